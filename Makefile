@@ -28,7 +28,7 @@ install := $(bin)/python -m pip install --disable-pip-version-check --no-input -
 smoke_test := tests/test_smoke.py
 # What depends on the versions of transformers and huggingface_hub.
 version_tests := tests/integrations/transformers tests/conversion/test_transformers.py tests/conversion/test_wan.py \
-	tests/hub/test_http*.py tests/hub/test_push.py tests/test_import.py tests/test_pipelines.py tests/test_presets.py tests/utils/test_compat.py tests/utils/test_versions.py
+	tests/hub/test_download.py tests/hub/test_push.py tests/test_import.py tests/test_pipelines.py tests/test_presets.py tests/utils/test_compat.py tests/utils/test_versions.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo reproduce reproduce-recovery size hub-kernel test test-all test-upstream test-lowest test-versions \

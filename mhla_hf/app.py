@@ -30,7 +30,7 @@ from .conversion import convert_pretrained
 from .conversion.options import parse_dtype
 from .demo import BLOCKS, GRID, DemoConfig, base_pipeline_directory
 from .demo import PROMPTS as DEMO_PROMPTS
-from .hub.metadata import TAGS, card_data
+from .hub.card import TAGS, card_data
 from .models.registry import MHLA_CLASSES
 from .models.source import (
     CONVERSION_RECORD,

@@ -11,8 +11,7 @@ from .output import JsonFile, say, show_table, write_report
 
 
 if TYPE_CHECKING:
-    from ..hub.checks import Problem
-    from ..hub.description import DirectoryDescription
+    from ..hub.checks import DirectoryCheck, Problem
 
 
 @with_options(HUB, last=True)
@@ -56,13 +55,12 @@ def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, A
     from dataclasses import asdict
 
     from ..analysis.signatures import directory_signatures
-    from ..hub.checks import Problem, check_directory
-    from ..hub.description import describe_directory
+    from ..hub.checks import DirectoryCheck, Problem
     from ..utils.locations import find_directory
 
     directory, origin = find_directory(model, **hub)
-    problems = check_directory(directory, values=values, progress=True)
-    description = describe_directory(directory)
+    check = DirectoryCheck(directory, values=values, progress=True)
+    problems = list(check.problems)
     errors = sum(problem.level == "error" for problem in problems)
     signatures = [] if errors else directory_signatures(directory)
     problems += [
@@ -71,23 +69,24 @@ def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, A
     ]
     report = {
         "source": origin,
-        **description.to_dict(),
+        "class_name": check.class_name,
+        "models": [asdict(model) for model in check.models],
         "problems": [asdict(problem) for problem in problems],
         "failure_signatures": [signature.to_dict() for _, signature in signatures],
     }
     write_report(json_file, {**report, "errors": errors, "warnings": len(problems) - errors})
-    _show_description(description)
+    _show_description(check)
     _show_problems(problems)
     if errors:
         raise typer.Exit(1)
 
 
-def _show_description(description: "DirectoryDescription") -> None:
+def _show_description(check: "DirectoryCheck") -> None:
     from ..conversion.options import format_bytes
 
-    if description.class_name:
-        say(description.class_name, style="bold")
-    for model in description.models:
+    if check.class_name:
+        say(check.class_name, style="bold")
+    for model in check.models:
         facts = [model.class_name]
         if model.mhla_layers:
             softmax = "" if model.num_layers is None else f", {max(0, model.num_layers - model.mhla_layers)} softmax"

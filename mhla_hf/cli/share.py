@@ -111,12 +111,11 @@ def push_command(
         mhla-hf push wan-mhla you/wan-mhla --private
         mhla-hf push qwen3-mhla you/qwen3-mhla --benchmark decode.json --create-pr
     """
-    from ..hub.push import check_repository, prepare_push, push_directory
+    from ..hub.push import prepare_push, push_directory
 
     options: dict[str, Any] = {"max_shard_size": max_shard_size, "benchmarks": benchmarks or []}
     if dry_run:
-        check_repository(repository)
-        contents, warnings = prepare_push(model.expanduser(), repository, progress=not quiet, **options)
+        contents, warnings = prepare_push(model, repository, progress=not quiet, **options)
         write_report(json_file, {"repository": repository, "files": contents.sizes, "warnings": warnings})
         if not quiet:
             _show_files(contents.sizes, contents.left_out, warnings)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 
-from ..config import MHLAConfig
 from ..models.registry import MHLA_CLASSES
+from ..models.source import Component, Source, read_source
+from ..models.stub import TAGS
 from ..recovery.report import PLOT
+from ..training.loading import PipelineSource
+from ..utils.compat.transformers import task_classes
 from ..utils.files import atomic_file
 from ..utils.json_files import read_json
 from ..utils.locations import is_hub_id
-from ..utils.messages import how_to_install, one_line, shorten_value
+from ..utils.messages import one_line, pluralize, shorten_value
 from ..utils.model_cards import (
     CARD,
     carried_metadata,
@@ -28,28 +32,64 @@ from ..utils.model_cards import (
     read_card,
     without_mark,
 )
-from .card_attention import describe_part, layers_sentence, limits
-from .card_quality import comparison_title, eval_results, quality_section
-from .card_speed import is_benchmark, speed_sections
-from .card_training import training_section
-from .card_usage import usage
-from .markdown import LONGEST, code, joined, literal, plain
-from .metadata import card_data
-from .records import Records, entry, is_recovery, public_location, read_records
+from .records import LONGEST, RECOVERY, ModelPart, Records, Tower, known, read_records
+from .tables import (
+    code,
+    eval_results,
+    options_table,
+    plain,
+    public_location,
+    quality_table,
+    read_benchmarks,
+    recovery_tables,
+    sizes,
+    speed_table,
+    table,
+    training_tables,
+)
 
 
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.jinja"
 _PLACEHOLDER = "path/or/repository"
-_SAMPLES = tuple(f"sample.{ending}" for ending in ("gif", "png", "jpg", "webp"))
+_SAMPLES = ("sample.gif", "sample.png", "sample.jpg", "sample.webp")
 _FAMILY_NAMES = {"wan": "Wan", "sana": "SANA", "sana-video": "SANA-Video", "dit": "DiT", "pixart": "PixArt"}
 _METADATA = re.compile(r"\A\s*---\s*\n.*?\n---\s*(?:\n|\Z)", re.DOTALL)
 _LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]{0,99}")
-_LINKED = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
+
+# In the names of diffusers' pipelines; the others generate from text.
+_PIPELINE_TASKS = {
+    "ImageToVideo": "image-to-video",
+    "VideoToVideo": "video-to-video",
+    "Img2Img": "image-to-image",
+    "Inpaint": "image-to-image",
+    "DiT": "unconditional-image-generation",
+}
+_SENTENCE_TASKS = {
+    "SparseEncoder": "feature-extraction",
+    "MultiVectorEncoder": "feature-extraction",
+    "CrossEncoder": "text-ranking",
+}
+# By the end of class names, or by task where several classes share it.
+_AUTO_CLASSES = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForImageClassification": "AutoModelForImageClassification",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
+}
+_PROCESSORS = {
+    "AutoTokenizer": ("tokenizer_config.json", "tokenizer.json"),
+    "AutoImageProcessor": ("preprocessor_config.json", "processor_config.json"),
+    "AutoProcessor": ("processor_config.json", "preprocessor_config.json"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardText:
-    """What only people know about a model, for its card. Texts are Markdown.
+    """What no file says about a model, for its card. Texts are Markdown.
 
     Attributes:
         name: Name of the model.
@@ -93,7 +133,7 @@ def model_card(
     repo_id: str | None = None,
     destination: str | Path | None = None,
 ) -> ModelCard:
-    """Makes the model card of a directory.
+    """Make the model card of a directory.
 
     It says what was converted and how it was trained, from `conversion.json`, `report.json` and `training.json`, and
     what was measured: quality from the recovery's report, speed and memory from reports of `mhla-hf bench`. What was
@@ -102,12 +142,11 @@ def model_card(
     Args:
         directory: A pipeline or model, converted or trained by this package.
         benchmarks: JSON files of `mhla-hf bench`, or their contents. Also `report.json` of other recoveries of the
-            same original with the same data, linear attention for example: they stand beside this model in the table
-            of quality.
+            same original with the same data, such as linear attention, for rows in the table of quality.
         comparisons: Such reports by the title of their row.
         text: What no file says.
         repo_id: Repository in the examples.
-        destination: The path that a directory still to be moved will have.
+        destination: Final path of a directory that has yet to be moved there.
 
     Raises:
         ValueError: If the directory has no MHLA model, a file is damaged or no such report, or a recovery was
@@ -124,52 +163,54 @@ def model_card(
         ['mhla', 'linear-attention', 'wan']
     """
     directory = Path(directory).expanduser()
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory; give one that holds a pipeline or model.")
     text = text or CardText()
     records = read_records(directory)
-    measured, others = _read_benchmarks(benchmarks, records.recovery)
-    others = {**{title: dict(report) for title, report in (comparisons or {}).items()}, **others}
-    quality, speed = quality_section(records, others), speed_sections(measured, records.parts[0])
+    part = records.parts[0]
+    measured, others = read_benchmarks(benchmarks, records.recovery)
+    compared = {title: known(report, RECOVERY) for title, report in (comparisons or {}).items()}
+    quality = quality_table(records, {**compared, **others})
+    speed = [section for report in measured if (section := speed_table(report, part))["table"]]
+    sample = next((name for name in _SAMPLES if (directory / name).is_file()), None)
     data = card_data(directory)
     data.license = data.license or text.license
-    data.language = carried_metadata(directory).get("language")
-    origin = entry(records.recovery, "data", "origin", kind=str).partition(":")[0]
-    data.datasets = [origin] if _LINKED.fullmatch(origin) else None
+    origin = records.recovery["data"]["origin"].partition(":")[0]
+    data.datasets = [origin] if is_hub_id(origin) else None
     data.eval_results = eval_results(records, data.pipeline_tag, text.dataset) or None
     title = text.name or _title(records, data.base_model, Path(destination or directory))
     data.model_name = one_line(title, LONGEST) if data.eval_results else None
-    sample = next((name for name in _SAMPLES if (directory / name).is_file()), None)
     if text.prompt is not None:
         output = {} if sample is None else {"output": {"url": sample}}
         data["widget"] = [{"text": one_line(text.prompt, 1000), **output}]
-    parts = records.parts
-    plot = {"file": PLOT, "caption": "Held-out quality over CPU time"} if (directory / PLOT).is_file() else None
-    card = _render(
+    card = ModelCard.from_template(
         data,
-        title=plain(title),
-        summary=text.summary,
-        base=_base(records, data.base_model),
-        original=parts[0].original_attention,
-        where=_where(records),
-        others=None if records.source.pipeline is None else "The other components of the pipeline are unchanged.",
-        status=_status(records),
-        sample=None if sample is None else {"file": sample, "caption": text.sample_caption},
-        use=usage(records, data, repo_id or _PLACEHOLDER, text.prompt, text.arguments),
-        usage_note=text.note,
-        parts=[describe_part(part) for part in parts],
-        training_note=text.training,
-        **training_section(records),
+        str(_TEMPLATE),
+        title=title,
+        text=text,
+        records=records,
+        base=data.base_model,
+        location=public_location(records.conversion["source"]["location"] or records.training["source"]["location"]),
+        family=_FAMILY_NAMES.get(part.family, part.family),
+        starts_as_original=all(_starts_as_original(part) for part in records.parts),
+        sample=sample,
+        plot=PLOT if (directory / PLOT).is_file() else None,
+        use=_usage(records, data, repo_id or _PLACEHOLDER, text),
+        options_table=options_table,
+        sample_size=_sample_size,
+        recovery=recovery_tables(records.recovery),
+        training=training_tables(records.training),
         quality=quality,
-        plot=plot,
         speed=speed,
-        limits=limits(records, quality is not None, any(section["is_own"] for section in speed)),
+        plain=plain,
+        code=code,
+        table=table,
+        pluralize=pluralize,
+        sizes=sizes,
     )
     return ModelCard(mark_generated(re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", str(card)))))
 
 
 def write_card(directory: str | Path, *, overwrite: bool = False, **options: Any) -> Path | None:
-    """Writes the model card of a directory as `README.md`.
+    """Write the model card of a directory as `README.md`.
 
     Args:
         directory: See [`model_card`].
@@ -177,15 +218,14 @@ def write_card(directory: str | Path, *, overwrite: bool = False, **options: Any
         **options: Arguments of [`model_card`].
 
     Returns:
-        The file, or `None` where the user's own card was left as it is.
+        The file, or `None` where the user's own card was kept.
 
     Raises:
         ValueError: See [`model_card`].
     """
-    directory = Path(directory).expanduser()
-    if not overwrite and is_own_card(directory):
+    path = Path(directory).expanduser() / CARD
+    if not overwrite and is_own_card(path.parent):
         return None
-    path = directory / CARD
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ValueError(
             f"{path} is a link or no file, as in the Hub's cache; copy the directory, or write to another file "
@@ -198,26 +238,25 @@ def write_card(directory: str | Path, *, overwrite: bool = False, **options: Any
 
 
 def card_for_repository(directory: Path, repo_id: str, benchmarks: Sequence[str | Path] = ()) -> str:
-    """Returns the card for a repository that a directory is pushed to, where the user has not written one.
+    """Return the card for a repository that a directory is pushed to, where the user has not written one.
 
-    An existing card is kept, with the name of the repository in its examples: it may have been made from texts and
-    reports that are not in the directory. With new reports it is generated again.
+    A generated card is kept, with the name of the repository in its examples: it may contain texts and reports that
+    are not in the directory. With new reports it is generated again.
     """
     written = read_card(directory)
     if written is None or benchmarks or not is_generated(written):
         return str(model_card(directory, benchmarks=benchmarks, repo_id=repo_id))
-    text = without_mark(written).replace(literal(_PLACEHOLDER), literal(repo_id))
-    return str(ModelCard(mark_generated(text)))
+    return mark_generated(without_mark(written).replace(_literal(_PLACEHOLDER), _literal(repo_id)))
 
 
 def replacing_card(generated: str, present: str | None) -> str | None:
-    """Returns the card that replaces the one in a repository; `None` if a person wrote or edited that one.
+    """Return the card that replaces the one in a repository; `None` if a person wrote or edited that one.
 
-    The Hub's website gives new repositories a card of metadata alone, the licence for example: these are added.
+    The Hub's website gives new repositories a card of metadata alone, such as the licence, which are added.
 
     Args:
         generated: The new card.
-        present: The text of the one in the repository; `None` if it cannot be read.
+        present: Text of the one in the repository; `None` if it cannot be read.
     """
     if present is None or is_generated(present):
         return None if present is None else generated
@@ -234,88 +273,129 @@ def replacing_card(generated: str, present: str | None) -> str | None:
     return mark_generated(str(card))
 
 
-def _render(data: Any, **facts: Any) -> ModelCard:
-    try:
-        return ModelCard.from_template(data, str(_TEMPLATE), **facts)
-    except ImportError as error:
-        raise ModuleNotFoundError(f"model cards need jinja2: {how_to_install('report')}") from error
+# Metadata
 
 
-def _read_benchmarks(
-    benchmarks: Sequence[str | Path | Mapping[str, Any]], own: dict[str, Any]
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Reports of speed, and recoveries by their titles."""
-    measured: list[dict[str, Any]] = []
-    recoveries: dict[str, dict[str, Any]] = {}
-    for given in benchmarks:
-        report = dict(given) if isinstance(given, Mapping) else read_json(Path(given).expanduser(), "the report")
-        if is_benchmark(report):
-            measured.append(report)
-        elif is_recovery(report):
-            title = first = comparison_title(report, own)
-            while title in recoveries:
-                title = f"{first} ({len(recoveries) + 1})"
-            recoveries[title] = report
-        else:
-            where = "a benchmark" if isinstance(given, Mapping) else str(given)
-            raise ValueError(
-                f"{where} is neither a report of mhla-hf bench op, model, train or decode (--json) nor report.json of "
-                "mhla-hf recover."
-            )
-    return measured, recoveries
+def card_data(directory: str | Path) -> ModelCardData:
+    """Return the metadata of the card for a model's directory.
 
+    Unknown fields stay `None`: the base model of a directory that was converted from another directory, a licence
+    that no card states, the task of a model without a head that the libraries know one for.
 
-def _title(records: Records, base_model: Any, directory: Path) -> str:
-    if isinstance(base_model, str) and is_hub_id(base_model):
-        return f"{base_model.partition('/')[2]} with MHLA"
-    root = directory.expanduser().resolve()
-    # Trainings write into a folder of their output, and a snapshot in the Hub's cache is named by its commit.
-    name = root.parent.name if records.training and root.name in ("pipeline", "model") else root.name
-    return "A model with MHLA" if re.fullmatch(r"[0-9a-f]{40}|", name) else name
+    Args:
+        directory: A pipeline or model, converted or trained by this package.
 
-
-def _base(records: Records, base_model: Any) -> str:
-    """The base model as a link, or in words."""
-    if isinstance(base_model, str) and _LINKED.fullmatch(base_model):
-        return f"[{plain(base_model)}](https://huggingface.co/{base_model})"
-    part = records.parts[0]
-    article = "an" if part.kind[0] in "aeiou" else "a"
-    text = f"{article} {part.kind} of the {_FAMILY_NAMES.get(part.family, plain(part.family))} family"
-    location = entry(records.conversion or records.training, "source", "location", kind=str)
-    return f"{text}, converted from {code(public_location(location))}," if location else text
-
-
-def _where(records: Records) -> str | None:
-    """Where the attention is MHLA: in which of several models, or in how many layers of the only one."""
-    if len(records.source.components) == 1:
-        return layers_sentence(records.parts[0])
-    return joined(code(part.component.name) for part in records.parts)
-
-
-def _status(records: Records) -> str | None:
-    """What users must know before they try the model: whether its new parameters are trained."""
-    conversion = records.conversion
-    if conversion.get("command") == "import-official":
-        location = code(entry(conversion, "source", "location", kind=str))
-        return (
-            f"The weights were imported from a checkpoint of the paper's code{f' ({location})' if location else ''}."
-        )
-    if records.is_trained or not conversion or not any(part.new_parameters for part in records.parts):
-        return None
-    if all(_starts_as_original(records, index) for index in range(len(records.parts))):
-        return "**Not trained yet.** Its new parameters leave the output of the original as it was."
-    if records.is_calibrated:
-        return (
-            "**Calibrated in closed form, and not trained.** Train it, or recover the original with `mhla-hf recover`."
-        )
-    return (
-        "**The parameters that MHLA adds are not trained yet**, and the output is of no use. Train the model, or "
-        "recover the original with `mhla-hf recover`."
+    Raises:
+        ValueError: If it is neither, or its files are damaged.
+    """
+    source = read_source(Path(directory))
+    part = next(iter(source.mhla_components), source.components[0])
+    family = part.config["model_type"] if part.is_transformers else part.class_name
+    base = next((location for location in source.records() if is_hub_id(location)), None)
+    library = "diffusers"
+    if part.is_transformers:
+        library = "sentence-transformers" if (source.root / "modules.json").is_file() else "transformers"
+    carried: dict[str, Any] = carried_metadata(source.root)
+    if base is not None:
+        carried["base_model_relation"] = "finetune"
+    return ModelCardData(
+        library_name=library,
+        pipeline_tag=_task(source, part),
+        base_model=base,
+        tags=[*TAGS, MHLA_CLASSES[family].name if family in MHLA_CLASSES else family],
+        **carried,
     )
 
 
-def _starts_as_original(records: Records, index: int) -> bool:
-    part = records.parts[index]
+def _task(source: Source, part: Component) -> str | None:
+    if part.is_transformers:
+        if (source.root / "modules.json").is_file():
+            path = source.root / "config_sentence_transformers.json"
+            kind = read_json(path, "the configuration").get("model_type") if path.is_file() else None
+            return _SENTENCE_TASKS.get(str(kind), "sentence-similarity")
+        return next((task for task, names in task_classes().items() if part.class_name in names), None)
+    # A transformer of diffusers alone generates nothing.
+    if source.pipeline is None or not part.is_mhla:
+        return None
+    named = (task for words, task in _PIPELINE_TASKS.items() if words in str(source.pipeline.get("_class_name")))
+    return next(named, f"text-to-{MHLA_CLASSES[part.class_name].kind}")
+
+
+def _title(records: Records, base_model: Any, directory: Path) -> str:
+    if base_model is not None:
+        return f"{base_model.partition('/')[2]} with MHLA"
+    root = directory.expanduser().resolve()
+    # Trainings write into a folder of their output, and a snapshot in the Hub's cache is named by its commit.
+    name = root.parent.name if records.training["config"] and root.name in ("pipeline", "model") else root.name
+    return "A model with MHLA" if re.fullmatch(r"[0-9a-f]{40}|", name) else name
+
+
+def _starts_as_original(part: ModelPart) -> bool:
     family = MHLA_CLASSES.get(part.component.class_name)
-    options: MHLAConfig = part.towers[0].options
-    return family is not None and bool(family.load_class().starts_as_upstream(options))
+    return family is not None and bool(family.load_class().starts_as_upstream(part.towers[0].options))
+
+
+# The model
+
+
+def _usage(records: Records, data: ModelCardData, location: str, text: CardText) -> dict[str, Any]:
+    """Return what the examples of the template are made of."""
+    part = records.parts[0]
+    task, name = str(data.pipeline_tag), part.component.class_name
+    kind = "pipeline"
+    if records.source.pipeline is None:
+        kind = "transformers" if part.component.is_transformers else "model"
+    if data.library_name == "sentence-transformers":
+        kind = "sentences"
+    inputs = {"unconditional-image-generation": ["class_labels=[0]"]}.get(task, [])
+    if task in ("text-to-video", "text-to-image"):
+        size = _call_size(records, part, part.towers[0]) or {}
+        inputs = [_literal(text.prompt or "A lighthouse on a cliff at sunset")]
+        inputs += [f"{name}={value!r}" for name, value in {**size, **text.arguments}.items()]
+    processor = "AutoTokenizer"
+    if "image" in task:
+        processor = "AutoProcessor" if "text" in task else "AutoImageProcessor"
+    has_processor = any((records.source.root / file).is_file() for file in _PROCESSORS[processor])
+    auto_classes = (auto for end, auto in _AUTO_CLASSES.items() if name.endswith(end) or task == end)
+    return {
+        "kind": kind,
+        "task": task,
+        "where": _literal(location),
+        "class_name": name,
+        "inputs": inputs,
+        "auto_class": next(auto_classes, "AutoModel"),
+        "processor": processor if has_processor else "",
+        "prompt": _literal(text.prompt or "Once upon a time"),
+    }
+
+
+def _sample_size(records: Records, part: ModelPart, tower: Tower) -> str | None:
+    """Return the size of the images or videos that the token grid stands for; `None` if unknown."""
+    size = _call_size(records, part, tower)
+    if size is None:
+        return None
+    frame = f"{size['height']}×{size['width']} pixels"
+    return frame if "num_frames" not in size else f"{size['num_frames']} frames of {frame}"
+
+
+def _call_size(records: Records, part: ModelPart, tower: Tower) -> dict[str, int] | None:
+    """Return the same as arguments of the pipeline."""
+    grid = tower.options.grid
+    if grid is None or records.source.pipeline is None or part.component.is_transformers or len(grid) < 2:
+        return None
+    try:
+        found = PipelineSource(records.source.root, part.component.name).sizes
+    # Families without training have no sizes here.
+    except (ValueError, KeyError, TypeError):
+        return None
+    sides = [length * patch * found.spatial_factor for length, patch in zip(grid[-2:], found.patch_size, strict=True)]
+    size = {"height": sides[0], "width": sides[1]}
+    if len(grid) == 3:
+        (patch, *_) = known(part.component.config.get("patch_size"), [int]) or [1]
+        size["num_frames"] = (grid[0] * (patch or 1) - 1) * found.temporal_factor + 1
+    return size
+
+
+def _literal(text: object) -> str:
+    """Format a Python string on one line."""
+    return json.dumps(one_line(text, 1000), ensure_ascii=False)

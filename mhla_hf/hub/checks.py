@@ -1,249 +1,443 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_directory`: whether the directory of a pipeline or model is complete, undamaged and safe to load."""
+"""Checks of a pipeline's or model's directory: it loads, names and shapes match, values are finite."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..config import MHLAConfig
+from ..conversion.planning import empty_model
+from ..conversion.transformers_planning import StoredNames
 from ..conversion.writing import byte_progress
-from ..models.registry import current_class
+from ..integrations.transformers.checks import check_layers, check_sizes
+from ..models.bounds import check_layer_count, check_model_config
+from ..models.registry import FAMILIES, MHLA_CLASSES, current_class
 from ..models.source import Component
 from ..models.stub import LIBRARY as STUB_LIBRARY
+from ..models.weight_files import PICKLES
+from ..utils.compat.diffusers import declared
+from ..utils.compat.transformers import ignored_names
 from ..utils.files import list_files, named_file
 from ..utils.json_files import Types, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
-from ..utils.messages import shorten_text
-from .model_checks import check_model
-from .problems import Findings, Problem
-from .weight_checks import Header, check_dtypes, check_pickles, check_values, check_weight_sets, read_headers
+from ..utils.messages import shorten_list, shorten_text
+from ..utils.tensor_files import count_values
 
 
-__all__ = ["Problem", "check_directory"]
+LAYER_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depth")
+"""Entries of configurations that hold the number of layers."""
 
-_PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_LENGTH = 600
+_MHLA_LAYER = re.compile(r"(.+)\.mhla\.")
+# Published checkpoints often lack this head, which their tasks do not use.
+_OPTIONAL = re.compile(r"(^|\.)pooler\.")
+# Files of other components by their base class, any of which suffices.
+_FILES = {
+    "SchedulerMixin": ("scheduler_config.json",),
+    "PreTrainedTokenizerBase": ("tokenizer_config.json",),
+    **dict.fromkeys(
+        ("ProcessorMixin", "ImageProcessingMixin", "FeatureExtractionMixin"),
+        ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    ),
+}
 
 
-def check_directory(
-    path: str | Path,
-    *,
-    values: bool = True,
-    skip: Callable[[str], bool] | None = None,
-    progress: bool = False,
-) -> list[Problem]:
-    """Checks a pipeline of diffusers, or a model of diffusers or transformers, MHLA or not.
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a directory.
 
-    Headers and configurations are read, and models are built without memory for their weights; values, if asked for,
-    are read a piece of one tensor at a time. Nothing is unpickled, no code of the directory is run, and nothing
-    outside it is read.
+    Attributes:
+        file: The file or folder, relative to the directory; `"."` for the directory itself.
+        message: One line that says what is wrong and what to do.
+        level: `"error"` for what cannot be loaded or used, `"warning"` for the rest.
+    """
+
+    file: str
+    message: str
+    level: str = "error"
+
+    def __str__(self) -> str:
+        return f"{'the directory' if self.file == '.' else self.file}: {self.message}"
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model of a directory.
+
+    Attributes:
+        name: Name of the component; `"model"` for a model without a pipeline.
+        class_name: Its class.
+        mhla_layers: Number of attention layers with MHLA weights.
+        num_layers: Number of layers by the configuration; `None` where it has no such entry.
+        options: The stored MHLA options; `None` for a softmax model.
+        parameters: Number of values in its tensors.
+        dtypes: Number of tensors by type.
+        nbytes: Size of its tensors, in bytes.
+    """
+
+    name: str
+    class_name: str
+    mhla_layers: int
+    num_layers: int | None
+    options: dict[str, Any] | None
+    parameters: int
+    dtypes: dict[str, int]
+    nbytes: int
+
+    @property
+    def blocks(self) -> str:
+        """Number or size of the blocks, as far as the options give it."""
+        options = self.options or {}
+        names = ("blocks", "block_size", "grid")
+        axes = {name: "×".join(map(str, options[name])) for name in names if isinstance(options.get(name), list)}
+        if "blocks" in axes:
+            return axes["blocks"] + (f" on {axes['grid']} tokens" if "grid" in axes else "")
+        return f"of {axes['block_size']} tokens" if "block_size" in axes else ""
+
+
+def check_directory(path: str | Path, *, values: bool = True, progress: bool = False) -> list[Problem]:
+    """Check a pipeline of diffusers, or a model of diffusers or transformers, MHLA or not.
+
+    Headers and configurations are read, and models are built without memory for their weights; values are read a
+    piece of one tensor at a time. Nothing is unpickled, no code of the directory is run, and nothing outside it is
+    read.
 
     Args:
         path: The directory.
         values: Look for NaN and infinite values too, which reads every weight file once.
-        skip: Returns whether to leave out a file, given by its path relative to the directory, with `/`.
         progress: Show a progress bar on standard error while values are read.
 
     Returns:
         The problems, errors first; none for a directory that loads.
     """
-    root = Path(path).expanduser()
-    findings = Findings(root)
-    if not root.is_dir():
-        findings.error(root, "is not a directory.")
-        return findings.sorted()
-    with findings.noting(root):
-        files = [root / file for file in list_files(root) if skip is None or not skip(file.as_posix())]
-        checker = _Checker(root, files, findings)
-        checker.run()
-        if values:
-            total = sum(file.stat().st_size for file in checker.headers)
-            with byte_progress(total, progress and total > 0) as (describe, advance):
-                describe("checking weights")
-                check_values(checker.headers, findings, advance)
-    return findings.sorted()
+    return DirectoryCheck(Path(path).expanduser(), values=values, progress=progress).problems
 
 
-class _Checker:
-    """The checks of one directory.
+class DirectoryCheck:
+    """The check of one directory; see [`check_directory`].
 
     Args:
         root: The directory.
-        files: The files below it, after links were checked.
-        findings: Where problems are noted.
+        files: The files to check, relative to it; every file by default.
+        values: See [`check_directory`].
+        progress: See [`check_directory`].
+
+    Attributes:
+        problems: What is wrong, errors first.
+        class_name: Class of the pipeline or model; empty if it cannot be read.
+        models: The models whose files can be read.
     """
 
-    def __init__(self, root: Path, files: list[Path], findings: Findings) -> None:
-        self.root, self.findings = root, findings
-        self.files = set(files)
-        weights = [file for file in files if file.suffix == ".safetensors"]
-        self.headers: dict[Path, Header] = read_headers(weights, findings)
+    def __init__(
+        self, root: Path, files: Sequence[Path] | None = None, *, values: bool = True, progress: bool = False
+    ) -> None:
+        self.root, self.class_name = root, ""
+        self.problems: list[Problem] = []
+        self.models: list[ModelDescription] = []
+        self.files: set[Path] = set()
+        if not root.is_dir():
+            self._note(root, "is not a directory.")
+            return
+        with self._noting(root):
+            self.files = {root / file for file in (list_files(root) if files is None else files)}
+            self._check_files()
+            if values:
+                self._check_values(progress)
+        self.problems.sort(key=lambda problem: (problem.level, problem.file, problem.message))
 
-    def run(self) -> None:
-        index = self.root / PIPELINE_INDEX
+    def _note(self, path: Path, message: str, level: str = "error") -> None:
+        file = path.relative_to(self.root).as_posix()
+        # Loaders name files by their full path, and begin most messages with it.
+        text = shorten_text(message.replace(f"{self.root}/", "").replace(str(self.root), "the directory"), _LENGTH)
+        called = "the directory" if path == self.root else re.escape(file)
+        opening = re.match(rf"[\w' ]*{called}:? ", text)
+        problem = Problem(file, text if opening is None else text[opening.end() :], level)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    @contextmanager
+    def _noting(self, path: Path) -> Iterator[None]:
+        """Note an exception as an error in a file, and continue."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            self._note(path, str(error) or type(error).__name__)
+        # Libraries meet unexpected contents with any exception.
+        except Exception as error:
+            self._note(path, f"does not describe a model ({type(error).__name__}: {shorten_text(str(error), 300)}).")
+
+    def _check_files(self) -> None:
         for file in sorted(self.files):
             if file.suffix == ".json":
-                with self.findings.noting(file):
-                    # Vocabularies may be lists; configurations are read again where they are used.
+                with self._noting(file):
                     read_json_value(file, "the file")
-        check_pickles(sorted(self.files), self.findings)
+        pickles = [file.relative_to(self.root).as_posix() for file in self.files if file.suffix in PICKLES]
+        if pickles:
+            advice = "which can run code when read; remove what is not needed, and keep tensors as safetensors."
+            self._note(self.root, f"has pickles ({shorten_list(pickles)}), {advice}", "warning")
+        index = self.root / PIPELINE_INDEX
         if index in self.files:
-            with self.findings.noting(index):
+            with self._noting(index):
                 self._check_pipeline(index)
         elif self.root / "config.json" in self.files:
-            self._check_model_folder(self.root, None)
+            self._check_model(self.root, None)
         else:
-            self.findings.error(
+            self._note(
                 self.root, f"has neither {PIPELINE_INDEX} (a pipeline) nor config.json (a model); give its directory."
             )
 
-    def _check_pipeline(self, index: Path) -> None:
-        content = read_json(index, "the pipeline's index")
-        entries = {name: entry for name, entry in content.items() if isinstance(entry, list) and name[:1] != "_"}
-        self._check_pipeline_class(index, content.get("_class_name"), content)
-        for name, entry in entries.items():
-            with self.findings.noting(index):
-                if entry == [None, None] or len(entry) != 2 or not all(isinstance(part, str) for part in entry):
-                    # Tuples of numbers are settings of some pipelines.
-                    continue
-                self._check_component(index, name, entry[0], entry[1])
+    def _check_values(self, progress: bool) -> None:
+        paths = sorted(file for file in self.files if file.suffix == ".safetensors")
+        total = sum(path.stat().st_size for path in paths)
+        with byte_progress(total, progress and total > 0) as (describe, advance):
+            describe("checking weights")
+            for path in paths:
+                broken, rest = [], path.stat().st_size
+                with self._noting(path):
+                    for counts in count_values(path):
+                        rest -= counts.nbytes
+                        advance(counts.nbytes)
+                        if counts.nans or counts.infinities:
+                            what = f"{counts.nans} NaN, {counts.infinities} infinite of {counts.total} values"
+                            broken.append(f"{shorten_text(counts.name)} ({what})")
+                advance(rest)
+                if broken:
+                    self._note(path, f"has NaN or infinite values: {shorten_list(broken)}; take earlier weights.")
 
-    def _check_pipeline_class(self, index: Path, class_name: Any, content: dict[str, Any]) -> None:
+    def _check_pipeline(self, index: Path) -> None:
         import diffusers
 
-        if isinstance(class_name, list):
-            self.findings.warning(index, "names a pipeline with code of its own, which is not run here.")
-            return
-        if not isinstance(class_name, str):
-            self.findings.error(index, "does not say which pipeline it is for (_class_name).")
-            return
-        pipeline_class: Any = getattr(diffusers, class_name, None)
-        if not hasattr(pipeline_class, "_optional_components"):
-            self.findings.error(
-                index, f"is for {shorten_text(class_name)}, which diffusers {diffusers.__version__} does not have."
-            )
-            return
-        optional = set(pipeline_class._optional_components)
-        needed = {
-            name
-            for name, parameter in inspect.signature(pipeline_class.__init__).parameters.items()
-            if name != "self" and parameter.default is inspect.Parameter.empty
-        }
-        absent = sorted(name for name in needed - optional if content.get(name) in (None, [None, None]))
-        if absent:
-            self.findings.error(
-                index, f"has no {', '.join(absent)}, which {class_name} needs; save the pipeline again."
-            )
+        content = read_json(index, "the pipeline's index")
+        self.class_name = str(content.get("_class_name"))
+        pipeline_class: Any = getattr(diffusers, self.class_name, None)
+        if isinstance(content.get("_class_name"), list):
+            self._note(index, "names a pipeline with its own code, which is not run here.", "warning")
+        elif not hasattr(pipeline_class, "_optional_components"):
+            version = diffusers.__version__
+            self._note(index, f"is for {shorten_text(self.class_name)}, which diffusers {version} does not have.")
+        else:
+            parameters = inspect.signature(pipeline_class.__init__).parameters.items()
+            needed = {name for name, parameter in parameters if parameter.default is inspect.Parameter.empty}
+            needed -= {"self", *pipeline_class._optional_components}
+            absent = [name for name in needed if content.get(name) in (None, [None, None])]
+            if absent:
+                self._note(index, f"has no {shorten_list(absent)}, which {self.class_name} needs; save it again.")
+        for name, entry in content.items():
+            # Other lists are settings of pipelines.
+            if isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry):
+                if not name.startswith("_"):
+                    with self._noting(index):
+                        self._check_component(index, name, *entry)
 
     def _check_component(self, index: Path, name: str, library: str, class_name: str) -> None:
         folder = named_file(self.root, name, str(index))
         if not folder.is_dir():
-            self.findings.error(
-                index, f"names the component {shorten_text(name)}, whose folder is missing; download or save it again."
-            )
-            return
+            raise ValueError(f"names the component {shorten_text(name)}, whose folder is missing; save it again.")
         found = _find_class(library, class_name)
         if found is None:
-            self.findings.error(
-                index,
+            raise ValueError(
                 f"calls {shorten_text(name)} a {shorten_text(class_name)} of {shorten_text(library)}, which is not "
-                "installed here or unknown.",
+                "installed here or unknown."
             )
-        elif _is_subclass(found, "diffusers", "ModelMixin") or _is_subclass(found, "transformers", "PreTrainedModel"):
-            self._check_model_folder(folder, class_name)
-        elif _is_subclass(found, "diffusers", "SchedulerMixin"):
-            self._need(folder, "scheduler_config.json")
-        elif _is_subclass(found, "transformers", "PreTrainedTokenizerBase"):
-            self._need(folder, "tokenizer_config.json")
-            self._need(folder, *dict.fromkeys(["tokenizer.json", *found.vocab_files_names.values()]))
-        elif _is_subclass(found, "transformers", "ProcessorMixin", "ImageProcessingMixin", "FeatureExtractionMixin"):
-            self._need(folder, *_PREPROCESSORS)
+        bases = {base.__name__ for base in found.__mro__}
+        if bases & {"ModelMixin", "PreTrainedModel"}:
+            self._check_model(folder, class_name)
+        wanted = [names for base, names in _FILES.items() if base in bases]
+        if "PreTrainedTokenizerBase" in bases:
+            wanted.append(("tokenizer.json", *found.vocab_files_names.values()))
+        for names in wanted:
+            if not any(folder / file in self.files for file in names):
+                self._note(folder, f"has no {' or '.join(dict.fromkeys(names))}; download or save it again.")
 
-    def _need(self, folder: Path, *names: str) -> None:
-        """Notes it if a folder has none of these files."""
-        if names and not any(folder / name in self.files for name in names):
-            self.findings.error(folder, f"has no {' or '.join(names)}; download or save it again.")
-
-    def _check_model_folder(self, folder: Path, named: str | None) -> None:
-        """Checks a model.
-
-        Args:
-            folder: Its folder.
-            named: The class that the pipeline's index names.
-        """
+    def _check_model(self, folder: Path, named: str | None) -> None:
+        """Check a model; `named` is the class that the pipeline's index gives it."""
         path = folder / "config.json"
         if path not in self.files:
-            self.findings.error(folder, "has no config.json; download or save it again.")
+            self._note(folder, "has no config.json; download or save it again.")
             return
-        with self.findings.noting(path):
+        with self._noting(path):
             types: dict[str, Types] = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
             config = read_json(path, "the configuration", optional=types)
             if not all(isinstance(entry, str) for entry in config.get("architectures") or []):
                 raise ValueError("'architectures' must be a list of class names.")
-            component = Component(folder.name, folder, config)
-            if component.is_transformers and "model_type" not in config:
+            if not {"_class_name", "model_type"} & set(config):
+                raise ValueError("does not say which model it is, by _class_name (diffusers) or model_type.")
+            component = Component("model" if named is None else folder.name, folder, config)
+            if named is None:
+                self.class_name = component.class_name
+            elif not component.is_transformers and current_class(named, config) != component.class_name:
                 raise ValueError(
-                    "does not say which diffusers class (_class_name) or which kind of transformers model "
-                    "(model_type) it is for."
+                    f"says {shorten_text(component.class_name)}, but {PIPELINE_INDEX} calls {component.name} a "
+                    f"{shorten_text(named)}."
                 )
-            weights = check_weight_sets(folder, component.names, self.files, self.headers, self.findings)
-            for owner, tensors in weights:
-                check_dtypes(owner, tensors, self.findings)
-            model_class = self._model_class(component, named)
-            if model_class is not None:
-                check_model(component, model_class, weights, self.findings)
-            if named is None and component.is_transformers:
-                self._check_preprocessing(folder, config)
+            sets = self._read_weights(component)
+            self._describe(component, sets)
+            _check_options(component, sets)
+            if any(part.get("quantization_config") for part in _parts(config)):
+                self._note(path, "describes quantised weights, whose names and shapes are not checked.", "warning")
+                return
+            model = _build(component, named, sets)
+            for owner, tensors in sets:
+                with self._noting(owner):
+                    self._compare(owner, component, model, tensors)
 
-    def _model_class(self, component: Component, named: str | None) -> Any:
-        """The class that loads a model; None, with a problem noted, where there is none."""
-        path = component.folder / "config.json"
-        class_name = component.class_name if named is None or not component.is_transformers else named
-        if (
-            named is not None
-            and not component.is_transformers
-            and current_class(named, component.config) != class_name
-        ):
-            self.findings.error(
-                self.root / PIPELINE_INDEX,
-                f"calls {component.name} a {shorten_text(named)}, but {component.name}/config.json says "
-                f"{shorten_text(class_name)}.",
+    def _read_weights(self, component: Component) -> list[tuple[Path, dict[str, Any]]]:
+        """Read the headers of each set of weights: the file that stands for it, and its tensors."""
+        sets = []
+        with self._noting(component.folder):
+            found = component.weight_sets()
+            variants = [weights.variant for weights in found]
+            if None not in variants:
+                self._note(
+                    component.folder,
+                    f"has weights of {shorten_list(f'variant={name!r}' for name in variants)} alone, which "
+                    "from_pretrained reads where that is given; write them without a variant for others to load.",
+                    "warning",
+                )
+            for weights in found:
+                owner = weights.index or weights.files[0]
+                left_out = [path for path in weights.files if path.is_file() and path not in self.files]
+                if left_out:
+                    self._note(owner, f"lists {shorten_list(path.name for path in left_out)}, which is not uploaded.")
+                with self._noting(owner):
+                    readers = weights.open(floats_only=False)
+                    shapes = {name: shape for reader in readers for name, shape in reader.shapes.items()}
+                    dtypes = {name: dtype for reader in readers for name, dtype in reader.dtypes.items()}
+                    sets.append((owner, {name: (dtypes[name], tuple(shape)) for name, shape in shapes.items()}))
+        return sets
+
+    def _describe(self, component: Component, sets: list[tuple[Path, dict[str, Any]]]) -> None:
+        config, tensors = component.config, sets[0][1] if sets else {}
+        options = config.get("mhla")
+        values = [math.prod(shape) for _, shape in tensors.values()]
+        self.models.append(
+            ModelDescription(
+                name=component.name,
+                class_name=component.class_name,
+                mhla_layers=len({match[1] for match in map(_MHLA_LAYER.match, tensors) if match}),
+                num_layers=next((config[key] for key in LAYER_COUNTS if isinstance(config.get(key), int)), None),
+                options=options if isinstance(options, dict) else None,
+                parameters=sum(values),
+                dtypes=dict(Counter(str(dtype).removeprefix("torch.") for dtype, _ in tensors.values()).most_common()),
+                nbytes=sum(count * dtype.itemsize for count, (dtype, _) in zip(values, tensors.values())),
             )
-            return None
-        if component.is_transformers and named is None:
-            return component.load_class()
-        library = "transformers" if component.is_transformers else "diffusers"
-        found = _find_class(library, class_name)
-        if found is None:
-            self.findings.error(path, f"is for {shorten_text(class_name)}, which {library} does not have.")
-        return found
+        )
 
-    def _check_preprocessing(self, folder: Path, config: dict[str, Any]) -> None:
-        if isinstance(config.get("vocab_size"), int):
-            if not any(file.parent == folder and file.name.startswith(("tokenizer", "vocab")) for file in self.files):
-                self.findings.warning(folder, "has no tokenizer; save it there too (tokenizer.save_pretrained).")
-        elif isinstance(config.get("image_size"), (int, list)):
-            if not any(folder / name in self.files for name in _PREPROCESSORS):
-                self.findings.warning(
-                    folder, "has no preprocessor_config.json; save the image processor there too (save_pretrained)."
-                )
+    def _compare(self, owner: Path, component: Component, model: Any, tensors: Mapping[str, Any]) -> None:
+        """Compare the tensors of the files with those of the model."""
+        state = model.state_dict()
+        if component.is_transformers:
+            names = StoredNames(model, list(tensors))
+            unknown = [name for name in tensors if name not in names.loaded]
+            check_layers(model, (), [names.renamed[name] for name in unknown], str(component.folder))
+            expected = {**names.expected, **{file: tuple(state[name].shape) for name, file in names.fresh.items()}}
+            found = {target: tensors[name][1] for name, target in names.written.items()}
+            optional = {*names.may_be_missing, *filter(_OPTIONAL.search, expected)}
+            floats = {name for name in tensors if name in names.loaded and names.is_float(name)}
+            ignored = [re.compile(pattern) for pattern in ignored_names(model, "load_unexpected")]
+        else:
+            expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+            found = {name: shape for name, (_, shape) in tensors.items()}
+            unknown = [name for name in tensors if name not in expected]
+            optional = set()
+            floats = {name for name in tensors if name in state and state[name].is_floating_point()}
+            ignored = [re.compile(re.escape(part)) for part in declared(model, "_keys_to_ignore_on_load_unexpected")]
+        unknown = [name for name in unknown if not any(pattern.search(name) for pattern in ignored)]
+        missing = [name for name in expected if name not in found and name not in optional]
+        shapes = [
+            f"{shorten_text(name)} {found[name]} instead of {shape}"
+            for name, shape in expected.items()
+            if found.get(name, shape) != shape
+        ]
+        dropped = [name for name in unknown if component.is_mhla and ".mhla." in name]
+        integers = [f"{name} ({tensors[name][0]})" for name in floats if not tensors[name][0].is_floating_point]
+        untrained = [text for text in integers if ".mhla." in text]
+        regenerate = "take config.json from the directory that the weights were written to."
+        errors = {
+            "lacks {}; write or download the weights again.": missing,
+            "has tensors of other shapes than config.json describes: {}; the two do not belong together.": shapes,
+            f"has trained MHLA tensors that 'mhla' in config.json leaves out: {{}}; {regenerate}": dropped,
+            "holds MHLA parameters that are not of a floating-point type: {}.": untrained,
+        }
+        warnings = {
+            "holds other types in place of floating-point parameters: {}.": set(integers) - set(untrained),
+            "has tensors that the model does not know: {}.": set(unknown) - set(dropped),
+        }
+        for message, names_found in {**errors, **warnings}.items():
+            if names_found:
+                level = "error" if message in errors else "warning"
+                self._note(owner, message.format(shorten_list(names_found)), level)
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a configuration and those of its towers."""
+    return [config, *(part for part in config.values() if isinstance(part, Mapping))]
+
+
+def _check_options(component: Component, sets: list[tuple[Path, dict[str, Any]]]) -> None:
+    """Check the entry `mhla` of a configuration against the class and the weights."""
+    given = [part["mhla"] for part in _parts(component.config) if part.get("mhla") is not None]
+    for options in given:
+        # The entry of a model of several towers may hold options for each.
+        if not (isinstance(options, Mapping) and any(isinstance(value, Mapping) for value in options.values())):
+            MHLAConfig.from_dict(options)
+    has_weights = any(".mhla." in name for _, tensors in sets for name in tensors)
+    if has_weights and not given:
+        raise ValueError(
+            "has no entry 'mhla', although the weights hold MHLA parameters; take config.json from the directory that "
+            "the weights were written to."
+        )
+    if has_weights and not component.is_mhla:
+        name = FAMILIES[component.class_name].mhla_class if component.class_name in FAMILIES else "an MHLA class"
+        raise ValueError(
+            f"says _class_name={component.class_name!r}, which would drop the MHLA weights; it should say {name}."
+        )
+    if component.is_mhla and sets and not has_weights:
+        raise ValueError("describes an MHLA model, but the weights hold no MHLA parameters; convert it again.")
+
+
+def _build(component: Component, named: str | None, sets: list[tuple[Path, dict[str, Any]]]) -> Any:
+    """Build a model without memory for its weights."""
+    where = str(component.folder / "config.json")
+    library = "transformers" if component.is_transformers else "diffusers"
+    class_name = named if named is not None and component.is_transformers else component.class_name
+    uses_own = named is None and component.is_transformers
+    model_class = component.load_class() if uses_own else _find_class(library, class_name)
+    if model_class is None:
+        raise ValueError(f"is for {shorten_text(class_name)}, which {library} does not have.")
+    # A wrong size may ask for more memory than there is.
+    check_sizes(component.config, where)
+    if component.is_transformers:
+        config = component.load_config()
+        with torch.device("meta"):
+            return model_class(config)
+    if model_class.__name__ in {**FAMILIES, **MHLA_CLASSES}:
+        check_model_config(model_class, component.config, where)
+        for _, tensors in sets:
+            check_layer_count(component.config.get("num_layers", 0), tensors, where)
+    return empty_model(model_class, component.config)
 
 
 def _find_class(library: str, class_name: str) -> Any:
-    """Imports a class that a pipeline's index names; None if it does not exist."""
+    """Import a class that a pipeline's index names; `None` if it does not exist."""
     # Short names are modules of diffusers' pipelines.
     known = ("diffusers", "transformers", STUB_LIBRARY)
-    module = library if library in known else f"diffusers.pipelines.{library}"
     if not library.isidentifier():
         return None
     try:
-        found = getattr(importlib.import_module(module), class_name, None)
+        module = importlib.import_module(library if library in known else f"diffusers.pipelines.{library}")
     except ImportError:
         return None
+    found = getattr(module, class_name, None)
     return found if isinstance(found, type) else None
-
-
-def _is_subclass(found: type, library: str, *names: str) -> bool:
-    return any(base.__name__ in names and base.__module__.startswith(library) for base in found.__mro__)

@@ -3,32 +3,129 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-import yaml
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, metadata_load
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from ..conversion.writing import byte_progress
-from ..utils.hub import explained_hub_errors
-from ..utils.locations import is_hub_id
-from ..utils.messages import shorten_text
+from ..conversion.options import parse_size
+from ..conversion.writing import byte_progress, check_space
+from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, read_source
+from ..models.stub import stub_files
+from ..models.weight_files import DIFFUSERS_FILES, PICKLES, TRANSFORMERS_FILES, FileNames
+from ..utils.destinations import take_lock
+from ..utils.files import TEMPORARY_PREFIX, list_files
+from ..utils.json_files import parse_json, read_json, read_json_value
+from ..utils.locations import PIPELINE_INDEX, is_hub_id
 from ..utils.model_cards import CARD, is_own_card, read_card
-from .card import card_for_repository, replacing_card
-from .checks import check_directory
-from .contents import Contents, collect_contents, is_working_file
-from .metadata import card_data
+from ..utils.tensor_files import TensorEntry, plan_shards, write_shards
+from .card import card_data, card_for_repository, replacing_card
+from .checks import DirectoryCheck
 
 
 logger = logging.getLogger(__name__)
 
-LARGE_FILE = 64 * 2**20
-"""Files of at least this many bytes are sent one at a time, smaller ones in parallel."""
+_WORKING_FILES = (
+    "work/*", "checkpoint-*/*", "checkpoints/*", "*.lock", "*.tmp",
+    # Of accelerate and the Trainer of transformers.
+    "optimizer*.bin", "optimizer*.pt", "scheduler*.bin", "scheduler*.pt", "scaler.pt", "random_states_*.pkl",
+    "rng_state*.pth", "training_args.bin", "trainer_state.json", "global_step*/*",
+    # Of trackers.
+    "wandb/*", "runs/*", "logs/*", "mlruns/*", "events.out.tfevents*", "*/events.out.tfevents*", "*.log",
+    # Keys and tokens.
+    "*.env", "*.key", "*.pem", "token", "token.txt",
+)  # fmt: skip
+_RECORDS = (CONVERSION_RECORD, TRAINING_RECORD, "report.json")
+_ABSOLUTE = re.compile(r"(?:[A-Za-z]:[\\/]|/[^/\n]+/|~/)[^\n]*")
+_CONFIGURATION = re.compile(rf"(.*/)?(\w*config\.json|{re.escape(PIPELINE_INDEX)})")
+# Fields of configurations that say what was loaded; some are of earlier versions of the libraries.
+_LOCATIONS = frozenset({"_name_or_path", "name_or_path", "base_model_name_or_path", "tokenizer_file"})
+
+
+@dataclass
+class Contents:
+    """Files of a repository.
+
+    Attributes:
+        root: The directory that they come from.
+        files: Path of each file, or its contents where they differ from those in the directory, by path in the
+            repository; without weights to be sharded.
+        shards: Weights to be sharded: the folder of the model, and the tensors of each file.
+        left_out: Working files in the directory, which are not uploaded.
+        weight_names: Names of the library for weight files by the folder of each model.
+    """
+
+    root: Path
+    files: dict[str, Path | bytes] = field(default_factory=dict)
+    shards: list[tuple[PurePosixPath, Mapping[str, Sequence[TensorEntry]]]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    weight_names: dict[PurePosixPath, FileNames] = field(default_factory=dict)
+
+    @property
+    def shard_sizes(self) -> dict[str, int]:
+        """Bytes of the tensors of each weight file to be written."""
+        return {
+            (folder / name).as_posix(): sum(entry.nbytes for entry in entries)
+            for folder, shards in self.shards
+            for name, entries in shards.items()
+        }
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file by its path in the repository."""
+        sizes = {
+            name: content.stat().st_size if isinstance(content, Path) else len(content)
+            for name, content in self.files.items()
+        }
+        return dict(sorted({**self.shard_sizes, **sizes}.items()))
+
+    def replaces(self, name: str) -> bool:
+        """Return whether a file of the repository holds weights of a model here under a name that is not in use."""
+        path = PurePosixPath(name)
+        names = self.weight_names.get(path.parent)
+        return names is not None and name not in self.files and names.match(Path(path.name))
+
+    @contextmanager
+    def written(self, progress: bool = False) -> Iterator[None]:
+        """Write the shards beside the directory, and remove them when the context ends.
+
+        Raises:
+            ValueError: If the disk has too little space, or another process pushes the directory.
+        """
+        if not self.shards:
+            yield
+            return
+        root = self.root.resolve()
+        total = sum(self.shard_sizes.values())
+        check_space(root.parent, total)
+        scratch = root.parent / f"{TEMPORARY_PREFIX}push-{root.name}"
+        lock = take_lock(scratch.with_name(f"{scratch.name}.lock"), f"{root} is being pushed by another process.")
+        try:
+            # A killed process may have left some.
+            shutil.rmtree(scratch, ignore_errors=True)
+            with byte_progress(total, progress) as (describe, advance):
+                describe("sharding")
+                for folder, shards in self.shards:
+                    target = scratch / folder
+                    write_shards(target, shards, advance)
+                    self.files |= {(folder / path.name).as_posix(): path for path in target.glob("*.*")}
+            yield
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.with_name(f"{scratch.name}.lock").unlink(missing_ok=True)
+            if lock is not None:
+                lock.close()
 
 
 def push_directory(
@@ -44,12 +141,12 @@ def push_directory(
     benchmarks: Sequence[str | Path] = (),
     progress: bool = False,
 ) -> CommitInfo:
-    """Pushes the directory of a pipeline or model with MHLA to the Hub.
+    """Push the directory of a pipeline or model with MHLA to the Hub.
 
-    The directory is checked first, see [`check_directory`][mhla_hf.hub.checks.check_directory], and stays as it is.
+    The directory is checked first, see [`check_directory`][mhla_hf.hub.checks.check_directory], and is not changed.
     The repository gets a model card, unless a person wrote the one in the directory or repository, and a small file by
-    which `trust_remote_code=True` loads the model with the installed package. Everything becomes visible in
-    one commit. After an interruption, the same call resumes: large files that arrived are not sent again.
+    which `trust_remote_code=True` loads the model with the installed package. Only files that were checked are
+    uploaded, in one commit. After an interruption, the same call resumes: large files that arrived are not sent again.
 
     Args:
         directory: The directory.
@@ -70,49 +167,50 @@ def push_directory(
     Raises:
         ValueError: If something is wrong with the directory or an argument, or `private` is requested for a public
             repository. Nothing is uploaded then.
-        OSError: If the Hub refuses or cannot be reached.
+        OSError: If the Hub refuses, or cannot be reached; see `huggingface_hub.errors`.
     """
     root = Path(directory).expanduser()
-    check_repository(repo_id)
-    if constants.HF_HUB_OFFLINE:
-        raise ValueError("HF_HUB_OFFLINE is set, so nothing can be pushed; unset it.")
     api = HfApi(token=token)
-    with explained_hub_errors(repo_id):
-        # A token that is not accepted shows now, and not after all weights have been read.
-        api.whoami()
+    # A token that is not accepted shows now, and not after all weights have been read.
+    api.whoami()
     contents, warnings = prepare_push(
         root, repo_id, max_shard_size=max_shard_size, benchmarks=benchmarks, progress=progress
     )
     for warning in warnings:
         logger.warning("%s", warning)
-    total = sum(size for part in contents.shardings for size in part.sizes.values())
-    with ExitStack() as stack:
-        with byte_progress(total, progress and total > 0) as (describe, advance):
-            describe("sharding")
-            stack.enter_context(contents.written(advance))
-        stack.enter_context(explained_hub_errors(repo_id))
-        stack.enter_context(_progress_bars(progress))
-        _create(api, repo_id, private=private, revision=revision, create_pr=create_pr)
-        message = commit_message or f"Upload {root.resolve().name} with mhla-hf"
-        return _commit(api, repo_id, contents, message, revision=revision, create_pr=create_pr, progress=progress)
+    with contents.written(progress), _progress_bars(progress):
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if private and not api.model_info(repo_id).private:
+            raise ValueError(
+                f"{repo_id} exists and is public: make it private in its settings, push to another one, or leave out "
+                "--private (private=None)."
+            )
+        if revision is not None and not revision.startswith("refs/") and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        present = api.list_repo_files(repo_id, revision=revision)
+        _settle_card(api, repo_id, contents, present, revision)
+        # Not `upload_folder`, which may split a folder into several commits.
+        return api.create_commit(
+            repo_id,
+            [
+                *(CommitOperationDelete(name) for name in present if contents.replaces(name)),
+                *(CommitOperationAdd(name, content) for name, content in contents.files.items()),
+            ],
+            commit_message=commit_message or f"Upload {root.resolve().name} with mhla-hf",
+            revision=revision,
+            create_pr=create_pr,
+        )
 
 
 def prepare_push(
-    directory: Path,
+    directory: str | Path,
     repo_id: str,
     *,
     max_shard_size: int | str | None = None,
     benchmarks: Sequence[str | Path] = (),
     progress: bool = False,
 ) -> tuple[Contents, list[str]]:
-    """Checks a directory and collects what would be uploaded, without the network.
-
-    Args:
-        directory: The directory.
-        repo_id: See [`push_directory`].
-        max_shard_size: See [`push_directory`].
-        benchmarks: See [`push_directory`].
-        progress: See [`push_directory`].
+    """Check a directory and collect what would be uploaded, without the network; arguments as in [`push_directory`].
 
     Returns:
         The files, and warnings.
@@ -120,24 +218,28 @@ def prepare_push(
     Raises:
         ValueError: If something is wrong with the directory or an argument.
     """
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory; give one that holds a pipeline or model.")
+    directory = Path(directory).expanduser()
+    if not is_hub_id(repo_id):
+        raise ValueError(f"repo_id={repo_id!r:.100} is not a repository; name it as owner/name.")
     if benchmarks and is_own_card(directory):
         raise ValueError(
             f"benchmarks have no effect: {directory / CARD} was written or edited by someone and is kept. Remove it "
             "to have one generated."
         )
-    _check_card(directory / CARD)
-    problems = check_directory(directory, skip=is_working_file, progress=progress)
+    files = list_files(directory) if directory.is_dir() else []
+    uploaded = [path for path in files if not is_working_file(path.as_posix())]
+    problems = DirectoryCheck(directory, uploaded, progress=progress).problems
     errors = [str(problem) for problem in problems if problem.level == "error"]
     if errors:
         more = f" And {len(errors) - 1} more: mhla-hf doctor lists them." if len(errors) > 1 else ""
         raise ValueError(f"{directory} is not pushed. {errors[0]}{more}")
-
-    def make_card() -> str:
-        return card_for_repository(directory, repo_id, benchmarks)
-
-    contents = collect_contents(directory, max_shard_size=max_shard_size, card=make_card)
+    contents = collect_contents(
+        directory,
+        uploaded,
+        max_shard_size=max_shard_size,
+        card=lambda: card_for_repository(directory, repo_id, benchmarks),
+    )
+    contents.left_out = [path.as_posix() for path in files if path not in uploaded]
     warnings = [str(problem) for problem in problems]
     if card_data(directory).license is None:
         warnings.append(
@@ -146,64 +248,112 @@ def prepare_push(
     return contents, warnings
 
 
-def check_repository(repo_id: str) -> None:
-    """Raises `ValueError` unless a repository is named as `owner/name`."""
-    if not is_hub_id(repo_id):
-        raise ValueError(f"repo_id={repo_id!r:.100} is not a repository; name it as owner/name.")
-
-
-def _check_card(path: Path) -> None:
-    """Raises `ValueError` for a card that the Hub would refuse."""
-    try:
-        if path.is_file():
-            metadata_load(path)
-    except (ValueError, yaml.YAMLError) as error:
-        reason = shorten_text(str(error), 300)
-        raise ValueError(f"{path} cannot be read ({reason}); correct or remove it.") from error
-
-
-def _create(api: HfApi, repo_id: str, *, private: bool | None, revision: str | None, create_pr: bool) -> None:
-    """Creates the repository and the branch if they do not exist."""
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    if private and not api.model_info(repo_id).private:
-        raise ValueError(
-            f"{repo_id} exists and is public: make it private in its settings, push to another one, or leave out "
-            "--private (private=None)."
-        )
-    if revision is not None and not revision.startswith("refs/") and not create_pr:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-
-
-def _commit(
-    api: HfApi,
-    repo_id: str,
-    contents: Contents,
-    message: str,
+def collect_contents(
+    directory: Path,
+    files: Sequence[Path],
     *,
-    revision: str | None,
-    create_pr: bool,
-    progress: bool,
-) -> CommitInfo:
-    """Uploads everything and commits it; large files go first, so that an interruption costs one of them at most."""
-    where: dict[str, Any] = {"revision": revision, "create_pr": create_pr}
-    present = api.list_repo_files(repo_id, revision=revision)
-    _settle_card(api, repo_id, contents, present, revision)
-    sizes = contents.sizes
-    additions = []
-    with byte_progress(sum(sizes.values()), progress) as (describe, advance):
-        describe("hashing")
-        for name, content in contents.files.items():
-            additions.append(CommitOperationAdd(name, str(content) if isinstance(content, Path) else content))
-            advance(sizes[name])
-    for addition in additions:
-        if sizes[addition.path_in_repo] >= LARGE_FILE:
-            api.preupload_lfs_files(repo_id, [addition], **where)
-    deletions = [CommitOperationDelete(name) for name in present if contents.replaces(name)]
-    return api.create_commit(repo_id, [*deletions, *additions], commit_message=message, **where)
+    max_shard_size: int | str | None = None,
+    card: Callable[[], str] | None = None,
+) -> Contents:
+    """Collect the files of a repository.
+
+    Configurations name the stub for `trust_remote_code=True`, which is added. Absolute paths in records, and in the
+    fields of configurations that say what was loaded, are shortened to their last part.
+
+    Args:
+        directory: A pipeline or model with MHLA.
+        files: Its files, relative to it.
+        max_shard_size: See [`push_directory`].
+        card: Makes the model card, unless the user wrote one; `None` leaves the card unchanged.
+
+    Raises:
+        ValueError: If the directory has no MHLA model, holds pickles, or something in it is damaged.
+    """
+    stub = stub_files(read_source(directory))
+    if not stub:
+        raise ValueError(f"{directory} has no MHLA model; push others with push_to_hub of their library.")
+    contents = Contents(directory, {path.as_posix(): directory / path for path in files})
+    for name in list(contents.files):
+        if name.endswith(PICKLES):
+            raise ValueError(
+                f"{directory / name} is a pickle, which can run code when read; remove it, or keep its tensors as "
+                "safetensors."
+            )
+        is_record = PurePosixPath(name).name in _RECORDS
+        if is_record or _CONFIGURATION.fullmatch(name):
+            content = parse_json(stub[name], name) if name in stub else read_json_value(directory / name, "the file")
+            public = _shortened(content, None if is_record else _LOCATIONS)
+            if is_record and isinstance(public, dict) and isinstance(public.get("source"), dict):
+                # Of use on this machine alone.
+                public["source"] = {k: v for k, v in public["source"].items() if k not in ("path", "path_code")}
+            if name in stub or public != content:
+                contents.files[name] = (json.dumps(public, indent=2, sort_keys=True) + "\n").encode()
+    contents.files |= {name: text.encode() for name, text in stub.items() if name.endswith(".py")}
+    if card is not None and not is_own_card(directory):
+        contents.files[CARD] = card().encode()
+    _plan_shards(contents, parse_size(max_shard_size))
+    return contents
+
+
+def is_working_file(name: str) -> bool:
+    """Return whether a file, by its path in the directory, is private or for running processes alone."""
+    hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
+    return hidden or any(fnmatch(name, pattern) for pattern in _WORKING_FILES)
+
+
+def _plan_shards(contents: Contents, max_bytes: int | None) -> None:
+    """Replace weights whose files are larger than allowed by shards."""
+    for name in [name for name in contents.files if PurePosixPath(name).name == "config.json"]:
+        folder = PurePosixPath(name).parent
+        config = read_json(contents.root / name, "the configuration")
+        if not {"_class_name", "model_type"} & set(config) or not any((contents.root / folder).glob("*.safetensors")):
+            continue
+        names = DIFFUSERS_FILES if "_class_name" in config else TRANSFORMERS_FILES
+        contents.weight_names[folder] = names
+        limit = max_bytes or _default_size(names)
+        for weights in names.find(contents.root / folder):
+            readers = weights.open(floats_only=False)
+            # A single tensor cannot be split.
+            if all(reader.path.stat().st_size <= limit or len(reader.shapes) == 1 for reader in readers):
+                continue
+            for path in (*weights.files, *([weights.index] if weights.index else [])):
+                contents.files.pop(path.relative_to(contents.root).as_posix(), None)
+            entries = [entry for reader in readers for entry in reader.entries()]
+            shards = plan_shards(entries, limit, stem=names.stem, variant=weights.variant)
+            contents.shards.append((folder, shards))
+
+
+def _default_size(names: FileNames) -> int:
+    """Return the largest weight file that a library writes by default."""
+    save: Any
+    if names is TRANSFORMERS_FILES:
+        from transformers import PreTrainedModel
+
+        save = PreTrainedModel.save_pretrained
+    else:
+        from diffusers import ModelMixin
+
+        save = ModelMixin.save_pretrained
+    size = parse_size(inspect.signature(save).parameters["max_shard_size"].default)
+    assert size is not None
+    return size
+
+
+def _shortened(value: Any, fields: frozenset[str] | None) -> Any:
+    """Replace absolute paths by their last part, everywhere or in some fields of JSON."""
+    if isinstance(value, dict):
+        return {
+            key: _shortened(entry, None if fields is None or key in fields else fields) for key, entry in value.items()
+        }
+    if isinstance(value, list):
+        return [_shortened(entry, fields) for entry in value]
+    if fields is None and isinstance(value, str) and _ABSOLUTE.fullmatch(value):
+        return PureWindowsPath(value).name or value
+    return value
 
 
 def _settle_card(api: HfApi, repo_id: str, contents: Contents, present: Sequence[str], revision: str | None) -> None:
-    """Leaves out a generated card if a person wrote or edited the one in the repository."""
+    """Leave out a generated card if a person wrote or edited the one in the repository."""
     generated = contents.files.get(CARD)
     if not isinstance(generated, bytes) or CARD not in present:
         return
@@ -214,15 +364,13 @@ def _settle_card(api: HfApi, repo_id: str, contents: Contents, present: Sequence
         return
     del contents.files[CARD]
     logger.warning(
-        "%s of %s was written or edited there and is kept; remove it there to have one generated.",
-        CARD,
-        repo_id,
+        "%s of %s was written or edited there and is kept; remove it there to have one generated.", CARD, repo_id
     )
 
 
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
-    """Hides the progress bars of huggingface_hub unless they are wanted."""
+    """Hide the progress bars of huggingface_hub unless they are wanted."""
     hide = not shown and not are_progress_bars_disabled()
     if hide:
         disable_progress_bars()

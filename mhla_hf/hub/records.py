@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of a model's directory record about it: configurations, conversion, recovery and training.
+"""What the files of a model's directory say about it, for its card: configurations, headers of weights and records.
 
-Records may be of earlier versions or of others: fields that are missing, or of another type, count as not recorded.
+Records may come from earlier versions or from strangers. They are reduced here to the fields that the card reads, in
+the types that it expects; a field that is missing or has another type counts as not recorded.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from pathlib import Path, PureWindowsPath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..config import MHLAConfig
@@ -16,14 +18,63 @@ from ..models.registry import MHLA_CLASSES, TRANSFORMERS_FAMILIES
 from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Component, Source, read_source
 from ..recovery.report import REPORT
 from ..utils.json_files import read_json
-from ..utils.locations import is_hub_id
-from ..utils.messages import shorten_text
-from .description import LAYER_COUNTS
+from ..utils.messages import one_line, shorten_text
+from .checks import LAYER_COUNTS
 
 
-# Families whose own attention is linear already.
-_ADJECTIVES = ("vision", "multi-modal")
+LONGEST = 120
+"""Longest text that is taken from a record."""
+
+_MOST = 10**15
+_MACHINE = {"device": str, "threads": int, "cuda": str, "torch": str, "date": str}
+_STAGE = {"steps": int, "batch_size": int, "learning_rate": float, "mhla_learning_rate": float}
+_STAGES = ("calibrate", "match", "distill", "finetune")
+_CONVERSION = {
+    "command": str,
+    "source": {"location": str},
+    "calibration": dict,
+    "recovery": dict,
+    "components": {...: {"mhla_layers": [int], "num_layers": int}},
+}
+RECOVERY = {
+    "family": str,
+    "seed": int,
+    "data": {"kind": str, "origin": str, "samples": int, "held_out": int, "draws": int, "length": int, "shape": [int]},
+    "figures": {...: {...: float}},
+    "stages": {...: {"steps": int}},
+    "recipe": {"data": dict, "mhla": {"blocks": [int], "window": str}, **dict.fromkeys(_STAGES, _STAGE)},
+    "seconds": {...: {"seconds": float, "cpu_seconds": float}},
+    "machine": _MACHINE,
+}
+_COUNTS = ("transfer_steps", "distill_steps", "max_steps", "batch_size", "gradient_accumulation_steps", "seed")
+_RATES = [f"{name}learning_rate" for name in ("", "mhla_", "transfer_", "distill_", "finetune_")]
+_TEXTS = ("train", "mixed_precision", "teacher")
+_TRAINING = {
+    "source": {"location": str},
+    "config": {**dict.fromkeys(_COUNTS, int), **dict.fromkeys(_RATES, float), **dict.fromkeys(_TEXTS, str)},
+    "world_size": int,
+    "dataset_size": int,
+    "final_losses": {...: float},
+}
+_NAMES = ("dtype", "model", "contestant", "attention", "shape", "direction", "normalizer", "reason")
+BENCHMARK = {
+    "benchmark": str,
+    "task": str,
+    "machine": _MACHINE,
+    "options": {"model": str, "layers": int, "hidden_size": int, "cache": str, "dtype": str},
+    "results": [
+        {
+            **dict.fromkeys(_NAMES, str),
+            **dict.fromkeys(("context", "tokens", "parameters"), int),
+            **dict.fromkeys(("seconds", "milliseconds", "peak_memory_bytes", "speedup_over_ordinary"), float),
+            **dict.fromkeys(("mhla", "softmax"), {"cache_bytes": float, "seconds_per_token": float}),
+        }
+    ],
+}
+"""Reports of benchmarks; see [`known`]."""
+
 _ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct")
+_MOST_LAYERS = 10**5
 
 
 @dataclass(frozen=True)
@@ -33,202 +84,165 @@ class Tower:
     Attributes:
         name: Key in the configuration of a model with several towers, else empty.
         options: Their MHLA options.
-        layers: Indices of the MHLA layers, or `None` where they are not known.
-        num_layers: Number of layers, or `None`.
+        layers: Indices of the MHLA layers; empty if unknown.
+        num_layers: Number of layers; `None` if unknown.
         has_rotary: Whether the attention has rotary embeddings.
     """
 
     name: str
     options: MHLAConfig
-    layers: list[int] | None
+    layers: list[int]
     num_layers: int | None
     has_rotary: bool
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A model in the directory that is MHLA.
+    """An MHLA model of the directory.
 
     Attributes:
         component: Its folder and configuration.
         family: Name of its family.
         kind: Kind of model in words, such as `"video model"`.
-        towers: Its layers; one entry for all but models with several towers.
-        parameters: Number of its parameters, or `None`.
-        new_parameters: Number of those that the conversion added, or `None`.
+        towers: Its layers; a single entry except for models with several towers.
+        parameters: Number of its parameters; 0 if the weights cannot be read.
+        new_parameters: Number of those that the conversion added.
     """
 
     component: Component
     family: str
     kind: str
     towers: list[Tower]
-    parameters: int | None
-    new_parameters: int | None
-
-    @property
-    def original_attention(self) -> str:
-        """Kind of the attention that MHLA replaced."""
-        return self.component.original_attention
+    parameters: int
+    new_parameters: int
 
 
 @dataclass(frozen=True)
 class Records:
-    """All that is known about a model.
+    """Everything known about a model.
 
     Attributes:
         source: The directory.
-        parts: Its models that are MHLA.
-        conversion: Content of `conversion.json`, or empty.
-        recovery: Content of `report.json` of a recovery, or empty.
-        training: Content of `training.json`, or empty.
+        parts: Its MHLA models.
+        conversion: `conversion.json`, see [`known`].
+        recovery: `report.json` of a recovery.
+        training: `training.json`.
+        is_converted: Whether a conversion is on record.
+        is_trained: Whether a training after the conversion is on record.
+        is_calibrated: Whether a calibration is on record.
     """
 
     source: Source
     parts: list[ModelPart]
-    conversion: dict[str, Any] = field(default_factory=dict)
-    recovery: dict[str, Any] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
+    conversion: dict[str, Any]
+    recovery: dict[str, Any]
+    training: dict[str, Any]
+    is_converted: bool
+    is_trained: bool
+    is_calibrated: bool
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether weights were trained after the conversion, as far as that is recorded."""
-        stages = {"match", "distill", "finetune"}
-        return bool(self.training) or bool(stages & set(entry(self.recovery, "figures")))
 
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether weights were calibrated after the conversion, as far as that is recorded."""
-        return bool(entry(self.conversion, "calibration")) or "calibrate" in entry(self.recovery, "figures")
+def known(value: Any, shape: Any) -> Any:
+    """Reduce JSON to the fields and types of a shape.
+
+    Args:
+        value: The JSON.
+        shape: `str`, `int` (at least 0), `float` (finite) or `dict` (any object); a list with the shape of its
+            entries; or a dict with the shape of each field, where the key `...` stands for any name.
+
+    Returns:
+        JSON of that shape. Missing values are `""`, `None`, `[]` and `{}`.
+    """
+    if isinstance(shape, dict):
+        given = value if isinstance(value, dict) else {}
+        if ... in shape:
+            return {one_line(name, LONGEST): known(entry, shape[...]) for name, entry in given.items()}
+        return {name: known(given.get(name), inner) for name, inner in shape.items()}
+    if isinstance(shape, list):
+        return [known(entry, shape[0]) for entry in value] if isinstance(value, list) else []
+    if shape is str:
+        return one_line(value, LONGEST) if isinstance(value, str) else ""
+    if shape is dict:
+        return value if isinstance(value, dict) else {}
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if shape is int:
+        return value if isinstance(value, int) and 0 <= value < _MOST else None
+    return value if -_MOST < value < _MOST else None
 
 
 def read_records(directory: Path) -> Records:
-    """Reads the records of a directory.
+    """Read the records of a directory.
 
     Raises:
         ValueError: If it has no MHLA model, or a file is damaged; the message names it.
     """
     source = read_source(directory)
-    conversion = _optional(directory / CONVERSION_RECORD, "the record")
-    components = source.mhla_components
-    if not components:
+    if not source.mhla_components:
         raise ValueError(f"{directory} has no MHLA model; convert it first (mhla-hf convert).")
-    recovery = _optional(directory / REPORT, "the report")
+    files = {name: directory / name for name in (CONVERSION_RECORD, REPORT, TRAINING_RECORD)}
+    contents = {name: read_json(path, "the record") if path.is_file() else {} for name, path in files.items()}
+    conversion, training = known(contents[CONVERSION_RECORD], _CONVERSION), known(contents[TRAINING_RECORD], _TRAINING)
+    recovery = known(contents[REPORT], RECOVERY)
     if not is_recovery(recovery):
-        recovery = entry(conversion, "recovery")
+        recovery = known(conversion["recovery"], RECOVERY)
+    stages = set(recovery["figures"]) if is_recovery(recovery) else set()
     return Records(
         source,
-        [_read_part(part, entry(conversion, "components", part.name)) for part in components],
+        [_read_part(part, conversion["components"].get(part.name, {})) for part in source.mhla_components],
         conversion,
-        recovery if is_recovery(recovery) else {},
-        _optional(directory / TRAINING_RECORD, "the record"),
+        recovery,
+        training,
+        is_converted=bool(contents[CONVERSION_RECORD]),
+        is_trained=bool(contents[TRAINING_RECORD]) or bool(stages & {"match", "distill", "finetune"}),
+        is_calibrated=bool(conversion["calibration"]) or "calibrate" in stages,
     )
 
 
-def is_recovery(content: Any) -> bool:
-    """Whether JSON is the report of a recovery."""
-    return isinstance(content, dict) and isinstance(content.get("family"), str) and bool(entry(content, "figures"))
-
-
-def entry(content: Any, *path: str, kind: Any = dict) -> Any:
-    """A value of nested objects, or the empty value of its kind where there is none of that kind."""
-    for name in path:
-        content = content.get(name) if isinstance(content, dict) else None
-    if isinstance(content, kind) and not (isinstance(content, bool) and kind is not bool):
-        return content
-    return kind()
-
-
-def public_location(location: str) -> str:
-    """A Hub id, or the last part of a path: the rest is private."""
-    return location if is_hub_id(location) else PureWindowsPath(location).name
-
-
-def _optional(path: Path, what: str) -> dict[str, Any]:
-    return read_json(path, what) if path.is_file() else {}
+def is_recovery(report: Mapping[str, Any]) -> bool:
+    """Return whether JSON of the shape `RECOVERY` is the report of a recovery."""
+    return bool(report["family"] and report["figures"])
 
 
 def _read_part(component: Component, record: dict[str, Any]) -> ModelPart:
     if component.is_transformers:
         family = str(component.config["model_type"])
-        known = TRANSFORMERS_FAMILIES.get(family)
-        kind = (
-            "model" if known is None else {name: f"{name} model" for name in _ADJECTIVES}.get(known.kind, known.kind)
-        )
+        kind = TRANSFORMERS_FAMILIES[family].kind if family in TRANSFORMERS_FAMILIES else ""
+        kind = kind if kind not in ("", "vision", "multi-modal") else f"{kind} model".strip()
     else:
         own = MHLA_CLASSES[component.class_name]
         family, kind = own.name, f"{own.kind} model"
-    added = [_volume(tensor) for tensor in entry(record, "initialised").values()]
-    new = None if None in added or not record else sum(filter(None, added))
-    copied = next(
-        (entry(item, "copied_parameters", kind=int) for item in entry(record, "weight_sets", kind=list)),
-        0,
-    )
-    total = copied + new if copied and new is not None else _stored_parameters(component)
-    return ModelPart(component, family, kind, _read_towers(component, record, family), total, new)
-
-
-def _stored_parameters(component: Component) -> int | None:
-    """Number of parameters in the first set of weights; `None` where there is none that can be read."""
     try:
         readers = component.weight_sets()[0].open(floats_only=False)
-        return sum(math.prod(shape) for reader in readers for shape in reader.shapes.values()) or None
-    # The card is not the place to say what is wrong with weights.
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _volume(tensor: Any) -> int | None:
-    shape = entry(tensor, "shape", kind=list)
-    if not all(isinstance(length, int) and 0 <= length < 2**32 for length in shape) or len(shape) > 8:
-        return None
-    return math.prod(shape)
+        sizes = {name: math.prod(shape) for reader in readers for name, shape in reader.shapes.items()}
+    # Damaged weights are reported by the checks.
+    except (OSError, ValueError):
+        sizes = {}
+    new = sum(size for name, size in sizes.items() if ".mhla." in name)
+    return ModelPart(component, family, kind, _read_towers(component, record, family), sum(sizes.values()), new)
 
 
 def _read_towers(component: Component, record: dict[str, Any], family: str) -> list[Tower]:
-    where = component.folder / "config.json"
     config = component.config
-    configs = {"": config} if isinstance(config.get("mhla"), dict) else {}
-    configs = configs or {
-        name: value
-        for name, value in config.items()
-        if isinstance(value, dict) and isinstance(value.get("mhla"), dict)
-    }
-    # Converted without options of its own.
-    configs = configs or {"": {**config, "mhla": {}}}
+    configs = {name: value for name, value in config.items() if isinstance(value, dict) and "mhla" in value}
+    if isinstance(config.get("mhla"), dict) or not configs:
+        configs = {"": config}
     towers = []
     for name, own in configs.items():
-        recorded = entry(record, "mhla", name) if name else entry(record, "mhla")
         try:
-            options = MHLAConfig.from_dict({**(recorded if _is_options(recorded) else {}), **own["mhla"]})
+            options = MHLAConfig.from_dict(own.get("mhla") or {})
         except (TypeError, ValueError) as error:
+            where = component.folder / "config.json"
             raise ValueError(f"{where}: mhla: {shorten_text(str(error), 300)}") from None
-        towers.append(Tower(name, options, *_layers(options, own, record, len(configs) == 1), _rotary(own, family)))
+        total = next((own[key] for key in LAYER_COUNTS if isinstance(own.get(key), int)), None)
+        layers = list(options.layers) if isinstance(options.layers, tuple) else []
+        if len(configs) == 1:
+            # The record also knows which layers cannot be MHLA, such as those with sliding windows.
+            layers, total = layers or record.get("mhla_layers", []), record.get("num_layers") or total
+        if not layers and not record and total is not None and not component.is_transformers:
+            layers = list(range(total)) if total < _MOST_LAYERS else []
+        if None in layers or (total is not None and max(layers, default=-1) >= total):
+            layers, total = [], None
+        has_rotary = family in ("wan", "sana-video") or any(own.get(key) is not None for key in _ROTARY)
+        towers.append(Tower(name, options, layers, total, has_rotary))
     return towers
-
-
-def _is_options(content: dict[str, Any]) -> bool:
-    return bool(content) and not any(isinstance(value, dict) for value in content.values())
-
-
-def _layers(
-    options: MHLAConfig, config: dict[str, Any], record: dict[str, Any], is_only: bool
-) -> tuple[list[int] | None, int | None]:
-    """Indices of the MHLA layers and number of layers."""
-    total = next((config[name] for name in LAYER_COUNTS if isinstance(config.get(name), int)), None)
-    # Models keep indices; a fraction can only be of another's making.
-    layers = list(options.layers) if isinstance(options.layers, tuple) else None
-    if is_only:
-        # The record also knows which layers of its own accord stay softmax, those with sliding windows for instance.
-        recorded = entry(record, "mhla_layers", kind=list)
-        if recorded and all(isinstance(index, int) and not isinstance(index, bool) for index in recorded):
-            layers = layers or recorded
-        total = entry(record, "num_layers", kind=int) or total
-    if layers is None and not record and total is not None and "_class_name" in config:
-        layers = list(range(total))
-    if total is not None and not (0 < total < 10**5 and (layers is None or all(0 <= i < total for i in layers))):
-        return None, None
-    return layers, total
-
-
-def _rotary(config: dict[str, Any], family: str) -> bool:
-    return family in ("wan", "sana-video") or any(config.get(name) is not None for name in _ROTARY)

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model cards: nothing that was not measured, nothing of others' texts but text, and no user's card overwritten."""
 
-import itertools
 import json
 import re
 import shutil
 
 import pytest
+import torch
 from huggingface_hub import ModelCard, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from mhla_hf import MHLAConfig, convert_pretrained
 from mhla_hf.cli.main import app
 from mhla_hf.hub import CardText, model_card, write_card
 from mhla_hf.hub.card import card_for_repository
-from mhla_hf.hub.card_speed import is_benchmark, speed_sections
-from mhla_hf.hub.markdown import code, duration, number, plain, ranges, rate, size, table
-from mhla_hf.hub.records import read_records
+from mhla_hf.hub.tables import code, plain, ranges, table
 from mhla_hf.utils.model_cards import is_generated
 from tests import ROOT, tiny, tiny_images
 
@@ -102,6 +101,7 @@ BENCHMARKS = {
         ],
     },
 }  # fmt: skip
+STRANGE = [None, float("nan"), "text", [None], True, -1, {"a": 1}, 10**400]
 INVENTED = re.compile(r"None|\bnan\b|\binf\b|n/a|unknown|Ellipsis|\{\{|\{%", re.IGNORECASE)
 CITATION = re.compile(r"## Citation.*", re.DOTALL)
 
@@ -113,12 +113,14 @@ def write_json(path, content):
 
 @pytest.fixture
 def directory(tmp_path):
-    """A Wan pipeline with a configuration and nothing else."""
+    """A Wan pipeline with a configuration and two tensors."""
     folder = tmp_path / "wan-mhla"
     class_name = "MHLAWanTransformer3DModel"
     write_json(folder / "model_index.json", {"_class_name": "WanPipeline", "transformer": ["diffusers", class_name]})
     config = {"_class_name": class_name, "num_layers": 5, "patch_size": [1, 2, 2], "mhla": WAN_OPTIONS}
     write_json(folder / "transformer/config.json", config)
+    tensors = {"blocks.1.attn1.mhla.mixing": torch.zeros(80, 80), "proj_out.weight": torch.zeros(100, 100)}
+    save_file(tensors, folder / "transformer/diffusion_pytorch_model.safetensors")
     return folder
 
 
@@ -157,7 +159,7 @@ def test_everything_known_is_said(complete):
     assert "(https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B-Diffusers)" in text
     assert "softmax attention in 3 of its 5 layers" in text
     attention = section(card, "Attention")
-    assert "1,006,400 parameters, 6,400 of them added by MHLA" in attention
+    assert "16,400 parameters, 6,400 of them added by MHLA" in attention
     assert "| MHLA layers | 1, 2 and 4 of 5 (counted from 0); the others keep softmax attention |" in attention
     assert "| blocks | 5×4×4 (frames × rows × columns), 80 in all, on a grid of 5×8×8 tokens |" in attention
     assert "`hedgehog`" in attention and "| rotary embedding | after φ |" in attention and "kernel 3 |" in attention
@@ -213,10 +215,9 @@ def test_comparisons_stand_beside_the_model(complete, tmp_path):
         model_card(complete, benchmarks=[linear])
 
 
-@pytest.mark.parametrize("content", [{"benchmark": "quality_dit", "results": []}, {"figures": {}}, {}])
-def test_other_files_are_no_benchmarks(complete, tmp_path, content):
-    write_json(tmp_path / "other.json", content)
-    with pytest.raises(ValueError, match=r"other.json is neither a report of mhla-hf bench op, model, train"):
+def test_other_files_are_no_benchmarks(complete, tmp_path):
+    write_json(tmp_path / "other.json", {"benchmark": "quality_dit", "results": []})
+    with pytest.raises(ValueError, match=r"other.json is neither a report of mhla-hf bench"):
         model_card(complete, benchmarks=[tmp_path / "other.json"])
 
 
@@ -232,10 +233,7 @@ def test_stored_benchmarks_are_understood(complete):
 # What it does not say
 
 
-@pytest.mark.parametrize(
-    "present",
-    [names for count in range(4) for names in itertools.combinations(("conversion", "report", "training"), count)],
-)
+@pytest.mark.parametrize("present", [(), ("conversion",), ("report",), ("training",)])
 def test_what_is_missing_is_left_out(complete, present):
     for name in {"conversion", "report", "training"} - set(present):
         (complete / f"{name}.json").unlink()
@@ -245,8 +243,7 @@ def test_what_is_missing_is_left_out(complete, present):
     assert section(card, "Speed and memory") is None
     assert (card.data.base_model is not None) == ("conversion" in present)
     assert (card.data.eval_results is not None) == ("report" in present)
-    assert ("added by MHLA" in card.text) == ("conversion" in present)
-    assert "not trained yet" not in card.text or present == ("conversion",)
+    assert ("not trained yet" in card.text) == (present == ("conversion",))
     assert_nothing_invented(card)
 
 
@@ -254,50 +251,33 @@ def assert_nothing_invented(card):
     assert not INVENTED.search(CITATION.sub("", card.text)), card.text
 
 
-def paths(content, prefix=()):
-    yield prefix
+def leaves_replaced(content, value):
+    """A copy with another value in place of each that is no object."""
     if isinstance(content, dict):
-        for name in content:
-            yield from paths(content[name], (*prefix, name))
+        return {name: leaves_replaced(entry, value) for name, entry in content.items()}
+    return value
 
 
-def replaced(content, path, value):
-    """A copy with another value at a path; `...` removes it."""
-    content = json.loads(json.dumps(content))
-    inner = content
-    for name in path[:-1]:
-        inner = inner[name]
-    if value is ...:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
-    return content
+def objects_replaced(content, value):
+    """The same with the innermost objects replaced."""
+    if isinstance(content, dict) and any(isinstance(entry, dict) for entry in content.values()):
+        return {name: objects_replaced(entry, value) for name, entry in content.items()}
+    return value if isinstance(content, dict) else content
 
 
-STRANGE = [..., None, float("nan"), "text", [], True, -1, {}, 10**400, float("inf")]
-
-
-@pytest.mark.parametrize("shift", [0, 3, 7])
-def test_any_field_may_be_missing_or_strange(complete, shift):
-    values = itertools.cycle(STRANGE[shift:] + STRANGE[:shift])
-    for name, content in {"conversion": CONVERSION, "report": RECOVERY, "training": TRAINING}.items():
-        for path in paths(content):
-            # The reader of records itself refuses what is none.
-            if not path or path in (("source",), ("source_card",)):
-                continue
-            write_json(complete / f"{name}.json", replaced(content, path, next(values)))
-            assert_nothing_invented(model_card(complete))
-        write_json(complete / f"{name}.json", content)
-    part = read_records(complete).parts[0]
-    for content in BENCHMARKS.values():
-        reports = [
-            replaced(content, path, next(values)) for path in paths(content) if path and path[-1] != "benchmark"
-        ]
-        row = content["results"][0]
-        rows = [replaced(row, path, next(values)) for path in paths(row) if path]
-        for report in filter(is_benchmark, [*reports, {**content, "results": [*rows, None, 7]}]):
-            for shown in speed_sections([report], part):
-                assert not INVENTED.search(" ".join(map(str, shown.values())))
+@pytest.mark.parametrize("replaced", [leaves_replaced, objects_replaced])
+@pytest.mark.parametrize("value", STRANGE, ids=lambda value: repr(value)[:8])
+def test_any_field_may_be_strange(complete, value, replaced):
+    records = {"conversion": CONVERSION, "report": RECOVERY, "training": TRAINING}
+    for name, content in records.items():
+        # Readers of records themselves refuse what is none.
+        kept = {key: content[key] for key in ("source", "source_card") if key in content}
+        write_json(complete / f"{name}.json", {**replaced(content, value), **kept})
+    reports = [{**replaced(content, value), "benchmark": name} for name, content in BENCHMARKS.items()]
+    rows = [
+        {**content, "results": [replaced(row, value) for row in content["results"]]} for content in BENCHMARKS.values()
+    ]
+    assert_nothing_invented(model_card(complete, benchmarks=[*reports, *rows]))
 
 
 def test_rows_and_columns_without_figures_disappear(complete):
@@ -308,16 +288,6 @@ def test_rows_and_columns_without_figures_disappear(complete):
     assert "original, softmax" not in evaluation
     write_json(complete / "report.json", {**RECOVERY, "figures": {"distill": {"loss": float("nan")}}})
     assert section(written(complete), "Evaluation") is None
-
-
-def test_older_records(directory):
-    write_json(
-        directory / "conversion.json",
-        {"schema_version": 1, "source": {"location": "digits"}, "components": {"transformer": {"num_layers": 5}}},
-    )
-    card = written(directory)
-    assert "converted from `digits`" in card.text and "3 of its 5 layers" in card.text
-    assert "parameters that MHLA adds" not in card.text
 
 
 def test_the_output_of_a_training(directory, tmp_path):
@@ -345,7 +315,7 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_texts_of_others_stay_texts(complete, text):
     usual = written(complete, benchmarks=list(BENCHMARKS.values()))
-    write_json(complete / "conversion.json", replaced(CONVERSION, ("source", "location"), text))
+    write_json(complete / "conversion.json", {**CONVERSION, "source": {"location": text}})
     report = {**RECOVERY, "data": {**RECOVERY["data"], "origin": text}, "machine": {"device": text, "date": text}}
     write_json(complete / "report.json", report)
     config = {**TRAINING["config"], "mixed_precision": text, "train": text}
@@ -373,12 +343,6 @@ def test_markdown():
     assert plain("$z$ ~s~ a|b @you") == "&#36;z&#36; &#126;s&#126; a&#124;b &#64;you"
     assert plain("https://e.org www.e.org") == "https:&#47;/e.org www&#46;e.org"
     assert code("a`b|c\n") == "`a'b¦c`" and code(" ") == ""
-    assert number(True) is None and number("1") is None and number(10**400) is None and number(3) == 3
-    assert [duration(value) for value in (0.0194, 2.5, 599.0, 3600, 86400, -1, None)] == [
-        "19.4 ms", "2.5 s", "599 s", "60 min", "24.0 h", None, None
-    ]  # fmt: skip
-    assert [size(value) for value in (12, 12_345, 5e7, 1.5e12)] == ["12 B", "12.3 kB", "50 MB", "1,500 GB"]
-    assert [rate(value) for value in (2e-5, 0.004, 0, "1")] == ["2e-5", "0.004", None, None]
     assert ranges([5, 0, 1, 2, 7, 8]) == "0–2, 5, 7 and 8"
     assert table([{"a": "x", "b": None, "c": "1"}, {"a": "y", "b": None, "c": None}], ["c"]) == (
         "| a | c |\n| --- | ---: |\n| x | 1 |"
@@ -405,22 +369,16 @@ def test_two_experts(directory):
     assert "softmax attention in `transformer`.\n" in written(directory).text
 
 
-@pytest.mark.parametrize(
-    "make, options, expected",
-    [
-        (tiny_images.sana_pipeline, {}, ["an image model of the SANA family", "in place of linear attention",
-         "**Not trained yet.**", "512×512 pixels", "image = pipe(", "is a `MHLASanaTransformer2DModel`"]),
-        (tiny_images.dit_pipeline, {}, ["of the DiT family", "pipe(class_labels=[0]).images[0]", "(16×16 pixels)"]),
-    ],
-    ids=["sana", "dit"],
-)  # fmt: skip
-def test_image_pipelines(tmp_path, make, options, expected):
-    make().save_pretrained(tmp_path / "softmax")
-    convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", options, progress=False)
+def test_an_image_pipeline(tmp_path):
+    tiny_images.sana_pipeline().save_pretrained(tmp_path / "softmax")
+    convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", {}, progress=False)
     text = written(tmp_path / "mhla").text
-    for words in expected:
+    for words in (
+        "an image model of the SANA family", "in place of linear attention", "**Not trained yet.**", "512×512 pixels",
+        "image = pipe(", "is a `MHLASanaTransformer2DModel`",
+    ):  # fmt: skip
         assert words in text
-    assert "not of this model" not in text and "rotary" not in text
+    assert "rotary" not in text
 
 
 def test_a_model_alone(tmp_path):
@@ -498,7 +456,7 @@ def test_other_directories_are_refused(tmp_path, config, message):
 
 def test_damaged_records_are_named(complete):
     (complete / "report.json").write_text("{")
-    with pytest.raises(ValueError, match=r"report .*report.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"report.json is not valid JSON"):
         model_card(complete)
 
 
@@ -526,12 +484,6 @@ def test_links_are_not_written_through(complete, tmp_path):
     with pytest.raises(ValueError, match=r"README.md is a link or no file, as in the Hub's cache; copy the directory"):
         write_card(complete)
     assert card.read_bytes() == before
-    (complete / "README.md").unlink()
-    (complete / "README.md").mkdir()
-    with pytest.raises(ValueError, match=r"README.md is a link or no file"):
-        write_card(complete, overwrite=True)
-    with pytest.raises(ValueError, match="nothing is not a directory"):
-        write_card(tmp_path / "nothing")
 
 
 def test_the_licence_stays_when_a_card_is_replaced(complete):
@@ -567,13 +519,6 @@ def test_convert_writes_a_card(tmp_path):
     card = ModelCard.load(tmp_path / "mhla" / "README.md")
     assert card.data.license == "mit" and "not trained yet" in card.text and "The original" not in card.text
     shutil.rmtree(tmp_path / "mhla")
-
-
-def test_without_jinja2(complete, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.repocard.is_jinja_available", lambda: False)
-    with pytest.raises(ModuleNotFoundError, match=r"model cards need jinja2: pip install -e '\.\[report\]'"):
-        write_card(complete)
-    assert not (complete / "README.md").exists()
 
 
 def test_a_pushed_card_keeps_what_is_not_in_the_directory(complete):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +15,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, V
 
 from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.conversion import convert_pretrained
-from mhla_hf.hub.checks import check_directory
-from mhla_hf.hub.problems import Findings
-from mhla_hf.hub.weight_checks import check_values
+from mhla_hf.hub.checks import DirectoryCheck, check_directory
 from mhla_hf.models.source import read_source
 from mhla_hf.models.stub import stub_files
 from mhla_hf.utils.tensor_files import count_values
@@ -87,14 +84,6 @@ def test_directories_as_they_are_on_the_hub(name, copied):
     assert check_directory(folder) == []
 
 
-@pytest.mark.parametrize("name", ["bert", "bert-mhla", "vit", "vit-mhla"])
-def test_models_without_what_prepares_their_inputs(name, made):
-    missing = "tokenizer" if "bert" in name else "preprocessor_config.json"
-    assert lines(made / name) == []
-    (warning,) = lines(made / name, "warning")
-    assert warning.startswith(f"the directory: has no {missing}; save ")
-
-
 def test_what_is_no_model(tmp_path):
     assert lines(tmp_path / "nothing") == ["the directory: is not a directory."]
     assert "has neither model_index.json (a pipeline) nor config.json" in lines(tmp_path)[0]
@@ -107,7 +96,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda root: _edit_bare(
             root, lambda tensors: tensors.update({MIXING: (100 * tensors[MIXING]).to(torch.int8)})
         ),
-        f"holds MHLA parameters that are not of a floating-point type: {MIXING} (I8)",
+        f"holds MHLA parameters that are not of a floating-point type: {MIXING} (torch.int8)",
     ),
     # Files.
     "no-folder": ("pipeline", lambda root: shutil.rmtree(root / "vae"), "the component vae, whose folder is missing"),
@@ -117,16 +106,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda root: (root / f"{WAN}.safetensors").unlink(),
         "transformer: has no diffusion_pytorch_model*.safetensors",
     ),
-    "no-scheduler": (
-        "pipeline",
-        lambda root: (root / "scheduler/scheduler_config.json").unlink(),
-        "scheduler: has no scheduler_config.json; download",
-    ),
-    "no-vocabulary": (
-        "pipeline",
-        lambda root: (root / "tokenizer/tokenizer.json").unlink(),
-        "tokenizer: has no tokenizer.json",
-    ),
     "no-tokenizer": (
         "pipeline",
         lambda root: edit_json(root / "model_index.json", tokenizer=[None, None]),
@@ -135,12 +114,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no-shard": (
         "shards",
         lambda root: next(root.glob(f"{WAN}-00002*")).unlink(),
-        f"{WAN}.safetensors.index.json: lists files that are missing: diffusion_pytorch_model-00002-of-",
-    ),
-    "half-json": (
-        "pipeline",
-        lambda root: (root / "tokenizer/tokenizer_config.json").write_text('{"a": '),
-        "tokenizer/tokenizer_config.json: is not valid JSON",
+        "is missing, although the checkpoint needs it",
     ),
     # The pipeline's index.
     "unknown-pipeline": (
@@ -148,15 +122,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda root: edit_json(root / "model_index.json", _class_name="NoPipeline"),
         "model_index.json: is for NoPipeline, which diffusers ",
     ),
-    "unknown-component": (
-        "pipeline",
-        lambda root: edit_json(root / "model_index.json", vae=["diffusers", "NoVAE"]),
-        "model_index.json: calls vae a NoVAE of diffusers, which is not installed here or unknown",
-    ),
     "two-classes": (
         "pipeline",
         lambda root: edit_json(root / "model_index.json", transformer=["diffusers", "WanTransformer3DModel"]),
-        "calls transformer a WanTransformer3DModel, but transformer/config.json says MHLAWanTransformer3DModel",
+        "says MHLAWanTransformer3DModel, but model_index.json calls transformer a WanTransformer3DModel",
     ),
     "component-outside": (
         "pipeline",
@@ -169,11 +138,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda root: _truncate(root / "diffusion_pytorch_model.safetensors", -8),
         "diffusion_pytorch_model.safetensors: is truncated or not a safetensors file",
     ),
-    "length-of-10-GB": (
-        "bare",
-        lambda root: (root / "diffusion_pytorch_model.safetensors").write_bytes(struct.pack("<Q", 10**10) + b'{"x":'),
-        "diffusion_pytorch_model.safetensors: is truncated or not a safetensors file",
-    ),
     "pickles-alone": (
         "llama-mhla",
         lambda root: (root / "model.safetensors").rename(root / "pytorch_model.bin"),
@@ -182,17 +146,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "index-outside": (
         "shards",
         lambda root: _edit_map(root, lambda names: names.update(x="../../victim.safetensors")),
-        f"{WAN}.safetensors.index.json: names '../../victim.safetensors', which is no path inside transformer",
-    ),
-    "index-absolute": (
-        "shards",
-        lambda root: _edit_map(root, lambda names: names.update(x="/etc/passwd")),
-        "names '/etc/passwd', which is no path inside",
-    ),
-    "index-of-other-keys": (
-        "shards",
-        lambda root: _edit_map(root, lambda names: names.update(nothing=min(names.values()))),
-        "index.json: lists tensors that are not in their file: nothing (diffusion_pytorch_model-00001-of-",
+        "names '../../victim.safetensors', which is no path inside transformer",
     ),
     "link-outside": (
         "pipeline",
@@ -202,7 +156,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "duplicate": (
         "shards",
         lambda root: _add_to_last_shard(root, "proj_out.bias", torch.zeros(1)),
-        "holds tensors that another file has too: proj_out.bias (in diffusion_pytorch_model-00001-of-",
+        "proj_out.bias is both in transformer/diffusion_pytorch_model-00001-of-",
     ),
     # Configurations.
     "unknown-option": (
@@ -210,23 +164,8 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda root: _edit_options(root, speed="fast"),
         "config.json: Unknown mhla option speed. Known options: feature_map, ",
     ),
-    "unknown-value": (
-        "bare",
-        lambda root: _edit_options(root, feature_map="x"),
-        "config.json: feature_map='x' is not one of 'relu'",
-    ),
-    "unknown-option-of-transformers": (
-        "llama-mhla",
-        lambda root: _edit_options(root, speed="fast"),
-        "config.json: Unknown mhla option speed. Known options: feature_map, ",
-    ),
     "no-options": (
         "bare",
-        lambda root: edit_json(root / "config.json", mhla="REMOVED"),
-        "config.json: has no entry 'mhla', although the weights hold MHLA parameters",
-    ),
-    "no-options-of-transformers": (
-        "llama-mhla",
         lambda root: edit_json(root / "config.json", mhla="REMOVED"),
         "config.json: has no entry 'mhla', although the weights hold MHLA parameters",
     ),
@@ -240,11 +179,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda root: edit_json(root / "config.json", num_layers=3),
         "config.json: num_layers=3, but the weights have layers up to 1",
     ),
-    "size": (
-        "bare",
-        lambda root: edit_json(root / "config.json", ffn_dim="x"),
-        "config.json: ffn_dim='x' must be",
-    ),
     "size-of-transformers": (
         "llama-mhla",
         lambda root: edit_json(root / "config.json", hidden_size=10**12),
@@ -255,31 +189,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda root: edit_json(root / "vae/config.json", num_res_blocks=10**9),
         "vae/config.json: num_res_blocks=1000000000 is more than 1000",
     ),
-    "not-a-name": (
-        "bert",
-        lambda root: edit_json(root / "config.json", architectures=[1]),
-        "config.json: 'architectures' must be a list of class names",
-    ),
     "no-kind": (
         "bert",
         lambda root: edit_json(root / "config.json", model_type="REMOVED"),
         "config.json: does not say",
-    ),
-    "unknown-class": (
-        "bert",
-        lambda root: edit_json(root / "config.json", architectures=["NoModel"]),
-        "config.json: the directory is a NoModel, which transformers",
     ),
     # Names, shapes and values of weights.
     "missing": (
         "bare",
         lambda root: _edit_bare(root, lambda tensors: tensors.pop("proj_out.bias")),
         "diffusion_pytorch_model.safetensors: lacks proj_out.bias; write or download",
-    ),
-    "missing-of-transformers": (
-        "llama-mhla",
-        lambda root: edit_weights(root / "model.safetensors", lambda tensors: tensors.pop("model.norm.weight")),
-        "model.safetensors: lacks model.norm.weight",
     ),
     "not-converted": (
         "bare",
@@ -289,7 +208,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "layer-left-out": (
         "bare",
         lambda root: _edit_options(root, layers=[0]),
-        "has trained MHLA tensors that the entry 'mhla' of config.json leaves out: blocks.1.attn1.mhla.mixing",
+        "has trained MHLA tensors that 'mhla' in config.json leaves out: blocks.1.attn1.mhla.mixing",
     ),
     "other-blocks": (
         "bare",
@@ -309,7 +228,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
             root / "vae/diffusion_pytorch_model.safetensors",
             lambda tensors: tensors["quant_conv.bias"][:3].copy_(torch.tensor([torch.nan, torch.inf, -torch.inf])),
         ),
-        "vae/diffusion_pytorch_model.safetensors: quant_conv.bias has 1 NaN and 2 infinite of 32 values",
+        "has NaN or infinite values: quant_conv.bias (1 NaN, 2 infinite of 32 values); take earlier weights",
     ),
 }
 
@@ -360,45 +279,7 @@ WARNINGS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "pickle-beside": (
         "llama-mhla",
         lambda root: torch.save({}, root / "training_args.bin"),
-        "training_args.bin: is a pickle, which can run code when read",
-    ),
-    "pickles-beside": (
-        "llama-mhla",
-        lambda root: [torch.save({}, root / name) for name in ("scheduler.pt", "optimizer.pt")],
-        "the directory: has pickles (optimizer.pt, scheduler.pt), which can run code when read",
-    ),
-    "total-size": (
-        "shards",
-        lambda root: edit_json(root / f"{WAN}.safetensors.index.json", metadata={"total_size": 7}),
-        "says total_size=7, but the tensors have ",
-    ),
-    "not-listed": (
-        "shards",
-        lambda root: _edit_map(root, lambda names: names.pop("proj_out.bias")),
-        "does not list proj_out.bias",
-    ),
-    "single-file-beside": (
-        "shards",
-        lambda root: _write_single_file(root / "transformer"),
-        "lists shards beside a single file of the same weights",
-    ),
-    "float64": (
-        "bare",
-        lambda root: _edit_bare(root, lambda tensors: tensors.update({"proj_out.bias": torch.zeros(64).double()})),
-        "holds float64 tensors: proj_out.bias",
-    ),
-    "two-halves": (
-        "bare",
-        lambda root: _edit_bare(
-            root,
-            lambda tensors: tensors.update(
-                {
-                    "proj_out.bias": tensors["proj_out.bias"].half(),
-                    "proj_out.weight": tensors["proj_out.weight"].bfloat16(),
-                }
-            ),
-        ),
-        "mixes float16 and bfloat16",
+        "the directory: has pickles (training_args.bin), which can run code when read",
     ),
     "variant-only": (
         "llama-mhla",
@@ -408,17 +289,12 @@ WARNINGS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "integers": (
         "bare",
         lambda root: _edit_bare(root, lambda tensors: tensors.update({"proj_out.bias": torch.zeros(64).long()})),
-        "holds other types in place of floating-point parameters: proj_out.bias (I64)",
+        "holds other types in place of floating-point parameters: proj_out.bias (torch.int64)",
     ),
     "unknown-tensor": (
         "llama-mhla",
         lambda root: edit_weights(root / "model.safetensors", lambda tensors: tensors.update(other=torch.ones(1))),
         "model.safetensors: has tensors that the model does not know: other",
-    ),
-    "quantised": (
-        "llama-mhla",
-        lambda root: edit_json(root / "config.json", quantization_config={"quant_method": "x"}),
-        "config.json: describes quantised weights, whose names and shapes are not checked",
     ),
 }  # fmt: skip
 
@@ -441,39 +317,8 @@ def test_weights_that_are_left_out(copied):
     index = root / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "logs/weights.safetensors")}))
     assert lines(root) == []
-    (line,) = lines(root, skip=lambda name: name.startswith("logs/"))
-    assert "lists files that are left out of an upload: logs/weights.safetensors; write the weights" in line
-
-
-def test_values_are_left_out_on_demand(copied, capfd):
-    folder = copied("bare")
-    _edit_bare(folder, lambda tensors: tensors["proj_out.bias"].fill_(torch.nan))
-    assert lines(folder, values=False, progress=True) == []
-    assert "checking" not in capfd.readouterr().err
-    assert len(lines(folder, progress=True)) == 1
-    assert "checking weights" in capfd.readouterr().err
-
-
-def test_progress_counts_every_byte(copied):
-    folder = copied("bare")
-    paths = list(folder.glob("*.safetensors"))
-    counted: list[int] = []
-    check_values(paths, Findings(folder), counted.append)
-    assert sum(counted) == sum(path.stat().st_size for path in paths)
-
-
-def test_many_broken_tensors_are_counted(copied):
-    folder = copied("bare")
-    _edit_bare(folder, lambda tensors: [tensor.view(-1)[:1].fill_(torch.nan) for tensor in tensors.values()])
-    *named, rest = lines(folder)
-    count = len(load_file(folder / "diffusion_pytorch_model.safetensors"))
-    assert len(named) == 5 and f"has {count - 5} more tensors with NaN or infinite values." in "".join((*named, rest))
-
-
-def test_names_in_an_index_that_are_written_differently(copied):
-    folder = copied("shards")
-    _edit_map(folder, lambda names: names.update({name: f"./{file}" for name, file in names.items()}))
-    assert lines(folder) == []
+    (problem,) = DirectoryCheck(root, [path.relative_to(root) for path in root.glob("*.*")]).problems
+    assert "lists weights.safetensors, which is not uploaded" in str(problem)
 
 
 def test_several_problems_at_once(copied):

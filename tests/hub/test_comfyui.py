@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests import ROOT
 
 
+@pytest.mark.slow
 def test_a_repository_is_checked_loaded_and_run(client, hub, tmp_path):
     printed = client.check(f"""
         import json, pathlib, pytest, torch

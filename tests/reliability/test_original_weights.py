@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIP
 
 import mhla_hf
 from mhla_hf.conversion import convert_pretrained, unconvert_pretrained
-from mhla_hf.hub.contents import collect_contents
+from mhla_hf.hub.push import prepare_push
 from mhla_hf.layers.original import weights_state
 from mhla_hf.recovery import match_layers
 from mhla_hf.training.matching.teacher import SharedTeacher
@@ -330,7 +330,7 @@ def test_pushed_records_have_no_paths(tmp_path):
     assert json.loads((tmp_path / "mhla" / "conversion.json").read_text())["source"]["path"] == str(
         tmp_path / "softmax"
     )
-    pushed = collect_contents(tmp_path / "mhla").files["conversion.json"]
+    pushed = prepare_push(tmp_path / "mhla", "you/mhla")[0].files["conversion.json"]
     assert isinstance(pushed, bytes)
     assert json.loads(pushed)["source"] == {"location": "softmax"}
 
