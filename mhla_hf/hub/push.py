@@ -223,7 +223,7 @@ def prepare_push(
         raise ValueError(f"repo_id={repo_id!r:.100} is not a repository; name it as owner/name.")
     if benchmarks and is_own_card(directory):
         raise ValueError(
-            f"benchmarks have no effect: {directory / CARD} was written or edited by someone and is kept. Remove it "
+            f"benchmarks has no effect: {directory / CARD} was written or edited by someone and is kept. Remove it "
             "to have one generated."
         )
     files = list_files(directory) if directory.is_dir() else []

@@ -505,7 +505,7 @@ def test_command(complete, tmp_path):
     assert run().exit_code == 0 and is_generated((complete / "README.md").read_text())
     (complete / "README.md").write_text("# Mine\n")
     refused = run()
-    assert refused.exit_code == 1 and "was written or edited by someone and is left as it is" in refused.output
+    assert refused.exit_code == 1 and "was written or edited by someone and is kept" in refused.output
     assert run("--output", tmp_path / "card.md").exit_code == 0
     assert run("--output", tmp_path / "card.md").exit_code == 1
     assert run("--overwrite").exit_code == 0 and is_generated((complete / "README.md").read_text())

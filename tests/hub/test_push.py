@@ -403,7 +403,7 @@ def test_the_licence_and_the_base_reach_the_card(client, hub, tmp_path):
     assert push(client, tmp_path / "mhla", "user/licensed", "--quiet").code == 0
     assert hub.repositories["user/licensed"].files["README.md"] == b"# My own\n"
     result = push(client, tmp_path / "mhla", "user/licensed", "--benchmark", "decode.json")
-    assert result.code == 1 and "benchmarks have no effect" in result.errors
+    assert result.code == 2 and "--benchmark has no effect" in result.errors
 
 
 def test_cards_that_were_edited_on_the_hub_are_kept(client, hub, pipeline):
