@@ -23,6 +23,7 @@ from ..models.weight_files import DIFFUSERS_FILES, FileNames
 from ..utils.compat.diffusers import declared, fp32_parts
 from ..utils.messages import shorten_list, shorten_value
 from ..utils.tensor_files import TensorEntry, plan_shards
+from .options import MAX_SHARD_BYTES
 from .report import ComponentReport, WeightSetReport
 
 
@@ -76,7 +77,7 @@ class PlanOptions:
         variant: The only variant to convert.
     """
 
-    max_bytes: int
+    max_bytes: int = MAX_SHARD_BYTES
     layers: str | Iterable[int] | None = None
     dtype: torch.dtype | None = None
     variant: str | None = None

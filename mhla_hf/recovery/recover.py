@@ -155,7 +155,7 @@ def recover(
     }
     is_converted = work.is_run_of(identity) and (work.is_done(CONVERTED) or work.has_result)
     if not is_converted:
-        plan_model(part, chosen.mhla, PlanOptions("all" if share is not None else chosen.layers, cast))
+        plan_model(part, chosen.mhla, PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast))
     if learns and open_source is None:
         given_data = RecoveryData(
             root=opened.root,
