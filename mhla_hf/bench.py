@@ -278,10 +278,8 @@ def _require(name: str, shape: OperatorShape, dtype: torch.dtype, device: torch.
     if device.type != "cuda" and (name in _SDPA or name == "mhla-triton"):
         # Interpreted kernels, which tests run on CPUs, say nothing about time.
         raise ValueError(f"runs on GPUs only, not on {device.type}")
-    tokens, family = (
-        torch.empty(1, 1, 1, shape.width, dtype=dtype, device=device),
-        "causal" if shape.causal else "block",
-    )
+    tokens = torch.empty(1, 1, 1, shape.width, dtype=dtype, device=device)
+    family = "causal" if shape.causal else "block"
     if name == "mhla-triton" and triton_obstacle(tokens) is None and not kernels_pass(family, tokens, tokens):
         raise ValueError(f"the {family} kernels failed their check (mhla-hf doctor --kernels)")
 
@@ -322,12 +320,8 @@ class BenchOptions:
     def report(self, benchmark: str, results: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
         """Return a report for JSON of the results, with the machine and all options."""
         device, dtype = self.place()
-        options |= {
-            **asdict(self),
-            "device": device.type,
-            "dtype": str(dtype).removeprefix("torch."),
-            "rounds": ROUNDS,
-        }
+        name = str(dtype).removeprefix("torch.")
+        options |= {**asdict(self), "device": device.type, "dtype": name, "rounds": ROUNDS}
         return {"benchmark": benchmark, "machine": machine_facts(device), "options": options, "results": results}
 
 
@@ -362,38 +356,30 @@ def measure_operator(
         for direction in ("forward", "forward+backward")[: 2 if backward else 1]:
             if progress is not None:
                 progress(f"{title}, {direction}")
+            sizes = (shape, direction != "forward", dtype, device)
             makers = {
-                (name, normalizer): partial(
-                    _operator_run, name, shape, normalizer, direction != "forward", dtype, device
-                )
+                (name, normalizer): partial(_operator_run, name, normalizer, *sizes)
                 for name in names
                 for normalizer in ((None,) if name.startswith("softmax") else ("none", "query"))
             }
             rows = compare(makers, options)
-            times = [
-                row["milliseconds"] for (name, _), row in rows.items() if name.startswith("softmax") and "runs" in row
-            ]
+            times = [row["milliseconds"] for key, row in rows.items() if "softmax" in key[0] and "runs" in row]
             for (name, normalizer), row in rows.items():
                 if times and "runs" in row:
                     row["speedup_over_softmax"] = min(times) / row["milliseconds"]
                 case = {"shape": title, "tokens": shape.tokens, "direction": direction}
                 results.append({**case, "contestant": name, "normalizer": normalizer, **row})
         _input_sets.cache_clear()
-    sizes = {
+    report = options.report("op", results, shapes=shapes, contestants=contestants, backward=backward)
+    report["shapes"] = {
         name: {**asdict(shape), "tokens": shape.tokens, "num_blocks": shape.layout().num_blocks}
         for name, shape in chosen.items()
     }
-    report = options.report("op", results, shapes=shapes, contestants=contestants, backward=backward)
-    return {**report, "shapes": sizes}
+    return report
 
 
 def _operator_run(
-    name: str,
-    shape: OperatorShape,
-    normalizer: str | None,
-    backward: bool,
-    dtype: torch.dtype,
-    device: torch.device,
+    name: str, normalizer: str | None, shape: OperatorShape, backward: bool, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], tuple[torch.Tensor | None, ...]]:
     _require(name, shape, dtype, device)
     sets = _input_sets(shape, dtype, device)
@@ -474,7 +460,15 @@ def _model_run(
 ) -> Callable[[], Any]:
     # An obstacle to the narrowest heads is one to every model.
     _require(name, OperatorShape(1, 1, 16, (16,)), dtype, device)
-    model = _make_model(case, name, dtype, device)
+    torch.manual_seed(0)
+    with torch.device(device):
+        mhla = name != ORDINARY and {"backend": name.removeprefix("mhla-")}
+        model = from_preset(case.preset, mhla=mhla, **case.sizes).eval()
+    # As `from_pretrained` does, leave in float32 what the class keeps so.
+    kept = fp32_parts(model)
+    for key, parameter in model.named_parameters():
+        if kept.isdisjoint(key.split(".")):
+            parameter.data = parameter.data.to(dtype)
     if compile_backend is not None:
         torch.compiler.reset()
         for block in model.blocks if hasattr(model, "blocks") else model.transformer_blocks:
@@ -483,19 +477,6 @@ def _model_run(
     if make_run is not None:
         return make_run(model, inputs)
     return torch.no_grad()(lambda: model(**next(inputs), return_dict=False)[0])
-
-
-def _make_model(case: ModelCase, name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    torch.manual_seed(0)
-    with torch.device(device):
-        mhla = name != ORDINARY and {"backend": name.removeprefix("mhla-")}
-        model = from_preset(case.preset, mhla=mhla, **case.sizes)
-    # As `from_pretrained` does, leave in float32 what the class keeps so.
-    kept = fp32_parts(model)
-    for key, parameter in model.named_parameters():
-        if kept.isdisjoint(key.split(".")):
-            parameter.data = parameter.data.to(dtype)
-    return model.eval()
 
 
 def compare(makers: Mapping[Any, Callable[[], Callable[[], Any]]], options: BenchOptions) -> dict[Any, dict[str, Any]]:

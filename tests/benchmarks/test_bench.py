@@ -178,6 +178,7 @@ def test_rows_of_models():
         assert row["speedup_over_ordinary"] == pytest.approx(ratio)
 
 
+@pytest.mark.slow
 def test_half_precision_and_compiled_blocks():
     (row,) = measure_models(fast(dtype="bfloat16"), ["dit"], ["mhla-torch"], compile_backend="aot_eager")["results"]
     assert row["reason"] is None, row["reason"]

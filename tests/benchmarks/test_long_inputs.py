@@ -71,16 +71,3 @@ def test_failures_are_named(monkeypatch):
     summary = long_inputs.EXPERIMENT.summarize({"all": result})
     lines = long_inputs._time_table(summary).splitlines()[2:]
     assert [line.count("failed / failed") for line in lines] == [0, 0, 2, 2, 0, 0, 2, 2, 2]
-
-
-def test_slopes_are_exponents_of_long_inputs():
-    def row(tokens, milliseconds):
-        return {
-            "attention": "mhla", "direction": "causal", "tokens": tokens, "blocks": 64,
-            "forward_milliseconds": milliseconds, "forward_backward_milliseconds": None,
-        }  # fmt: skip
-
-    rows = [row(1024, 7.0), row(8192, 1.0), row(16384, 4.0), row(32768, 16.0)]
-    result = {"times": {"rows": rows}, "errors": {"rows": []}, "breakdown": {}}
-    (slope,) = long_inputs.EXPERIMENT.summarize({"all": result})["slopes"]
-    assert slope["forward"] == pytest.approx(2) and slope["forward_backward"] is None
