@@ -198,10 +198,3 @@ def test_calls_without_one_matrix_are_refused(options, message):
     layer = MHLA(config, hidden_size=8, num_heads=1, head_dim=4)
     with pytest.raises(ValueError, match=message):
         layer_tokens(layer, *[torch.ones(1, 8, 1, 4)] * 3, **options)
-
-
-def test_unknown_kinds_are_named():
-    layer, grid = layer_for("image")
-    (sample,) = layer_tokens(layer, *[torch.ones(1, 42, n, 6) for n in (4, 2, 2)], grid=grid)
-    with pytest.raises(ValueError, match="kind='sparse' is not one of"):
-        sample.matrix("sparse")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import mhla_hf
 from mhla_hf import MHLA, MHLAConfig
 from mhla_hf.analysis import AttentionTracker, failure_signatures
-from mhla_hf.analysis.signatures import SIGNATURES, directory_signatures, probe_signatures, weight_signatures
+from mhla_hf.analysis.signatures import SIGNATURES, directory_signatures, weight_signatures
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 from tests.models.cases import DiTCase, SanaCase, WanCase
@@ -76,13 +75,6 @@ def test_causal_mixing_that_collapsed():
     assert names(fill(mhla, rows)) == ["uniform-mixing"]
 
 
-def test_heads_that_differ_are_no_collapse():
-    mhla = layer(mixing_heads="per_head")
-    with torch.no_grad():
-        mhla.mixing[0] = 1 / 16
-    assert names(mhla) == []
-
-
 def test_equal_start_is_a_failure_after_training_alone():
     mhla = layer(mixing_init="uniform")
     assert names(mhla) == names(mhla, settled=False) == []
@@ -138,12 +130,6 @@ def test_rows_that_cancel_die_or_explode():
 )
 def test_too_few_blocks(options, expected):
     assert names(layer(**options)) == expected
-
-
-def test_linear_models_may_have_one_block():
-    one = layer(blocks=(1, 1), grid=(16, 16))
-    assert names(one, linear=True) == []
-    assert names(layer(blocks=(1, 2), grid=(16, 16)), linear=True) == ["too-few-blocks"]
 
 
 def test_sequences_that_nothing_divides():
@@ -236,21 +222,6 @@ def test_rank_at_a_low_bound():
     ] * 3
 
 
-@pytest.mark.parametrize(
-    ("facts", "bound", "wanted"),
-    [
-        ({"tokens": 1024, "blocks": 4}, 128, 32),
-        # Heads so narrow that the root is too few.
-        ({"tokens": 1024, "blocks": 32}, 128, 65),
-        ({"tokens": 256, "blocks": 16}, 128, 17),
-    ],
-)
-def test_more_blocks_than_there_are_help(facts, bound, wanted):
-    figures = {"rank": float(bound), "rows": 256, "dead_queries": 0.0, "dead_keys": 0.0, "dead_channels": 0.0}
-    (found,) = probe_signatures("layer", {**figures, **facts}, bound)
-    assert found.name == "too-few-blocks" and found.message.endswith(f"take more blocks, about {wanted}")
-
-
 def test_wrapped_models():
     case = SanaCase()
     model = mhla_hf.convert(case.make(case.upstream), case.options).eval()
@@ -263,14 +234,6 @@ def test_wrapped_models():
     assert failure_signatures(wrapped, case.inputs(case.upstream_size)) == []
 
 
-def test_attention_that_is_not_finite():
-    model = bert()
-    with torch.no_grad():
-        model.bert.encoder.layer[1].attention.self.query.weight.fill_(float("inf"))
-    names_found = {(each.name, each.layer.split(".")[3]) for each in failure_signatures(model, TEXT)}
-    assert names_found == {("non-finite-attention", "1"), ("non-finite-attention", "2")}
-
-
 def test_rows_of_the_history_are_json_where_outputs_are_not_finite():
     options = {"block_size": 8, "grid": [32], "normalizer": "none", "feature_map": "elu"}
     model = mhla_hf.convert(softmax_model("llama"), options)
@@ -279,15 +242,6 @@ def test_rows_of_the_history_are_json_where_outputs_are_not_finite():
     row = AttentionTracker(TEXT).record(model, 0)
     json.dumps(row, allow_nan=False)
     assert row["layers"]["model.layers.1.self_attn"]["growth"] is None
-
-
-def test_the_first_process_warns(caplog, monkeypatch):
-    monkeypatch.setattr("mhla_hf.analysis.tracking.Processes", lambda: SimpleNamespace(rank=1))
-    model = bert(mixing_init="uniform", feature_map="elu")
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="mhla_hf.analysis.tracking"):
-        row = AttentionTracker(TEXT, settle=0).record(model, 0)
-    assert row["signatures"] and not caplog.records
 
 
 def test_tracker_warns_once_for_each_signature_and_layer(caplog):

@@ -21,7 +21,6 @@ from mhla_hf.analysis import (
     mixing_summary,
     numerical_rank,
     rank_bound,
-    reference_layout,
     singular_values,
 )
 from mhla_hf.layers import initial_mixing
@@ -214,15 +213,6 @@ def test_distances_look_back_only():
     assert summary.decay.distance == [0, 1, 2] and summary.decay.mean == pytest.approx([0.75, 0.375, 0.0])
     assert mean_distance(weights.tril(), summary.layout) == pytest.approx((0.25 + 0.5) / 3)
     assert math.isnan(mean_distance(torch.zeros(3, 3), summary.layout))
-
-
-@pytest.mark.parametrize(("name", "prefix"), [*((name, 0) for name in CONFIGS), ("video", 1), ("nonnegative", 2)])
-def test_reference_layout_is_that_of_the_weights(name, prefix):
-    module = layer(name, prefix)
-    layout = reference_layout(module)
-    assert layout.num_blocks == module.mixing.shape[-1]
-    if CONFIGS[name].grid is not None:
-        assert layout.grid == CONFIGS[name].grid
 
 
 def test_mixing_weights_that_are_not_finite_are_refused():

@@ -271,14 +271,6 @@ def test_resumed_run_continues_the_history(tmp_path):
     assert [row["layers"] for row in tracker.history] == [row["layers"] for row in complete.history]
 
 
-def test_resuming_between_two_records_adds_none(tmp_path):
-    tracker = AttentionTracker(inputs("deit"), every=2)
-    TrackingCallback(tracker).on_train_begin(
-        SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=3), None
-    )
-    assert tracker.history == []
-
-
 def test_weights_that_no_process_has_are_refused(monkeypatch):
     monkeypatch.setattr("mhla_hf.analysis.tracking.is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ValueError, match="TrackingCallback does not run under DeepSpeed ZeRO-3; use FSDP 2"):
