@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that a conversion advises takes the converted model."""
 
-import itertools
 import json
 
 import pytest
@@ -14,7 +13,7 @@ from mhla_hf.training.families import family_of_class
 OPTIONS = {"blocks": [4, 4], "mixing_init": "cos"}
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), list(itertools.product([16, 36], [None, 16, 32, 36, 72])))
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 16), (36, 16), (16, 32), (16, None)])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_advice_is_what_training_takes(family, inputs, outputs, tmp_path):
     config = {"in_channels": inputs, "out_channels": outputs}

@@ -101,14 +101,6 @@ def test_types_are_those_of_from_pretrained(tmp_path):
     assert_same_parameters(model, expected)
 
 
-def test_no_second_copy_of_the_weights():
-    softmax = tiny.wan_transformer(**SIZES)
-    weights = original_weights(softmax)
-    model = MHLAWanTransformer3DModel.from_single_file(weights, mhla=MHLA)
-    stored = {tensor.data_ptr() for tensor in weights.values()}
-    assert {parameter.data_ptr() for name, parameter in model.named_parameters() if ".mhla." not in name} == stored
-
-
 @pytest.mark.parametrize(
     ("entries", "message"),
     [({"num_layers": 10**6}, "num_layers=1000000 is more than"), ({"ffn_dim": 96}, "shape|size")],
@@ -216,14 +208,6 @@ def test_command_writes_what_from_single_file_loads(tmp_path):
     (weights,) = record["components"]["transformer"]["weight_sets"]
     assert list(weights["source_files"]) == ["wan.safetensors"]
     assert "mhla-hf train wan" in result.output
-
-
-def test_other_models_in_the_file_are_left_out(tmp_path):
-    softmax = write_original(tmp_path / "wan.safetensors", prefix="model.diffusion_model.")
-    changed(tmp_path / "wan.safetensors", lambda weights: weights.update({"first_stage_model.conv1": torch.zeros(3)}))
-    convert_pretrained(tmp_path / "wan.safetensors", tmp_path / "mhla", MHLA, progress=False)
-    model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
-    assert_same_parameters(model, softmax, only_common=True)
 
 
 def test_authors_shards_and_their_configuration(tmp_path):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converting directories of transformers models: the same as loading them as MHLA, and what is refused."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -33,7 +32,6 @@ from mhla_hf.conversion import convert_pretrained
 from mhla_hf.layers.mhla import MHLA
 from tests import ROOT
 
-from ..integrations.transformers.mhla_models import served_names
 from ..integrations.transformers.tiny_models import FAMILIES, TEXT, VISION, inputs, softmax_model
 
 
@@ -113,7 +111,7 @@ def sharded(tmp_path):
 # The same as loading
 
 
-@pytest.mark.parametrize("name", served_names())
+@pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit", "gemma3"])
 def test_same_as_loading_with_mhla(name, tmp_path):
     save(name, tmp_path / "softmax")
     report = convert(tmp_path / "softmax", tmp_path / "mhla", options_of(name))
@@ -141,8 +139,7 @@ def test_default_options_are_those_of_loading(tmp_path):
     )
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize(("tied", "max_shard_size"), [(True, "1GB"), (False, "20KB")])
 def test_embeddings_stay_tied_or_not(tied, max_shard_size, tmp_path):
     source = save("llama", tmp_path / "softmax", tie_word_embeddings=tied, max_shard_size=max_shard_size)
     convert(source, tmp_path / "mhla", TEXT_OPTIONS)
@@ -153,20 +150,6 @@ def test_embeddings_stay_tied_or_not(tied, max_shard_size, tmp_path):
     assert ("lm_head.weight" in weights_of(tmp_path / "mhla")) != tied
 
 
-def test_shards_stay_and_new_parameters_get_their_own(sharded, tmp_path):
-    before = sorted(sharded.glob("*.safetensors"))
-    report = convert(sharded, tmp_path / "mhla", TEXT_OPTIONS)
-    after = sorted((tmp_path / "mhla").glob("*.safetensors"))
-    assert [path.name for path in after] == report.components["model"].weight_sets[0].files
-    assert after[-1].name == f"model-{len(before) + 1:05d}-of-{len(before) + 1:05d}.safetensors"
-    for old, new in zip(before, after):
-        assert load_file(old).keys() == load_file(new).keys()
-    assert all(".mhla." in name for name in load_file(after[-1]))
-    index = json.loads((tmp_path / "mhla/model.safetensors.index.json").read_text())
-    assert index["weight_map"] == {name: path.name for path in after for name in load_file(path)}
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights_of(tmp_path / "mhla").values())
-
-
 def test_max_shard_size(llama_dir, tmp_path):
     report = convert(llama_dir, tmp_path / "mhla", TEXT_OPTIONS, max_shard_size="30KB")
     names = report.components["model"].weight_sets[0].files
@@ -174,17 +157,6 @@ def test_max_shard_size(llama_dir, tmp_path):
     for name in names:
         assert sum(tensor.nbytes for tensor in load_file(tmp_path / "mhla" / name).values()) <= 30_000
     AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
-
-
-def test_variants_keep_their_names(tmp_path):
-    model = softmax_model("llama").half()
-    model.save_pretrained(tmp_path / "softmax", variant="fp16", max_shard_size="20KB")
-    convert(tmp_path / "softmax", tmp_path / "mhla", TEXT_OPTIONS)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "mhla", variant="fp16")
-    assert loaded.dtype == torch.float16
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-    with pytest.raises(ValueError, match=r"variant='bf16' is not in .* which has fp16"):
-        convert(tmp_path / "softmax", tmp_path / "none", variant="bf16")
 
 
 def test_new_parameters_follow_the_source(tmp_path):
@@ -215,19 +187,6 @@ def test_what_is_kept_in_fp32_is_written_so_whatever_it_was(tmp_path):
     for name, tensor in weights_of(tmp_path / "mhla").items():
         kept = "e_score_correction_bias" in name
         assert tensor.dtype == (torch.float32 if kept else torch.bfloat16), name
-
-
-def test_conversion_in_place_gives_the_same(llama_dir, tmp_path):
-    options = {**TEXT_OPTIONS, "feature_map": "relu", "output_norm": True, "mixing_heads": "per_head"}
-    convert(llama_dir, tmp_path / "mhla", options)
-    model = AutoModelForCausalLM.from_pretrained(llama_dir)
-    assert mhla_hf.convert(model, options) is model
-    streamed = AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
-    assert streamed.config.mhla == model.config.mhla
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(streamed.state_dict()[name], tensor), name
-    with pytest.raises(ValueError, match="is MHLA already"):
-        mhla_hf.convert(model)
 
 
 def test_configurations_say_what_they_were_made_with(llama_dir, tmp_path):
@@ -419,24 +378,6 @@ def test_the_card_of_the_original_is_not_copied(damaged, tmp_path):
     assert record["source_card"] == {"license": "mit"}
 
 
-def test_from_the_hub_cache(llama_dir, tmp_path):
-    """The layout of huggingface_hub's cache: snapshots of links to blobs named by their SHA-256."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "cache/models--someone--tiny-llama"
-    snapshot = repository / "snapshots" / commit
-    for folder in (repository / "blobs", repository / "refs", snapshot):
-        folder.mkdir(parents=True)
-    (repository / "refs/main").write_text(commit)
-    for path in llama_dir.iterdir():
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        shutil.copy(path, repository / "blobs" / digest)
-        (snapshot / path.name).symlink_to(Path("../../blobs") / digest)
-    report = convert("someone/tiny-llama", tmp_path / "mhla", cache_dir=tmp_path / "cache", local_files_only=True)
-    assert report.source == {"location": "someone/tiny-llama", "revision": None, "commit": commit}
-    assert not any(path.is_symlink() for path in (tmp_path / "mhla").iterdir())
-    AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
-
-
 def test_sentence_transformers_directories(tmp_path):
     source = tmp_path / "softmax"
     transformers.BertModel(FAMILIES["bert"].config()).save_pretrained(source)
@@ -460,22 +401,6 @@ def test_sentence_transformers_directories(tmp_path):
     assert written == {*texts, *others, "config.json", "conversion.json", "model.safetensors"}
 
 
-def test_conversion_json(llama_dir, tmp_path):
-    convert(llama_dir, tmp_path / "mhla", TEXT_OPTIONS)
-    content = json.loads((tmp_path / "mhla/conversion.json").read_text())
-    # The path is for this machine, and is left out of what is pushed.
-    assert content["source"].pop("path") == str(llama_dir) and len(content["source"].pop("path_code")) == 32
-    assert content["source"] == {"location": "llama"}
-    assert str(tmp_path) not in json.dumps(content) and str(llama_dir) not in json.dumps(content)
-    assert content["versions"]["transformers"] == transformers.__version__
-    part = content["components"]["model"]
-    assert part["source_class"] == part["target_class"] == "LlamaForCausalLM"
-    (weights,) = part["weight_sets"]
-    assert list(weights["source_files"]) == weights["files"] == ["model.safetensors"]
-    values = part["initialised"]["model.layers.0.self_attn.mhla.mixing"]["values"]
-    assert values == f"mixing_init={part['mhla']['mixing_init']}"
-
-
 def run_program(program, *arguments):
     """Runs a program in a fresh interpreter; returns the last line it prints."""
     command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
@@ -486,8 +411,9 @@ def run_program(program, *arguments):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of the process from /proc")
-def test_memory_stays_at_one_tensor(tmp_path):
-    """A model of 110 MB, the largest tensor of which has 4 MB."""
+@pytest.mark.slow
+def test_memory_stays_at_one_shard(tmp_path):
+    """A model of 110 MB in shards of 10 MB."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 1024}
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=8, **sizes))
@@ -503,7 +429,8 @@ def test_memory_stays_at_one_tensor(tmp_path):
 
         def convert(name):
             options = {"block_size": [64], "feature_map": "relu"}
-            convert_pretrained(sys.argv[1] + "/softmax", sys.argv[1] + "/" + name, options, progress=False)
+            paths = (sys.argv[1] + "/softmax", sys.argv[1] + "/" + name)
+            convert_pretrained(*paths, options, progress=False, max_shard_size="10MB")
 
         def watch():
             global peak
@@ -520,7 +447,7 @@ def test_memory_stays_at_one_tensor(tmp_path):
         thread.join()
         print(peak - before)
     """
-    assert float(run_program(program, tmp_path)) < 30
+    assert float(run_program(program, tmp_path)) < 50
 
 
 # Refusals: one line each, and nothing left behind
@@ -592,29 +519,6 @@ def test_refuses_quantised_tensors(damaged, tmp_path):
     refused(damaged, tmp_path, "holds I8 tensors: quantised weights cannot be converted")
 
 
-def test_refuses_missing_shards(sharded, tmp_path):
-    next(sharded.glob("*-00002-*.safetensors")).unlink()
-    refused(sharded, tmp_path, "00002-of-.*safetensors is missing")
-
-
-def test_refuses_shards_without_an_index(sharded, tmp_path):
-    next(sharded.glob("*.index.json")).unlink()
-    refused(sharded, tmp_path, "is one of several shards, but no index")
-
-
-def test_refuses_truncated_files(damaged, tmp_path):
-    path = damaged / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    refused(damaged, tmp_path, "is truncated or not a safetensors file")
-
-
-def test_refuses_pickles(damaged, tmp_path):
-    (damaged / "model.safetensors").unlink()
-    refused(damaged, tmp_path, r"has no model\*.safetensors; weights in other formats are not read")
-    torch.save({}, damaged / "pytorch_model.bin")
-    refused(damaged, tmp_path, "only as pytorch_model.bin; .* write it with save_pretrained first")
-
-
 def test_names_missing_tensors_and_other_shapes(damaged, tmp_path):
     def change(weights):
         del weights["model.layers.1.self_attn.q_proj.weight"]
@@ -683,17 +587,7 @@ def test_command_for_two_towers(clip_dir, tmp_path):
     assert "6 of 6" in output and "tokens" in output and "×" in output
 
 
-def test_supported_models_lists_both_libraries():
-    listed = mhla_hf.supported_models()
-    assert listed["WanTransformer3DModel"].kind == "video"
-    assert listed["llama"].kind == "language model" and listed["bert"].kind == "encoder"
-    output = run("models")
-    for name in ("WanTransformer3DModel", "gemma3_text", "sliding-window layers stay softmax", "vit"):
-        assert name in output
-    entries = json.loads(run("models", "--json"))
-    assert [entry["name"] for entry in entries] == [family.name for family in listed.values()]
-
-
+@pytest.mark.slow
 def test_converting_in_place_leaves_the_other_library_alone():
     program = """
         import sys

@@ -358,7 +358,7 @@ def test_dtype_leaves_fp32_modules_alone(transformer_dir, tmp_path):
     assert counts["bfloat16"] + counts["float32"] == len(weights)
 
 
-@pytest.mark.parametrize(("stored", "dtype"), [("float16", "bf16"), ("bfloat16", "fp16"), ("float16", "fp16")])
+@pytest.mark.parametrize(("stored", "dtype"), [("float16", "bf16"), ("bfloat16", "fp16")])
 def test_what_is_kept_in_fp32_is_written_so_whatever_it_was(stored, dtype, tmp_path):
     tiny.wan_transformer().to(getattr(torch, stored)).save_pretrained(tmp_path / "softmax")
     convert(tmp_path / "softmax", tmp_path / "mhla", {"blocks": BLOCKS}, dtype=dtype)
@@ -496,18 +496,6 @@ def test_refuses_quantised_tensors(copied_transformer, tmp_path):
     refused(copied_transformer, tmp_path, "holds I8 tensors: quantised weights")
 
 
-def test_refuses_a_config_without_class(copied_transformer, tmp_path):
-    edit_config(copied_transformer, _class_name="drop")
-    refused(copied_transformer, tmp_path, "does not say which diffusers class")
-
-
-def test_refuses_broken_json(copied_transformer, tmp_path):
-    (copied_transformer / "config.json").write_text("{")
-    refused(copied_transformer, tmp_path, "is not valid JSON")
-    (copied_transformer / "config.json").write_text("[]")
-    refused(copied_transformer, tmp_path, "is not a JSON object")
-
-
 def test_refuses_directories_without_a_model(copied_transformer, tmp_path):
     (copied_transformer / "config.json").unlink()
     refused(copied_transformer, tmp_path, "has neither model_index.json .* nor config.json")
@@ -524,26 +512,10 @@ def test_refuses_missing_shards(sharded_dir, tmp_path):
     refused(sharded_dir, tmp_path, "00002-of-.*safetensors is missing")
 
 
-def test_refuses_shards_without_an_index(sharded_dir, tmp_path):
-    next(sharded_dir.glob("*.index.json")).unlink()
-    refused(sharded_dir, tmp_path, "is one of several shards, but no index")
-
-
-def test_refuses_an_empty_index(sharded_dir, tmp_path):
-    next(sharded_dir.glob("*.index.json")).write_text("{}")
-    refused(sharded_dir, tmp_path, "has no weight_map")
-
-
 def test_refuses_a_tensor_in_two_shards(sharded_dir, tmp_path):
     first, second = sorted(sharded_dir.glob("*.safetensors"))[:2]
     save_file({**load_file(second), **load_file(first)}, second)
     refused(sharded_dir, tmp_path, "is both in .*00001-of-.* and in .*00002-of-")
-
-
-def test_refuses_truncated_files(copied_transformer, tmp_path):
-    path = copied_transformer / "diffusion_pytorch_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    refused(copied_transformer, tmp_path, "is truncated or not a safetensors file")
 
 
 def test_refuses_pickles(copied_transformer, tmp_path):
@@ -565,11 +537,6 @@ def test_names_missing_and_unknown_tensors(copied_transformer, tmp_path):
         r"lacks blocks.1.attn1.to_q.weight; has tensors that the model does not know: blocks.1.attn1.to_z.weight; "
         r"has tensors of another shape: proj_out.bias \(3,\) instead of \(64,\)",
     )
-
-
-def test_long_lists_of_names_are_cut(copied_transformer, tmp_path):
-    edit_weights(copied_transformer, lambda weights: [weights.pop(name) for name in list(weights) if "attn2" in name])
-    refused(copied_transformer, tmp_path, r"lacks .* and \d+ more\.$")
 
 
 def test_refuses_wrong_options(transformer_dir, tmp_path):

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from safetensors.torch import save_file
 from mhla_hf import load_pipeline
 from mhla_hf.conversion import convert_pretrained, import_official
 from mhla_hf.training.config import TrainingConfig
-from mhla_hf.training.data.cache import FORMAT_VERSION, LatentDataset
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.trainer import DiffusionTrainer
 from mhla_hf.utils.files import check_entry, list_files
@@ -67,7 +65,7 @@ def outside_names(folder):
     return [str(folder / "victim/transformer"), "../victim/transformer", "vae/../../victim/transformer"]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_component_names_stay_inside(number, pipeline, tmp_path):
     name = outside_names(tmp_path)[number]
     edit(pipeline / INDEX, lambda index: index.update({name: index.pop("transformer")}))
@@ -82,9 +80,8 @@ def test_components_in_folders_that_are_left_out(pipeline, tmp_path):
     refused(pipeline, r"nothing is read from \.git")
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_weight_maps_stay_inside(number, pipeline, tmp_path):
-    name = f"{outside_names(tmp_path)[number]}/{WEIGHTS}"
+def test_weight_maps_stay_inside(pipeline, tmp_path):
+    name = f"../victim/transformer/{WEIGHTS}"
     index = pipeline / "transformer" / f"{WEIGHTS}.index.json"
     index.write_text(json.dumps({"weight_map": {"proj_out.bias": name}}))
     (pipeline / "transformer" / WEIGHTS).unlink()
@@ -98,9 +95,7 @@ def test_weight_maps_stay_inside(number, pipeline, tmp_path):
         load_pipeline(pipeline, mhla=MHLA)
 
 
-@pytest.mark.parametrize(
-    "where", ["assets", "assets/key.txt", f"transformer/{WEIGHTS}", "vae/config.json", "transformer"]
-)
+@pytest.mark.parametrize("where", ["assets/key.txt", f"transformer/{WEIGHTS}", "transformer"])
 def test_links_out_of_the_source(where, pipeline, tmp_path):
     secret = tmp_path / "victim" / where
     if not secret.exists():
@@ -164,17 +159,10 @@ def test_the_hub_cache_links_to_its_own_blobs_alone(pipeline, tmp_path):
         list_files(snapshot)
 
 
-@pytest.mark.parametrize("where", ["notes", "transformer/config.json", INDEX, f"transformer/{WEIGHTS}"])
-@pytest.mark.parametrize("kind", ["fifo", "socket"])
-def test_what_is_no_file_is_refused(kind, where, pipeline, monkeypatch):
+@pytest.mark.parametrize("where", ["notes", f"transformer/{WEIGHTS}"])
+def test_what_is_no_file_is_refused(where, pipeline):
     (pipeline / where).unlink(missing_ok=True)
-    if kind == "fifo":
-        os.mkfifo(pipeline / where)
-    else:
-        # Names of sockets are short.
-        monkeypatch.chdir((pipeline / where).parent)
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(Path(where).name)
+    os.mkfifo(pipeline / where)
     with pytest.raises(ValueError, match=f"{where} is neither a regular file nor a folder; remove it"):
         convert_pretrained(pipeline, pipeline.parent / "mhla", MHLA, progress=False)
 
@@ -231,20 +219,7 @@ def test_a_subfolder_is_inside(pipeline, tmp_path):
         convert_pretrained(pipeline, tmp_path / "mhla", MHLA, subfolder="../victim/transformer", progress=False)
 
 
-def test_samples_of_a_cache_stay_inside(tmp_path):
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "secret.safetensors").write_bytes(b"")
-    for name in ("../secret.safetensors", str(tmp_path / "secret.safetensors"), 7):
-        manifest = {"format_version": FORMAT_VERSION, "complete": True, "samples": [name]}
-        manifest |= {"settings": {"max_sequence_length": 8}, "latent_shape": [1, 1, 1]}
-        (tmp_path / "cache.json").write_text(json.dumps(manifest))
-        with pytest.raises(ValueError, match=r"samples of .*cache\.json|cache\.json.*samples"):
-            LatentDataset(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "location", ["../victim", "{folder}/victim", "{folder}/a/../../victim", "victim/../../x/victim"]
-)
+@pytest.mark.parametrize("location", ["../victim", "{folder}/victim"])
 def test_recorded_sources_stay_beside(location, pipeline, tmp_path):
     inner = tmp_path / "downloads" / "mhla"
     convert_pretrained(pipeline, inner, MHLA, progress=False)

@@ -83,7 +83,7 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize("version", ["4.57.3", "5.16.4", "5.17.0.dev0", "6.0.0", "6.0.0rc1"])
+@pytest.mark.parametrize("version", ["4.57.3", "5.17.0.dev0", "6.0.0rc1"])
 def test_other_versions_are_refused_in_one_line(version, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(metadata("transformers", version, tmp_path))
     with pytest.raises(UnsupportedVersionError) as caught:
@@ -93,7 +93,7 @@ def test_other_versions_are_refused_in_one_line(version, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.0", "5.99.1", "5.24.0.dev0"])
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.0.dev0"])
 def test_supported_versions_are_not(version, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(metadata("transformers", version, tmp_path))
     check_version("transformers")
@@ -149,6 +149,7 @@ def test_unsupported_transformers_refuse_mhla_and_leave_diffusers(tmp_path):
     assert len(warnings) == 1 and expected in warnings[0]
 
 
+@pytest.mark.slow
 def test_without_transformers_the_diffusers_half_works(tmp_path):
     report, warnings = run(
         f"""
@@ -201,6 +202,7 @@ TRANSFORMERS_HALF = """
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_without_diffusers_the_transformers_half_works(tmp_path):
     setup = textwrap.indent(textwrap.dedent(REFUSED + LLAMA), "        ").strip()
     report, warnings = run(
@@ -217,6 +219,7 @@ def test_without_diffusers_the_transformers_half_works(tmp_path):
     assert warnings == []
 
 
+@pytest.mark.slow
 def test_unsupported_diffusers_refuse_mhla_and_leave_transformers(tmp_path):
     setup = textwrap.indent(textwrap.dedent(REFUSED + LLAMA + WAN), "        ").strip()
     report, warnings = run(
