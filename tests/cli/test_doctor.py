@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
@@ -151,15 +150,6 @@ class TestModel:
         assert [problem["file"] for problem in report["problems"]] == ["scheduler", weights, "."]
         assert "1 error and 1 warning." in run(str(folder), "--no-values", code=1)
 
-    def test_a_language_model(self, tmp_path):
-        sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 32}
-        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3)).save_pretrained(tmp_path / "softmax")
-        options = {"block_size": [8], "layers": [0, 2]}
-        convert_pretrained(tmp_path / "softmax", tmp_path / "model", options, progress=False)
-        output = run(str(tmp_path / "model"))
-        assert "model: LlamaForCausalLM; 2 MHLA, 1 softmax layers; blocks of 8 tokens; " in output
-        assert "No problems." in output
-
     def test_failure_signatures_are_warnings(self, pipeline, tmp_path):
         folder = Path(shutil.copytree(pipeline, tmp_path / "copy"))
         path = folder / "transformer/diffusion_pytorch_model.safetensors"
@@ -201,7 +191,13 @@ class TestEnvironment:
 
     @pytest.mark.parametrize(
         ("content", "expected"),
-        [("mixed_precision: 'no'\n", "    - mixed_precision: no"), ("a: [", "- accelerate config: cannot be read: ")],
+        [
+            (
+                "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n",
+                "    - mixed_precision: no",
+            ),
+            ("a: [", "- accelerate config: cannot be read: "),
+        ],
     )
     def test_the_configuration_of_accelerate(self, content, expected, monkeypatch, tmp_path):
         path = tmp_path / "default_config.yaml"

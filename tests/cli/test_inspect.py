@@ -188,16 +188,5 @@ def test_mistakes_give_one_line(saved, tmp_path, name, options, message):
 def test_damaged_directories_give_one_line(saved, tmp_path):
     shutil.copytree(saved / "llama", tmp_path / "llama")
     weights = tmp_path / "llama" / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
+    weights.write_bytes(weights.read_bytes()[:-100])
     assert "llama cannot be loaded: model.safetensors:" in line(run(tmp_path / "llama"))
-    weights.write_bytes(whole)
-    config = tmp_path / "llama" / "config.json"
-    content = json.loads(config.read_text())
-    content["mhla"]["blocksize"] = 3
-    config.write_text(json.dumps(content))
-    assert "blocksize" in line(run(tmp_path / "llama"))
-    shutil.copytree(saved / "wan", tmp_path / "wan")
-    index = tmp_path / "wan" / "model_index.json"
-    index.write_text(json.dumps({**json.loads(index.read_text()), "../outside": ["diffusers", "AutoencoderKLWan"]}))
-    assert "outside" in line(run(tmp_path / "wan"))

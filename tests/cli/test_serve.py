@@ -16,7 +16,6 @@ from transformers.utils.import_utils import is_serve_available
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
-from mhla_hf.models.stub import add_stub
 from tests import ROOT
 from tests.integrations.transformers.mhla_models import mhla_model
 from tests.integrations.transformers.tiny_files import tokenizer
@@ -29,58 +28,38 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
-WAYS = {
-    "mhla-hf": ("-m", "mhla_hf", "serve"),
-    # Without an import: the stub in the directory does it.
-    "transformers": ("-m", "transformers.cli.transformers", "serve", "--trust-remote-code"),
-}
-
 needs_server = pytest.mark.skipif(not is_serve_available(), reason='needs the extra "serve"')
 
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory):
-    """A tiny language model with MHLA, its tokenizer and chat template, with the files of one that was pushed."""
+    """A tiny language model with MHLA, its tokenizer and chat template."""
     directory = tmp_path_factory.mktemp("served") / "model"
     mhla_model("llama").save_pretrained(directory)
     characters = tokenizer("llama")
     characters.chat_template = CHAT_TEMPLATE
     characters.save_pretrained(directory)
-    add_stub(directory)
     return directory
 
 
 @pytest.fixture(scope="module")
-def clients(model_directory, tmp_path_factory):
-    """OpenAI's client, connected to a server of each way to start one."""
+def client(model_directory, tmp_path_factory):
+    """OpenAI's client, connected to a server."""
     from openai import OpenAI
 
-    folder = tmp_path_factory.mktemp("servers")
+    folder, port = tmp_path_factory.mktemp("servers"), free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
     environment.update({"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")})
-    servers, found = [], {}
+    options = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "mhla_hf", "serve", str(model_directory), *options]
+    with (folder / "log.txt").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:
-        for number, (way, command) in enumerate(WAYS.items()):
-            port = free_port()
-            options = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
-            log = folder / f"{number}.txt"
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, *command, str(model_directory), *options],
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                )
-            servers.append((port, process, log))
-            found[way] = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unused", timeout=60, max_retries=0)
-        for server in servers:
-            wait_for(*server)
-        yield found
+        wait_for(port, process, folder / "log.txt")
+        yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unused", timeout=60, max_retries=0)
     finally:
-        for _, process, _ in servers:
-            process.terminate()
-        for _, process, _ in servers:
-            process.wait(timeout=30)
+        process.terminate()
+        process.wait(timeout=30)
 
 
 def free_port():
@@ -113,9 +92,7 @@ def expected(directory, messages):
 
 
 @needs_server
-@pytest.mark.parametrize("way", WAYS)
-def test_answers_are_those_of_the_model(way, clients, model_directory):
-    client = clients[way]
+def test_answers_are_those_of_the_model(client, model_directory):
     options = {"model": str(model_directory), "temperature": 0, "max_tokens": TOKENS}
     answer = client.chat.completions.create(messages=MESSAGES, **options)
     text = expected(model_directory, MESSAGES)
@@ -130,8 +107,7 @@ def test_answers_are_those_of_the_model(way, clients, model_directory):
 
 
 @needs_server
-def test_a_conversation_does_not_see_another(clients, model_directory):
-    client = clients["mhla-hf"]
+def test_a_conversation_does_not_see_another(client, model_directory):
     options = {"model": str(model_directory), "temperature": 0, "max_tokens": TOKENS}
     other = [*MESSAGES, {"role": "assistant", "content": "no"}, {"role": "user", "content": "and why"}]
     answers = [
