@@ -208,51 +208,39 @@ class Objective(ABC):
         Raises:
             ValueError: If a tensor is missing, or channels, sizes or the condition do not fit.
         """
-        cls._check_names("a sample", sample, ("latents", *cls.condition_names))
-        if null_condition is not None:
-            cls._check_names("null_condition", null_condition, cls.condition_names)
+        for what, tensors in (("a sample", sample), ("null_condition", null_condition)):
+            names = ("latents", *cls.condition_names) if tensors is sample else cls.condition_names
+            missing = [name for name in names if tensors is not None and name not in tensors]
+            if missing:
+                family = cls.family().name
+                raise ValueError(f"{what} of {family} training must have {', '.join(names)}; it lacks {missing[0]}")
         config: Any = model.config
         latents = sample["latents"]
         channels, *size = latents.shape
-        if channels != config["in_channels"] or not latents.is_floating_point():
-            raise ValueError(
-                f"the samples have {channels} latent channels of type {latents.dtype}, the model takes "
-                f"{config['in_channels']} of floats"
-            )
         patch = config["patch_size"]
         patches = (patch,) * len(size) if isinstance(patch, int) else tuple(patch)
-        if len(patches) != len(size) or any(length % width for length, width in zip(size, patches)):
-            raise ValueError(f"the samples have latents of {size}, not multiples of the model's patches {patches}")
-        cls.check_condition(config, {name: sample[name] for name in cls.condition_names})
-        if null_condition is not None:
-            cls.check_condition(config, null_condition)
+        conditions = [tensors for tensors in (sample, null_condition) if tensors is not None]
+        if channels != config["in_channels"] or not latents.is_floating_point():
+            takes = f"the model takes {config['in_channels']} of floats"
+            problem: str | None = f"the samples have {channels} latent channels of type {latents.dtype}, {takes}"
+        elif len(patches) != len(size) or any(length % width for length, width in zip(size, patches)):
+            problem = f"the samples have latents of {size}, not multiples of the model's patches {patches}"
+        else:
+            problem = next(filter(None, (cls.condition_problem(config, each) for each in conditions)), None)
+        if problem is not None:
+            raise ValueError(problem)
 
     @classmethod
     @abstractmethod
-    def check_condition(cls, config: Mapping[str, Any], condition: Tensors) -> None:
-        """Check that the condition of one sample fits a model of this configuration.
-
-        Raises:
-            ValueError: If it does not.
-        """
-
-    @classmethod
-    def _check_names(cls, what: str, tensors: Tensors, names: tuple[str, ...]) -> None:
-        missing = [name for name in names if name not in tensors]
-        if missing:
-            raise ValueError(
-                f"{what} of {cls.family().name} training must have {', '.join(names)}; it lacks {', '.join(missing)}"
-            )
+    def condition_problem(cls, config: Mapping[str, Any], condition: Tensors) -> str | None:
+        """Return why the condition of one sample does not fit a model of this configuration, or `None`."""
 
 
-def check_text_width(embeddings: torch.Tensor, width: int) -> None:
-    """Check text embeddings `[L, D]` of one sample.
-
-    Raises:
-        ValueError: If the model takes another width.
-    """
-    if embeddings.shape[-1] != width:
-        raise ValueError(f"the samples have text embeddings of width {embeddings.shape[-1]}, the model takes {width}")
+def text_width_problem(embeddings: torch.Tensor, width: int) -> str | None:
+    """Return why text embeddings `[L, D]` of one sample do not fit a model that takes `width`, or `None`."""
+    if embeddings.shape[-1] == width:
+        return None
+    return f"the samples have text embeddings of width {embeddings.shape[-1]}, the model takes {width}"
 
 
 @dataclass(frozen=True, kw_only=True)

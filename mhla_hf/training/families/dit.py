@@ -96,10 +96,11 @@ class DiTObjective(Objective):
             )
 
     @classmethod
-    def check_condition(cls, config: Mapping[str, Any], condition: Tensors) -> None:
+    def condition_problem(cls, config: Mapping[str, Any], condition: Tensors) -> str | None:
         label, classes = condition["class_label"], config["num_embeds_ada_norm"]
         if label.ndim or label.is_floating_point() or not 0 <= int(label) <= classes:
-            raise ValueError(f"class_label must be a whole number from 0 to {classes} for this model, got {label}")
+            return f"class_label must be a whole number from 0 to {classes} for this model, got {label}"
+        return None
 
     @cached_property
     def schedule(self) -> NoiseSchedule:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .base import FLOW_OPTIONS, TEXT_OPTIONS, Family, FlowObjective, Tensors, check_text_width, encode_with
+from .base import FLOW_OPTIONS, TEXT_OPTIONS, Family, FlowObjective, Tensors, encode_with, text_width_problem
 
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class SanaObjective(FlowObjective):
             )
 
     @classmethod
-    def check_condition(cls, config: Mapping[str, Any], condition: Tensors) -> None:
+    def condition_problem(cls, config: Mapping[str, Any], condition: Tensors) -> str | None:
         embeddings, mask = condition["prompt_embeds"], condition["prompt_attention_mask"]
-        check_text_width(embeddings, config["caption_channels"])
         if mask.shape != embeddings.shape[:1]:
-            raise ValueError(
+            return (
                 f"prompt_attention_mask must have one entry for each of the {len(embeddings)} tokens of "
                 f"prompt_embeds, got {tuple(mask.shape)}"
             )
+        return text_width_problem(embeddings, config["caption_channels"])
 
     def model_inputs(
         self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors

@@ -15,9 +15,9 @@ from .base import (
     FlowObjective,
     PipelineSizes,
     Tensors,
-    check_text_width,
     encode_with,
     read_count,
+    text_width_problem,
 )
 
 
@@ -52,8 +52,8 @@ class WanObjective(FlowObjective):
             raise ValueError("model: this is an image-to-video model, which cannot be trained here yet")
 
     @classmethod
-    def check_condition(cls, config: Mapping[str, Any], condition: Tensors) -> None:
-        check_text_width(condition["prompt_embeds"], config["text_dim"])
+    def condition_problem(cls, config: Mapping[str, Any], condition: Tensors) -> str | None:
+        return text_width_problem(condition["prompt_embeds"], config["text_dim"])
 
     def model_inputs(
         self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors

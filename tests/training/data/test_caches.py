@@ -250,22 +250,6 @@ class TestHostileFiles:
         text = str(error.value)
         assert str(cache) in text and "\n" not in text and len(text) < 700
 
-    def test_samples_of_several_shapes(self, tmp_path):
-        (tmp_path / "samples").mkdir()
-        shapes, names = [[4, 2, 2], [4, 2, 4]], ["000000.safetensors", "000001.safetensors"]
-        for name, shape in zip(names, shapes):
-            save_file({"latents": torch.ones(shape)}, tmp_path / "samples" / name)
-        save_file({"class_label": torch.tensor(1)}, tmp_path / caching.NULL_CONDITION)
-        manifest = {
-            "format_version": caching.FORMAT_VERSION, "settings": {}, "complete": True, "samples": names,
-            "latent_shape": shapes[0], "latent_shapes": shapes, "buckets": [0, 1],
-        }  # fmt: skip
-        write_json(tmp_path / "cache.json", manifest)
-        assert LatentDataset(tmp_path)[1]["latents"].shape == (4, 2, 4)
-        write_json(tmp_path / "cache.json", {**manifest, "buckets": [1, 0]})
-        with pytest.raises(ValueError, match="has latents of shape"):
-            LatentDataset(tmp_path)
-
     def test_damaged_samples_are_named(self, cache):
         path = cache / "samples" / "000001.safetensors"
         tensors, content = load_file(path), path.read_bytes()

@@ -294,12 +294,6 @@ class TestCache:
         _, samples, _ = open_samples(PipelineSource(directories["dit"]), fewer, 0, torch.device("cpu"))
         assert {sample.condition for sample in samples} == {20, 30}
 
-    def test_sizes_that_the_pipeline_does_not_make_are_warned_of(self, directories, tmp_path, caplog):
-        cache_config = CacheConfig(data="digits", num_samples=1, height=24, cache_dtype="bfloat16")
-        dataset = LatentDataset(make_cache(options(directories["dit"], tmp_path), cache_config, Accelerator(cpu=True)))
-        assert "makes images of 16x16 only" in caplog.text
-        assert dataset[0]["latents"].dtype == torch.bfloat16 and dataset.manifest["classes"] == {"zero": 0}
-
 
 class TestValidation:
     def validator(self, family, directories, tmp_path, cache=None, **changes):
@@ -347,19 +341,6 @@ class TestValidation:
             assert np.abs(images[0] - expected * 255).max() <= 1
             assert images[0].std() > 0 and not np.array_equal(images[0], images[1])
             assert np.array_equal(read_image(paths[0]), image_grid(images))
-
-    def test_trackers_are_given_the_grid(self, directories, pipelines, tmp_path):
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        validator = self.validator("dit", directories, tmp_path, validation_prompts=("four", "six"), transfer_steps=3)
-        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
-        accelerator.init_trackers("logs")
-        validator.write_and_log(pipelines["dit"].transformer, tmp_path / "validation", 4, accelerator, 7)
-        accelerator.end_training()
-        events = EventAccumulator(str(tmp_path / "logs")).Reload()
-        assert [event.step for event in events.Images("validation")] == [7]
-        assert (events.Images("validation")[0].height, events.Images("validation")[0].width) == (16, 32)
-        assert (tmp_path / "validation" / "step-00000004.png").is_file()
 
     @pytest.mark.parametrize(
         ("changes", "cache", "message"),

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import distributed
 
 import mhla_hf
@@ -124,34 +123,6 @@ def test_another_run_is_refused(tmp_path):
     torch.nn.init.normal_(other.bert.encoder.layer[0].attention.self.query.weight)
     with pytest.raises(ValueError, match="holds a matching run with another model or data"):
         run(tmp_path / "out", other, steps=2, original_parameters={})
-
-
-def test_a_loss_that_is_no_number_names_layer_step_batch_and_checkpoint(tmp_path):
-    model, seen = student(), []
-    name = "bert.encoder.layer.1.attention.self"
-
-    def spoil(module, args):
-        # The longest batch, as a layer is handed it when it trains, from its fifth step on.
-        if torch.is_grad_enabled() and args[0].shape[1] == 16 and len(seen) >= 9 + 4:
-            return (args[0] * torch.nan, *args[1:])
-        return None
-
-    model.get_submodule(name).register_forward_pre_hook(spoil, prepend=True)
-    with pytest.raises(FloatingPointError) as stop:
-        run(tmp_path, model, steps=9, save_every=1, progress=lambda *step: seen.append(step))
-    step = len(seen) - 9 + 1
-    checkpoint = tmp_path / "layers" / "001" / f"transfer-{step - 1:08d}"
-    assert str(stop.value) == (
-        f"matching {name}: the loss is nan at step {step} (batch 2); lower the learning rate; the last good "
-        f"checkpoint is {checkpoint}"
-    )
-    assert all(value.isfinite().all() for value in load_file(checkpoint / "model.safetensors").values())
-    # A gradient that no loss has shown yet reaches no weight.
-    model = student()
-    with torch.no_grad():
-        model.get_submodule(name).mhla.mixing.register_hook(lambda gradient: gradient * torch.nan)
-    with pytest.raises(FloatingPointError, match=rf"matching {name}: the gradient is nan at step 1 \(batch \d\)"):
-        run(tmp_path / "weight", model, save_every=1)
 
 
 def in_two_processes(tmp_path, action):

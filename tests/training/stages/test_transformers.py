@@ -245,21 +245,6 @@ class TestStages:
 
         torch.testing.assert_close(distill(0.25), 0.25 * distill(1.0) + 0.75 * own, rtol=1e-4, atol=1e-5)
 
-    def test_the_task_of_encoders_needs_labels(self):
-        softmax = softmax_model("bert")
-        student, accelerator = converted("bert", softmax), Accelerator(cpu=True)
-        objective = TransformersObjective.of(student)
-        with pytest.raises(ValueError, match="max_steps must be 0 for a BertForMaskedLM whose batches have no labels"):
-            TransformersStage(options(max_steps=1), student, objective, Source("bert"))
-        with pytest.raises(ValueError, match="distill_ratio must be 1 for a BertForMaskedLM"):
-            TransformersStage(options(distill_ratio=0.5), student, objective, Source("bert"), lambda: None)
-        source = Source("bert", labels=True)
-        stage = TransformersStage(
-            options(distill_ratio=0.5), student, objective, source, lambda: SharedTeacher(student)
-        )
-        batch = stage.make_batch(DataOrder(dataset_size=32, batch_size=2, seed=0, stage="distill"), 0, 0)
-        assert stage.loss(stage.module(), batch, accelerator) > 0.4 * student(**batch.inputs).loss
-
 
 class TestTrainer:
     @pytest.mark.parametrize(
