@@ -71,7 +71,7 @@ class PlanOptions:
     """Options of `convert_pretrained` that every plan takes.
 
     Attributes:
-        max_bytes: Largest weight file.
+        max_bytes: Largest weight file, by default as in `convert_pretrained`.
         layers: Layers that become MHLA.
         dtype: Dtype to cast to.
         variant: The only variant to convert.

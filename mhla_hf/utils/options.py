@@ -135,5 +135,7 @@ def _fit(kind: str, value: Any) -> Any:
     if kind == "int":
         return int(value) if isinstance(value, Integral) else _MISFIT
     # Comparisons refuse NaN, infinities, and integers that no float can hold.
-    largest = sys.float_info.max
-    return float(value) if kind == "float" and isinstance(value, Real) and -largest <= value <= largest else _MISFIT
+    number: Any = value
+    if kind != "float" or not isinstance(value, Real) or not abs(number) <= sys.float_info.max:
+        return _MISFIT
+    return float(number)
