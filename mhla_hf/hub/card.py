@@ -69,17 +69,11 @@ _SENTENCE_TASKS = {
     "MultiVectorEncoder": "feature-extraction",
     "CrossEncoder": "text-ranking",
 }
-# By the end of class names, or by task where several classes share it.
-_AUTO_CLASSES = {
-    "ForCausalLM": "AutoModelForCausalLM",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForImageClassification": "AutoModelForImageClassification",
-    "image-text-to-text": "AutoModelForImageTextToText",
-    "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
-}
+_AUTO_CLASSES = (
+    "ForCausalLM", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+    "ForImageClassification",
+)  # fmt: skip
+_AUTO_BY_TASK = {"image-text-to-text": "ForImageTextToText", "automatic-speech-recognition": "ForSpeechSeq2Seq"}
 _PROCESSORS = {
     "AutoTokenizer": ("tokenizer_config.json", "tokenizer.json"),
     "AutoImageProcessor": ("preprocessor_config.json", "processor_config.json"),
@@ -356,14 +350,14 @@ def _usage(records: Records, data: ModelCardData, location: str, text: CardText)
     if "image" in task:
         processor = "AutoProcessor" if "text" in task else "AutoImageProcessor"
     has_processor = any((records.source.root / file).is_file() for file in _PROCESSORS[processor])
-    auto_classes = (auto for end, auto in _AUTO_CLASSES.items() if name.endswith(end) or task == end)
+    auto_class = next((end for end in _AUTO_CLASSES if name.endswith(end)), _AUTO_BY_TASK.get(task, ""))
     return {
         "kind": kind,
         "task": task,
         "where": _literal(location),
         "class_name": name,
         "inputs": inputs,
-        "auto_class": next(auto_classes, "AutoModel"),
+        "auto_class": f"AutoModel{auto_class}",
         "processor": processor if has_processor else "",
         "prompt": _literal(text.prompt or "Once upon a time"),
     }

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -46,6 +45,8 @@ _WORKING_FILES = (
     # Keys and tokens.
     "*.env", "*.key", "*.pem", "token", "token.txt",
 )  # fmt: skip
+# Largest weight files that the libraries write by default.
+_LARGEST = {DIFFUSERS_FILES.stem: 10 * 10**9, TRANSFORMERS_FILES.stem: 50 * 10**9}
 _RECORDS = (CONVERSION_RECORD, TRAINING_RECORD, "report.json")
 _ABSOLUTE = re.compile(r"(?:[A-Za-z]:[\\/]|/[^/\n]+/|~/)[^\n]*")
 _CONFIGURATION = re.compile(rf"(.*/)?(\w*config\.json|{re.escape(PIPELINE_INDEX)})")
@@ -310,7 +311,7 @@ def _plan_shards(contents: Contents, max_bytes: int | None) -> None:
             continue
         names = DIFFUSERS_FILES if "_class_name" in config else TRANSFORMERS_FILES
         contents.weight_names[folder] = names
-        limit = max_bytes or _default_size(names)
+        limit = max_bytes or _LARGEST[names.stem]
         for weights in names.find(contents.root / folder):
             readers = weights.open(floats_only=False)
             # A single tensor cannot be split.
@@ -321,22 +322,6 @@ def _plan_shards(contents: Contents, max_bytes: int | None) -> None:
             entries = [entry for reader in readers for entry in reader.entries()]
             shards = plan_shards(entries, limit, stem=names.stem, variant=weights.variant)
             contents.shards.append((folder, shards))
-
-
-def _default_size(names: FileNames) -> int:
-    """Return the largest weight file that a library writes by default."""
-    save: Any
-    if names is TRANSFORMERS_FILES:
-        from transformers import PreTrainedModel
-
-        save = PreTrainedModel.save_pretrained
-    else:
-        from diffusers import ModelMixin
-
-        save = ModelMixin.save_pretrained
-    size = parse_size(inspect.signature(save).parameters["max_shard_size"].default)
-    assert size is not None
-    return size
 
 
 def _shortened(value: Any, fields: frozenset[str] | None) -> Any:

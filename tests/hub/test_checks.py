@@ -84,11 +84,6 @@ def test_directories_as_they_are_on_the_hub(name, copied):
     assert check_directory(folder) == []
 
 
-def test_what_is_no_model(tmp_path):
-    assert lines(tmp_path / "nothing") == ["the directory: is not a directory."]
-    assert "has neither model_index.json (a pipeline) nor config.json" in lines(tmp_path)[0]
-
-
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     # Values.
     "integer-mixing": (
@@ -319,19 +314,6 @@ def test_weights_that_are_left_out(copied):
     assert lines(root) == []
     (problem,) = DirectoryCheck(root, [path.relative_to(root) for path in root.glob("*.*")]).problems
     assert "lists weights.safetensors, which is not uploaded" in str(problem)
-
-
-def test_several_problems_at_once(copied):
-    folder = copied("pipeline")
-    (folder / "scheduler/scheduler_config.json").unlink()
-    _truncate(folder / "text_encoder/model.safetensors", 20)
-    edit_json(folder / "transformer/config.json", mhla={"speed": 1})
-    found = lines(folder)
-    assert [line.split(":")[0] for line in found] == [
-        "scheduler",
-        "text_encoder/model.safetensors",
-        "transformer/config.json",
-    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
