@@ -45,12 +45,11 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     Args:
         model: A model of diffusers or transformers that is or can be converted.
     """
-    class_name, owner = type(model).__name__, model
-    names = {id(module): name for name, module in model.named_modules()}
+    class_name = type(model).__name__
     if is_mhla_class(class_name) or class_name in FAMILIES:
-        owner: Any = model
-        found = type(owner) if is_mhla_class(class_name) else mhla_class_for(class_name)
-        return {names[id(module)]: module for module in found._self_attentions(owner)}
+        names = {id(module): name for name, module in model.named_modules()}
+        found: Any = type(model) if is_mhla_class(class_name) else mhla_class_for(class_name)
+        return {names[id(module)]: module for module in found._self_attentions(model)}
     from ..integrations.transformers.geometry import dispatches, is_cross_attention
 
     return {

@@ -194,7 +194,8 @@ class AttentionTracker:
         for batch in self.batches:
             observe_batch(model, batch, self.layers, observe, self.seed)
         layers = {name: record.to_dict() for name, record in records.items()}
-        linear, found = bool(getattr(model, "upstream_is_linear", False)), {}
+        linear = bool(getattr(model, "upstream_is_linear", False))
+        found: dict[tuple[str, str], FailureSignature] = {}
         for name, record in records.items():
             if record.mhla is not None:
                 for signature in (
@@ -369,15 +370,15 @@ class _LayerRecord:
         facts["tokens"], facts["rows"] = max(facts["tokens"], tokens), max(facts["rows"], count)
         if isinstance(sample, LayerTokens):
             self.mhla = sample.mhla
-            for figure, value in probe_figures(sample, rows).items():
-                self.values.setdefault(figure, []).append(value)
+            for name, figure in probe_figures(sample, rows).items():
+                self.values.setdefault(name, []).append(figure)
         for head in range(sample.num_heads):
             matrix = sample.matrix(head=head, rows=rows)
             if not torch.isfinite(matrix).all():
                 self.is_finite = False
                 continue
-            for statistic, value in attention_statistics(matrix, visible=sample.visible(rows)).items():
-                self.values.setdefault(statistic, []).append(value.item())
+            for name, value in attention_statistics(matrix, visible=sample.visible(rows)).items():
+                self.values.setdefault(name, []).append(value.item())
 
     def to_dict(self) -> dict[str, Any]:
         """Return a layer's entry in the history."""
