@@ -229,7 +229,7 @@ def _frames_figure(layout: BlockLayout, frames: Sequence[int], rows: int, widths
     """A figure with an axis for each frame in each row, after axes of other widths."""
     widths = widths + [3.2 if len(layout.grid) == 1 else 1.0] * len(frames)
     figure = new_figure(
-        1.6 * sum(widths) + 0.6, (1.9 if len(layout.grid) > 1 or len(widths) > 1 else 0.6) * rows + 0.6
+        1.6 * sum(widths) + 0.6, (1.9 if len(layout.grid) > 1 or len(widths) > 1 else 0.6) * rows + 0.5
     )
     grid = figure.subplots(rows, len(widths), squeeze=False, width_ratios=widths)
     for axis in grid.flat:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matplotlib figures without a display: as complete files, images, or SVG for web pages."""
+"""Matplotlib figures without a display: as complete files, or SVG for web pages."""
 
 from __future__ import annotations
 
-from io import BytesIO, StringIO
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,6 @@ def save_figure(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png", facecolor="white")
-
-
-def figure_image(figure: Any, dpi: int = 110) -> Any:
-    """Draw a figure as a PIL image."""
-    from PIL import Image
-
-    with BytesIO() as file:
-        figure.savefig(file, dpi=dpi, format="png", facecolor="white")
-        return Image.open(file).convert("RGB")
 
 
 def figure_svg(figure: Any) -> str:
