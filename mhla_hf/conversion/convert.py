@@ -55,7 +55,7 @@ def convert_pretrained(
     finish: Callable[[Path], None] | None = None,
     **given: Any,
 ) -> ConversionReport:
-    """Converts a diffusers pipeline, or a model of diffusers or transformers, to MHLA.
+    """Convert a diffusers pipeline, or a model of diffusers or transformers, to MHLA.
 
     Language models, encoders (those of sentence-transformers too) and vision models become what
     `from_pretrained(source, attn_implementation="mhla", mhla=...)` gives and plain `from_pretrained` loads again.
@@ -76,11 +76,11 @@ def convert_pretrained(
         mhla: The options; the model's defaults for what is not given. For a pipeline also a dict of options by
             component (`{"transformer": {...}, "transformer_2": {...}}`), for a model of several towers one by tower
             (`{"vision_config": {...}}`). Components and towers that are not named, and components named with `None`,
-            stay softmax and are copied as they are.
+            stay softmax and are copied unchanged.
         component: The only component to convert (`"transformer"` or `"transformer_2"`); the others are copied. Of
             original weights, which component of `base` they are for (by default `"transformer"`).
         base: For original weights, the pipeline (directory or Hub id) they belong to: its other components are copied,
-            and `destination` becomes a pipeline. Without it, `destination` is a model alone.
+            and `destination` becomes a pipeline. Without it, `destination` is a bare model.
         config: For original weights, the directory (or file) of the model's `config.json`. By default that of `base`,
             else it is read off the weights, where heads are taken to be 128 wide as in every published Wan.
         layers: Which layers become MHLA, in place of `mhla.layers`: `"all"`, indices (`"1,2,4"` or integers), or a
@@ -144,7 +144,7 @@ def convert_pretrained(
             plans = [plan]
             check_apart(claimed, root, None if found is None else found.root)
         else:
-            _check_unused(original_only, f"{source} has other files and a configuration of its own")
+            _check_unused(original_only, f"{source} comes with its configuration")
             check_apart(claimed, root)
             found = read_source(root, str(source), origin)
             options = PlanOptions(max_bytes, layers, dtype, variant)
@@ -171,7 +171,7 @@ def unconvert_pretrained(
     progress: bool = True,
     **hub: Any,
 ) -> ConversionReport:
-    """Writes the softmax original of an MHLA directory.
+    """Write the softmax original of an MHLA directory.
 
     The weights of a model that is only converted are the pretrained ones, and are copied without those of MHLA. Of a
     model that was calibrated, matched or trained, weights and configuration are those of the original; everything else
@@ -208,7 +208,7 @@ def unconvert_pretrained(
 
 
 def _plan_original(source: Source, part: Component, given: Source | None, hub: Mapping[str, Any]) -> ComponentPlan:
-    """Plans the softmax version of one MHLA model."""
+    """Plan the softmax version of one MHLA model."""
     state, origin = part.config.get(STATE_KEY, "trained"), part
     if given is not None:
         version = softmax_version(given, part)
@@ -236,7 +236,7 @@ def _plan_original(source: Source, part: Component, given: Source | None, hub: M
 
 
 def _check_same_sizes(part: Component, original: Component) -> None:
-    """Refuses an original of the same class that is another model."""
+    """Refuse an original of the same class that is another model."""
     shapes, expected = (
         {
             name: shape
@@ -254,7 +254,7 @@ def _check_same_sizes(part: Component, original: Component) -> None:
 
 
 def _check_unused(options: Mapping[str, Any], reason: str) -> None:
-    """Refuses options that would have no effect on a source."""
+    """Refuse options that would have no effect on a source."""
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name}={str(value)!r} has no effect: {reason}.")
@@ -263,7 +263,7 @@ def _check_unused(options: Mapping[str, Any], reason: str) -> None:
 def _choose(
     source: Source, mhla: MHLAConfig | Mapping[str, Any] | None, component: str | None
 ) -> dict[str, MHLAConfig | Mapping[str, Any] | None]:
-    """The components that become MHLA, with their options."""
+    """Return the components that become MHLA, with their options."""
     names = [part.name for part in source.components]
     source.component(component)
     if any(part.is_transformers for part in source.components):
@@ -282,7 +282,7 @@ def plan_model(
     options: PlanOptions,
     compression: tuple[int, int] | None = None,
 ) -> ComponentPlan:
-    """Plans the conversion of a model before anything is written; errors are those of [`convert_pretrained`]."""
+    """Plan the conversion of a model; errors are those of [`convert_pretrained`]."""
     # Each library is imported only for its own models.
     if component.is_transformers:
         from .transformers_planning import plan_transformers_model

@@ -58,7 +58,7 @@ def import_official(
     progress: bool = True,
     finish: Callable[[Path], None] | None = None,
 ) -> ConversionReport:
-    """Converts a Wan-MHLA checkpoint of the authors' code to a diffusers transformer or pipeline directory.
+    """Convert a Wan-MHLA checkpoint of the authors' code to a diffusers transformer or pipeline directory.
 
     Sizes, the output norm, the gate, LePE, and which layers are MHLA come from the keys and shapes. The feature map is
     ReLU with 1e-6 added, rotary embeddings come after it, as in the authors' code.
@@ -71,7 +71,7 @@ def import_official(
         blocks: Number of blocks along frames, height and width. Needed unless there are 150, which are 3 × 5 × 10.
         normalizer: The normaliser the weights were trained with: `"none"` (the authors' Wan), `"block_query"` or
             `"query"`.
-        base: A Wan pipeline, directory or Hub id, whose other components are taken; then `destination` is a whole
+        base: A Wan pipeline, directory or Hub id, whose other components are taken; then `destination` is a
             pipeline. Its transformer's weights are not used.
         grid: Token grid the weights were trained for; lets other sizes be resampled, see `MHLAConfig.resize`.
         num_heads: Number of heads. By default from the output norm's width, or heads 128 wide without one.

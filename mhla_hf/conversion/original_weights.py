@@ -140,7 +140,7 @@ def _component(
         where = ""
     class_name = found.get("_class_name", UPSTREAM)
     if class_name != UPSTREAM and not (is_mhla_class(class_name) and family_for(class_name).upstream == UPSTREAM):
-        raise ValueError(f"{where} is of a {class_name}; original weights of {UPSTREAM} alone are converted.")
+        raise ValueError(f"{where} is of a {class_name}; only original weights of {UPSTREAM} are converted.")
     from diffusers import __version__
 
     # The options of an expert that was MHLA before belong to that one, not to the one that takes its place.

@@ -134,7 +134,7 @@ class ConversionReport:
         }
 
     def save(self, folder: Path) -> None:
-        """Writes `conversion.json` into `folder`."""
+        """Write `conversion.json` into `folder`."""
         write_staged_json(folder / CONVERSION_RECORD, self.to_dict())
 
 
@@ -164,7 +164,7 @@ def _training_command(destination: Path, name: str, part: ComponentReport) -> st
     family = MHLA_CLASSES.get(part.target_class)
     if family is None or family.name not in _TRAINED_FAMILIES:
         return None
-    # A model alone has no folder of its own.
+    # A bare model has no component folder.
     folder = destination / name if (destination / name).is_dir() else destination
     config = read_json(folder / "config.json", "the model's configuration")
     # The default of Wan alone is not the number of its inputs.

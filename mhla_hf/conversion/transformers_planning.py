@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of conversions of transformers models, made from the configuration and headers alone."""
+"""Plans of conversions of transformers models, made from configurations and headers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan_transformers_model(
     mhla: MHLAConfig | Mapping[str, Any] | None,
     options: PlanOptions,
 ) -> ComponentPlan:
-    """Plans the conversion of one model of transformers before anything is written.
+    """Plan the conversion of one model of transformers.
 
     Options that `mhla` does not give are the defaults for such a model, as in
     `from_pretrained(..., attn_implementation="mhla", mhla=...)`; errors are those of `convert_pretrained`.
@@ -74,7 +74,7 @@ def plan_transformers_model(
 def empty_mhla_model(
     component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, layers: str | Iterable[int] | None = None
 ) -> Any:
-    """Builds the MHLA version of a softmax model without memory for its parameters.
+    """Build the MHLA version of a softmax model without memory for its parameters.
 
     Layers that are given replace those in `mhla`.
 
@@ -101,14 +101,14 @@ def empty_mhla_model(
 
 
 def _attentions(model: Any) -> list[Any]:
-    """The self-attention modules that could be MHLA, in order."""
+    """Return the self-attention modules that could be MHLA, in order."""
     return [
         module for name, module in model.named_modules() if dispatches(module) and not is_cross_attention(name, module)
     ]
 
 
 def _without_layers(mhla: MHLAConfig | Mapping[str, Any] | None) -> Any:
-    """Takes the choice of layers out of options, those of each tower included."""
+    """Remove the choice of layers from options, including those of each tower."""
     if isinstance(mhla, MHLAConfig):
         return mhla.replace(layers=None)
     options = {name: value for name, value in (mhla or {}).items() if name != "layers"}
@@ -119,7 +119,7 @@ def _without_layers(mhla: MHLAConfig | Mapping[str, Any] | None) -> Any:
 
 
 def _keep_layers(model: Any, layers: str | Iterable[int]) -> None:
-    """Leaves MHLA to some layers of each tower that has it."""
+    """Keep MHLA in some layers of each tower that has it."""
     towers: dict[int, list[Any]] = {}
     for module in _attentions(model):
         towers.setdefault(id(module.config), []).append(module)
@@ -141,7 +141,7 @@ def _keep_layers(model: Any, layers: str | Iterable[int]) -> None:
 def _chosen(layers: str | list[int], modules: list[Any]) -> list[int] | None:
     indices = parse_layers(layers, len(modules))
     if indices is not None and isinstance(layers, str) and "/" in layers:
-        # A fraction is of all layers; those within a sliding window stay softmax in any case.
+        # A fraction is of all layers; those with a sliding window always stay softmax.
         indices = [index for index in indices if window_reason(modules[index], index) is None]
         if not indices:
             raise ValueError(f"layers={layers} selects sliding-window layers only, which stay softmax; name layers.")
@@ -197,7 +197,7 @@ def _plan_weights(weight_set: WeightSet, model: Any, report: ComponentReport, op
 
 
 def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]:
-    """Tensors of the source that the model does not know, and that its class does not expect to be left over."""
+    """Return tensors that the model does not know and its class does not list as ignored."""
     ignored = ignored_names(model, "load_unexpected")
     return [
         names.renamed[name]
@@ -217,7 +217,7 @@ def _copied_entry(
 
 
 def _equal_copies(names: StoredNames, stored: Mapping[str, SafetensorsReader]) -> set[str]:
-    """Tensors that repeat another one they are tied to; transformers ties them only where they are equal."""
+    """Return tensors that equal the one they are tied to; transformers ties only equal ones."""
     return {
         name
         for name, original in names.tied_copies.items()
@@ -236,7 +236,7 @@ def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool
 
 
 def _set_dtype(config: Any, dtype: torch.dtype | None, found: torch.dtype) -> None:
-    """Notes the type of the weights: the one cast to, or the one found where the configuration names none."""
+    """Set the dtype: the one cast to, or the one found where the configuration names none."""
     configs = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     for part in configs:
         if part is not None and (dtype is not None or config.dtype is None or part is not config):
@@ -244,7 +244,7 @@ def _set_dtype(config: Any, dtype: torch.dtype | None, found: torch.dtype) -> No
 
 
 def _saved_config(model: Any) -> dict[str, Any]:
-    """`config.json` as `save_pretrained` writes it."""
+    """Return `config.json` as `save_pretrained` writes it."""
     model.config.architectures = [type(model).__name__]
     setattr(model.config, STATE_KEY, STATES[0])
     with tempfile.TemporaryDirectory() as folder:

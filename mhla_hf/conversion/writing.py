@@ -35,7 +35,7 @@ def write_result(
     started: float,
     finish: Callable[[Path], None] | None = None,
 ) -> None:
-    """Writes converted models and everything else of their directory.
+    """Write converted models and the other files of their directory.
 
     Args:
         source: Origin of the other files; `None` writes a model directory with nothing else.
@@ -93,7 +93,7 @@ def write_result(
 
 
 def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Path]]:
-    """Files of a source to copy as they are: all but the weights and configurations of replaced components.
+    """List the files of a source to copy: all but the weights and configurations of replaced components.
 
     The model card is not copied: what it says of the original does not hold for the result.
 
@@ -121,7 +121,7 @@ def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Pa
 
 
 def check_apart(destination: Destination, *sources: Path | None) -> None:
-    """Refuses to write where something is read, or to replace a directory that holds more than a model.
+    """Refuse to write where something is read, or to replace a directory that holds more than a model.
 
     Raises:
         ValueError: If the destination overlaps a source, or is to be replaced although the home or working directory
@@ -140,7 +140,7 @@ def check_apart(destination: Destination, *sources: Path | None) -> None:
 
 
 def check_space(destination: Path, needed: int) -> None:
-    """Refuses to start when the disk cannot hold the result.
+    """Refuse to start when the disk cannot hold the result.
 
     Raises:
         ValueError: If less than `needed` bytes are free; the message names both figures.
@@ -156,7 +156,7 @@ def check_space(destination: Path, needed: int) -> None:
 
 @contextmanager
 def byte_progress(total: int, shown: bool) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """A progress bar over a total of bytes on standard error.
+    """Show a progress bar over a total of bytes on standard error.
 
     Yields:
         `(describe, advance)`: sets the text before the bar; adds bytes.

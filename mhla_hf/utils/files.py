@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files: written under a temporary name and then moved, and looked for below the folder of others that names them."""
+"""Files: written under a temporary name and then moved, and found safely in directories that others made."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _NO_ROOM = {
 
 @contextmanager
 def atomic_file(destination: Path) -> Iterator[Path]:
-    """Yields a temporary sibling to write, and moves it to `destination` when the block ends well.
+    """Yield a temporary sibling to write, and move it to `destination` when the block ends without an exception.
 
     Args:
-        destination: The file to make; its parents are made too. Of a link, what it leads to. The temporary name ends
-            like it.
+        destination: The file to write; its parents are created and links are followed. The temporary name has the
+            same suffix.
     """
     real = Path(os.path.realpath(destination))
     real.parent.mkdir(parents=True, exist_ok=True)
@@ -53,18 +53,18 @@ def atomic_file(destination: Path) -> Iterator[Path]:
 
 
 def write_json(destination: Path, value: Any) -> None:
-    """Writes indented, sorted JSON with a final newline, atomically."""
+    """Write indented, sorted JSON with a final newline, atomically."""
     with atomic_file(destination) as temporary:
         write_staged_json(temporary, value, sort_keys=True)
 
 
 def write_staged_json(destination: Path, value: Any, *, sort_keys: bool = False) -> None:
-    """Writes the same in place, for files of a directory that is itself moved when it is complete."""
+    """Write indented JSON in place, into a directory that is moved when it is complete."""
     destination.write_text(json.dumps(value, indent=2, sort_keys=sort_keys) + "\n", encoding="utf-8")
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for a file, which costs no space, or a copy where the disk has no such names."""
+    """Hard-link a file, or copy it where the file system has no hard links."""
     try:
         os.link(os.path.realpath(source), target)
     except OSError:
@@ -72,12 +72,12 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def temporary_sibling(path: Path) -> Path:
-    """A new name beside a path, another one at every call."""
+    """Return a new temporary name beside a path."""
     return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:8]}-{path.name}")
 
 
 def flush_to_disk(path: Path) -> None:
-    """Waits until a file, or the list of a folder's entries, is on the disk."""
+    """Wait until a file, or the list of a folder's entries, is on the disk."""
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -89,12 +89,12 @@ def flush_to_disk(path: Path) -> None:
 
 @contextmanager
 def clear_write_errors(destination: Path) -> Iterator[None]:
-    """Reports in one line that there is no room for a file, whatever the library that wrote it raises.
+    """Report a full disk in one line, whatever the library that writes raises.
 
-    Safetensors and PyTorch have exceptions of their own for it, which name neither the file nor what to do.
+    The exceptions of safetensors and PyTorch name neither the file nor a remedy.
 
     Args:
-        destination: File or directory that is written, for the error.
+        destination: The file or directory that is written, for the error.
 
     Raises:
         OSError: If the disk or a quota is full, or the system limits the size of files.
@@ -112,17 +112,17 @@ def clear_write_errors(destination: Path) -> Iterator[None]:
 
 
 def _no_room(error: Exception, directory: Path) -> str | None:
-    """Reason for a lack of room, if that is the cause of an exception."""
+    """Return the reason for a lack of room, if that is the cause of an exception."""
     if isinstance(error, OSError) and error.errno is not None:
         return _NO_ROOM.get(error.errno)
     # By name: whoever writes without safetensors need not have it.
     if not isinstance(error, OSError | RuntimeError) and type(error).__name__ != "SafetensorError":
         return None
     for number, reason in _NO_ROOM.items():
-        # As safetensors puts it, and copies of whole directories.
+        # The wording of safetensors, and of copies of directories.
         if f"(os error {number})" in str(error) or f"[Errno {number}]" in str(error):
             return reason
-    # PyTorch's zip files, and programs that files are written by, do not say.
+    # PyTorch's archives and external programs do not tell.
     with suppress(OSError):
         if shutil.disk_usage(directory).free < 2**16:
             return _NO_ROOM[errno.ENOSPC]
@@ -130,9 +130,9 @@ def _no_room(error: Exception, directory: Path) -> str | None:
 
 
 def path_inside(root: Path, name: Any, where: str) -> Path:
-    """The path of a file or folder that a file of others names, which must lie below a folder.
+    """Return the path of a file or folder that a file made by others names, which must lie below a folder.
 
-    Links inside are not followed here: the Hub's cache consists of links to files elsewhere.
+    Links are not resolved here: the Hub's cache consists of links to files elsewhere.
 
     Args:
         root: The folder.
@@ -152,7 +152,7 @@ def path_inside(root: Path, name: Any, where: str) -> Path:
 
 
 def list_files(root: Path) -> list[Path]:
-    """Every file below `root`, relative to it, in order; version control and download caches left out.
+    """List every file below `root`, relative to it and sorted, without version control and download caches.
 
     Links are followed to where [`check_entry`] allows.
 
@@ -186,14 +186,14 @@ def list_files(root: Path) -> list[Path]:
 
 
 def check_entry(path: Path, root: Path) -> os.stat_result:
-    """Checks that a path is a regular file or folder, and a link on the way stays inside a directory.
+    """Check that a path is a regular file or folder, and that links on the way stay inside a directory.
 
     Args:
         path: The path, below `root`.
         root: The directory. In the Hub's cache, links to the blobs of the same repository are inside.
 
     Returns:
-        The status of what is there.
+        The status of the file or folder.
 
     Raises:
         ValueError: If it is a link to somewhere else or to nothing, or no file and no folder.
@@ -212,7 +212,7 @@ def check_entry(path: Path, root: Path) -> os.stat_result:
 
 
 def named_file(root: Path, name: Any, where: str) -> Path:
-    """The path of a file or folder that a file of others names, as [`list_files`] finds it.
+    """Return the path of a file or folder that a file made by others names, if [`list_files`] would list it.
 
     Args:
         root: The directory that the name is relative to.
@@ -231,7 +231,7 @@ def named_file(root: Path, name: Any, where: str) -> Path:
 
 
 def read_weight_map(index: Path) -> list[Path]:
-    """The files that the index of a sharded checkpoint lists.
+    """Return the files that the index of a sharded checkpoint lists.
 
     Args:
         index: The file, `*.safetensors.index.json` or one like it.

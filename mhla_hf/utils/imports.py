@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports on first use, and of parts of the repository that the installed package leaves out."""
+"""Package namespaces whose names are imported on first use."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-"""Root of the checkout, if the package runs from one."""
 
 
 def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -51,24 +46,3 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
         return sorted({*vars(sys.modules[package]), *modules})
 
     return load, list_names, sorted([*own, *modules])
-
-
-def import_from_checkout(name: str, purpose: str) -> ModuleType:
-    """Imports a module that is in the repository and not in the wheel.
-
-    Args:
-        name: Dotted name below the root of the repository, such as `conversion.digits`.
-        purpose: What needs it, for the error.
-
-    Raises:
-        ValueError: If the package does not run from a checkout.
-    """
-    folder = REPOSITORY.joinpath(*name.split("."))
-    if not (folder.is_dir() or folder.with_suffix(".py").is_file()):
-        raise ValueError(
-            f"{purpose} needs {name.replace('.', '/')} of the source repository, which the installed package does not "
-            "contain; clone the repository and install it with pip install -e ."
-        )
-    if str(REPOSITORY) not in sys.path:
-        sys.path.append(str(REPOSITORY))
-    return importlib.import_module(name)

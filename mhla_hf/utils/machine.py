@@ -14,12 +14,8 @@ from typing import Any
 import torch
 
 
-# Size of a last-level cache that the system does not report.
-_ASSUMED_CACHE_BYTES = 64 << 20
-
-
 def choose_device(name: str | None) -> torch.device:
-    """The device with this name; None or `auto` for a GPU if there is one. A named GPU becomes the current one.
+    """Return the device of a name; `None` or `auto` for a GPU if there is one. A named GPU becomes the current one.
 
     Raises:
         ValueError: If there is no such device here.
@@ -38,10 +34,10 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Date, device, number of CPU cores and threads, and versions (None if not installed), ready for JSON.
+    """Return date, device, CPU cores and threads, and versions (`None` if not installed), ready for JSON.
 
     Args:
-        device: Device that the models ran on.
+        device: The device that the models ran on.
     """
     return {
         "date": date.today().isoformat(),
@@ -55,7 +51,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Name of the CPU, as far as the system reports it."""
+    """Return the name of the CPU, as far as the system reports it."""
     information = Path("/proc/cpuinfo")
     if information.is_file():
         for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -64,21 +60,14 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def last_cache_bytes() -> int:
-    """Size of the CPU's largest cache."""
-    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    kibibytes = [int(size[:-1]) for size in sizes if size.endswith("K") and size[:-1].isdecimal()]
-    return max(kibibytes) << 10 if kibibytes else _ASSUMED_CACHE_BYTES
-
-
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has finished its work."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def installed_versions(*packages: str) -> dict[str, str | None]:
-    """Versions of packages by name; None for those that are not installed."""
+    """Return versions of packages by name; `None` for those that are not installed."""
     versions: dict[str, str | None] = dict.fromkeys(packages)
     for package in packages:
         with suppress(PackageNotFoundError):

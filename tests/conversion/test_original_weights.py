@@ -284,7 +284,7 @@ def test_configuration_of_a_directory_or_file(wan22, tmp_path):
         ("high.safetensors", ["--config", "absent"], "absent is missing"),
         ("high.safetensors", ["--variant", "fp16"], "--variant 'fp16' has no effect: .* original weights"),
         ("high.safetensors", ["--subfolder", "x"], "--subfolder 'x' has no effect: .* is a file"),
-        ("base", ["--base", "base"], "--base .* has no effect: .* configuration of its own"),
+        ("base", ["--base", "base"], "--base .* has no effect: .* comes with its configuration"),
         ("high.safetensors", ["--mhla", '{"transformer_2": {}}'], "names 'transformer_2'.*: transformer"),
     ],
 )
