@@ -29,7 +29,7 @@ from .batches import DataOrder, LatentSamples, make_batch, stable_seed
 from .fingerprints import samples_fingerprint
 from .folders import DataFolder, UnusableSampleError, printable
 from .images import IMAGE_SUFFIXES, read_image
-from .texts import TextCorpus, TokenOptions, TokenTable, tokenize
+from .texts import TextCorpus, TokenTable, tokenize
 
 
 logger = logging.getLogger(__name__)
@@ -372,8 +372,8 @@ def text_batches(
     packed = is_causal(model)
     corpus, tokenizer, longest = open_texts(config, directory, data, length, text_field)
     length = length or min(ROW_LENGTH if packed else PASSAGE_LENGTH, longest)
-    options = TokenOptions(packed=packed, length=length, samples=samples + held_out)
-    table = tokenize(corpus, tokenizer, directory, options, cache)
+    amount = samples + held_out
+    table = tokenize(corpus, tokenizer, directory, packed=packed, length=length, samples=amount, cache=cache)
     vocabulary = config.get_text_config().vocab_size
     if int(table.tokens.max()) >= vocabulary:
         raise ValueError(

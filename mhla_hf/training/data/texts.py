@@ -12,7 +12,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -198,22 +198,6 @@ def _is_prose(text: str) -> bool:
     return 2 * sum(map(str.isalpha, text)) > len(text) and ">>>" not in text
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenOptions:
-    """Options of tokenisation.
-
-    Attributes:
-        packed: Rows of exactly `length` tokens, with the tokenizer's end of text between documents, for language
-            models. Otherwise passages of at most `length` tokens with the tokenizer's special tokens, each once.
-        length: Tokens of a row, or most tokens of a passage.
-        samples: Rows or passages wanted; reading stops when they are there.
-    """
-
-    packed: bool
-    length: int
-    samples: int
-
-
 @dataclass(frozen=True)
 class TokenTable:
     """Rows or passages of tokens.
@@ -244,7 +228,14 @@ class TokenTable:
 
 
 def tokenize(
-    corpus: TextCorpus, tokenizer: Any, directory: Path, options: TokenOptions, cache: Path | None = None
+    corpus: TextCorpus,
+    tokenizer: Any,
+    directory: Path,
+    *,
+    packed: bool,
+    length: int,
+    samples: int,
+    cache: Path | None = None,
 ) -> TokenTable:
     """Tokenise texts, or read the table of an earlier call.
 
@@ -252,7 +243,10 @@ def tokenize(
         corpus: The texts.
         tokenizer: The model's own.
         directory: Where it was loaded from.
-        options: Options of tokenisation.
+        packed: Rows of exactly `length` tokens, with the tokenizer's end of text between documents, for language
+            models. Otherwise passages of at most `length` tokens with the tokenizer's special tokens, each once.
+        length: Tokens of a row, or most tokens of a passage.
+        samples: Rows or passages wanted; reading stops when they are there.
         cache: Folder that keeps the result; `None` keeps nothing.
 
     Raises:
@@ -263,7 +257,7 @@ def tokenize(
         "format_version": _FORMAT_VERSION,
         "texts": corpus.identity(),
         "tokenizer": {path.name: file_fingerprint(path) for path in files},
-        "options": asdict(options),
+        "options": {"packed": packed, "length": length, "samples": samples},
     }
     fingerprint = f"{stable_seed(json.dumps(identity, sort_keys=True)):016x}"
     path = None if cache is None else cache / f"tokens-{fingerprint}.safetensors"
@@ -271,15 +265,15 @@ def tokenize(
         with safe_open(path, framework="pt") as file:
             skipped = int(file.metadata()["skipped"])
             return TokenTable(file.get_tensor("tokens"), file.get_tensor("offsets"), skipped, fingerprint)
-    make = _packed_rows if options.packed else _passages
-    pieces, lengths = make(corpus, tokenizer, options)
+    make = _packed_rows if packed else _passages
+    pieces, lengths = make(corpus, tokenizer, length, samples)
     corpus.report_skipped()
     if len(lengths) < 2:
-        unit = f"rows of {options.length} tokens" if options.packed else "passages of text"
+        unit = f"rows of {length} tokens" if packed else "passages of text"
         count = sum(len(piece) for piece in pieces)
         raise ValueError(
             f"data: {corpus.data} has {len(lengths)} {unit} ({count:,} tokens in all); at least 2 are needed"
-            + (": give more text, or shorter rows (max_length)" if options.packed else "")
+            + (": give more text, or shorter rows (max_length)" if packed else "")
         )
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     table = TokenTable(torch.from_numpy(np.concatenate(pieces)), offsets, len(corpus.skipped), fingerprint)
@@ -294,11 +288,11 @@ Pieces = tuple[list[np.ndarray[Any, Any]], list[int]]
 """Tokens, and the lengths of the rows or passages that they make up."""
 
 
-def _packed_rows(corpus: TextCorpus, tokenizer: Any, options: TokenOptions) -> Pieces:
+def _packed_rows(corpus: TextCorpus, tokenizer: Any, length: int, samples: int) -> Pieces:
     begin = tokenizer("", verbose=False)["input_ids"][:1]
     begin = begin if begin == [tokenizer.bos_token_id] else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    wanted = options.samples * options.length
+    wanted = samples * length
     kept: list[np.ndarray[Any, Any]] = [np.zeros(0, np.int32)]
     count = 0
     for document in corpus.documents():
@@ -307,17 +301,17 @@ def _packed_rows(corpus: TextCorpus, tokenizer: Any, options: TokenOptions) -> P
         count += len(kept[-1])
         if count >= wanted:
             break
-    rows = min(count, wanted) // options.length
+    rows = min(count, wanted) // length
     tokens = np.concatenate(kept)
-    return [tokens[: rows * options.length] if rows else tokens], [options.length] * rows
+    return [tokens[: rows * length] if rows else tokens], [length] * rows
 
 
-def _passages(corpus: TextCorpus, tokenizer: Any, options: TokenOptions) -> Pieces:
+def _passages(corpus: TextCorpus, tokenizer: Any, length: int, samples: int) -> Pieces:
     # Each once: a held-out passage must not be one of those trained on.
-    unique = islice(_unique(corpus.passages()), options.samples)
+    unique = islice(_unique(corpus.passages()), samples)
     pieces: list[np.ndarray[Any, Any]] = []
     while texts := list(islice(unique, _TEXTS_AT_ONCE)):
-        encoded = _encode(tokenizer, texts, truncation=True, max_length=options.length)
+        encoded = _encode(tokenizer, texts, truncation=True, max_length=length)
         pieces += [np.asarray(ids, np.int32) for ids in encoded if ids]
     return pieces, [len(piece) for piece in pieces]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,39 +153,8 @@ def _decode(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
     return ModelInputs(**entries) if kind == "ModelInputs" else entries
 
 
-class ActivationCache(ABC):
-    """Records by their number."""
-
-    kind: str
-
-    @abstractmethod
-    def missing(self, indices: Collection[int]) -> list[int]:
-        """Those of some numbers whose record is missing or damaged."""
-
-    @abstractmethod
-    def put(self, index: int, record: Record) -> None:
-        """Keeps a record.
-
-        Raises:
-            OSError: If there is no room for it.
-        """
-
-    @abstractmethod
-    def call(self, index: int, name: str) -> LayerCall:
-        """Return the call of one layer.
-
-        Args:
-            index: Number of the record.
-            name: The layer.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Releases all records, and removes their files."""
-
-
-class MemoryCache(ActivationCache):
-    """Records in memory."""
+class MemoryCache:
+    """Records by their number, in memory; the base of the other caches."""
 
     kind = "memory"
 
@@ -194,20 +162,33 @@ class MemoryCache(ActivationCache):
         self.records: dict[int, Record] = {}
 
     def missing(self, indices: Collection[int]) -> list[int]:
+        """Return the numbers whose record is missing or damaged."""
         return [index for index in indices if index not in self.records]
 
     def put(self, index: int, record: Record) -> None:
+        """Keep a record.
+
+        Raises:
+            OSError: If there is no room for it.
+        """
         self.records[index] = record
 
     def call(self, index: int, name: str) -> LayerCall:
+        """Return the call of one layer.
+
+        Args:
+            index: Number of the record.
+            name: The layer.
+        """
         record = self.records[index]
         return unpack(record.structure, name, record.tensors.__getitem__)
 
     def close(self) -> None:
+        """Release all records, and remove their files."""
         self.records.clear()
 
 
-class OnlineCache(ActivationCache):
+class OnlineCache(MemoryCache):
     """Records made on demand; the latest are kept for the other layers of a step.
 
     Args:
@@ -224,9 +205,6 @@ class OnlineCache(ActivationCache):
     def missing(self, indices: Collection[int]) -> list[int]:
         return []
 
-    def put(self, index: int, record: Record) -> None:
-        raise NotImplementedError
-
     def call(self, index: int, name: str) -> LayerCall:
         if index not in self.calls:
             while len(self.calls) >= self.size:
@@ -238,7 +216,7 @@ class OnlineCache(ActivationCache):
         self.calls.clear()
 
 
-class DiskCache(ActivationCache):
+class DiskCache(MemoryCache):
     """Records as files of one directory, each written atomically.
 
     Args:

@@ -32,7 +32,7 @@ from ..data.fingerprints import add_tensor, evenly_spaced, model_fingerprint
 from ..loop import StageLoop
 from ..processes import Processes, StopSignals, TrainingStopped
 from ..stages.matching import STAGE, LayerRun, MatchingStage, layer_loss, trained_names
-from .activations import CACHES, ActivationCache, DiskCache, MemoryCache, OnlineCache, choose_cache, pack, total_size
+from .activations import CACHES, DiskCache, MemoryCache, OnlineCache, choose_cache, pack, total_size
 from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable
 from .teacher import SharedTeacher, shared_teacher
 
@@ -164,7 +164,7 @@ class Matching:
         with self.processes.together():
             runs = [self._layer_run(layer, signals) for layer in self.mine]
         unfinished = any(self.processes.all(any(len(run.losses) < self.steps for run in runs)))
-        records: ActivationCache = MemoryCache()
+        records = MemoryCache()
         if unfinished:
             with self.processes.together():
                 records = self._records(cache, limit, signals)
@@ -180,7 +180,7 @@ class Matching:
             records.close()
         return self.report
 
-    def _train(self, runs: Sequence[LayerRun], records: ActivationCache, signals: StopSignals) -> None:
+    def _train(self, runs: Sequence[LayerRun], records: MemoryCache, signals: StopSignals) -> None:
         """Train some layers, one step of each at a time."""
         with ExitStack() as stack:
             loops = []
@@ -200,7 +200,7 @@ class Matching:
                 if signals.received is not None:
                     raise self._stopped(loops, signals.received)
 
-    def _records(self, cache: str, limit: int | None, signals: StopSignals) -> ActivationCache:
+    def _records(self, cache: str, limit: int | None, signals: StopSignals) -> MemoryCache:
         """Record all batches that steps take, or open a cache that records them on demand."""
         began = time.perf_counter()
         order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.config.seed, stage=STAGE)
@@ -224,7 +224,7 @@ class Matching:
             return OnlineCache(
                 lambda index: self.teacher.record(self.layers, self.data[index], mine, self._rounded), self.batch_size
             )
-        records: ActivationCache = MemoryCache()
+        records = MemoryCache()
         if cache == "disk":
             assert disk is not None
             records = DiskCache(disk, f"{self.identity['fingerprint']}-{self.dtype}")

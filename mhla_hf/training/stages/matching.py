@@ -29,7 +29,7 @@ from ..config import TrainingConfig
 from ..data.batches import Batch, DataOrder
 from ..data.fingerprints import model_fingerprint, samples_fingerprint
 from ..families import Objective
-from ..matching.activations import ActivationCache, DiskCache, MemoryCache, OnlineCache, choose_cache, moved, pack
+from ..matching.activations import DiskCache, MemoryCache, OnlineCache, choose_cache, moved, pack
 from ..matching.layers import AttentionLayer, LayerCall, evaluating, find_projections
 from ..matching.layers import mhla_layers as attention_layers
 from ..matching.teacher import SharedTeacher, shared_teacher
@@ -155,7 +155,7 @@ class MatchingStage(Stage):
         model: nn.Module,
         layers: Sequence[AttentionLayer],
         names: Sequence[str],
-        records: ActivationCache | None,
+        records: MemoryCache | None,
         steps: int,
     ) -> None:
         self.model, self.layers, self.names, self.steps = model, list(layers), list(names), steps
@@ -470,7 +470,7 @@ class Transfer(MatchingStage):
         with self.accelerator.autocast():
             return self.teacher.record(self.layers, inputs, keep=keep)
 
-    def _open_records(self, first: dict[str, Any]) -> ActivationCache:
+    def _open_records(self, first: dict[str, Any]) -> MemoryCache:
         """Open the cache that was asked for, or that the records fit in; the main process decides for all."""
         kind, problem = self.config.transfer_cache, None
         if self.accelerator.is_main_process and kind != "none":
