@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..layouts.blocks import BlockLayout, check_count, check_flag
+from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..layouts.tables import cached
-from ..ops import BACKENDS, MHLAState, choose_backend, empty_state, extend_mixing
+from ..ops import MHLAState, choose_backend, empty_state, extend_mixing
 from ..ops.checks import check_mixing, check_operands, check_sequence_normalizer, check_valid
 from ..ops.dispatch import attend_on
 from ..ops.numerics import Operands
 from ..ops.recurrent_extend import extend
 from ..ops.recurrent_step import step
-from ..utils.messages import check_choice
 
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class TokenSequence:
         state: State that decoding resumes from, with room for these tokens; `None` to attend to these tokens only.
 
     Raises:
-        ValueError: If there is a state together with documents, or without causal attention.
+        ValueError: If there is a state together with documents.
     """
 
     causal: bool
@@ -85,8 +84,6 @@ class TokenSequence:
     def __post_init__(self) -> None:
         if self.state is not None and self.documents is not None:
             raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
-        if self.state is not None and not self.causal:
-            raise ValueError("Only causal attention can be decoded with a cache.")
 
 
 def sequence_attention(
@@ -118,9 +115,6 @@ def sequence_attention(
         ValueError: If an argument has a wrong type, shape, dtype, device or value; the message names the argument.
     """
     operands = Operands(query, key, value, **options)
-    check_count("block_size", block_size)
-    check_choice("backend", backend, BACKENDS)
-    check_flag("causal", sequence.causal)
     check_sequence_normalizer(operands.normalizer, " for sequences")
     check_operands(operands)
     check_mixing(mixing, query.shape[2], query.device)

@@ -302,12 +302,10 @@ def positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int
         ValueError: If it is anything else.
     """
     axes = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
-    if axes is None or not 1 <= len(axes) <= 3:
-        raise ValueError(f"{name}={shorten_value(value)} must have one to three entries, one for each axis.")
+    if not axes or len(axes) > 3 or not all(is_integer(entry) and 1 <= entry < 2**62 for entry in axes):
+        raise ValueError(f"{name}={shorten_value(value)} must be one to three positive integers, one for each axis.")
     if length is not None and len(axes) != length:
         raise ValueError(f"{name}={shorten_value(axes)} has {len(axes)} axes, but the grid has {length}.")
-    if not all(is_integer(entry) and 1 <= entry < 2**62 for entry in axes):
-        raise ValueError(f"{name}={shorten_value(axes)} must hold positive integers only.")
     return axes
 
 

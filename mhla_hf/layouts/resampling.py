@@ -33,12 +33,10 @@ def interpolation_matrix(
         float32 `[M_target, M_source]`; rows sum to one.
 
     Raises:
-        ValueError: If the numbers are no positive integers, or the two have another number of axes.
+        ValueError: If the numbers are not positive integers, or the two have a different number of axes.
     """
     source_blocks = block_axes("source_blocks", source_blocks)
     target_blocks = block_axes("target_blocks", target_blocks)
-    if len(source_blocks) != len(target_blocks):
-        raise ValueError(f"target_blocks={target_blocks} has other axes than source_blocks={source_blocks}.")
     result = torch.ones(1, 1, device=device)
     for source, target in zip(source_blocks, target_blocks, strict=True):
         position = ((torch.arange(target, device=device) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)

@@ -22,13 +22,9 @@ def check_parallelism(model: Any, config: Any) -> None:
     Raises:
         ValueError: If it is not a sequence that MHLA layers can have a part of.
     """
-    name = type(model).__name__
-    if not model.supports_context_parallel:
-        raise ValueError(f"{name} supports neither context nor tensor parallelism.")
-    if _context_config(config) is None:
-        raise ValueError(
-            f"{name} supports context parallelism alone (ContextParallelConfig), not {type(config).__name__}."
-        )
+    if not model.supports_context_parallel or _context_config(config) is None:
+        supported = "context parallelism alone" if model.supports_context_parallel else "no parallelism"
+        raise ValueError(f"{type(model).__name__} supports {supported}, got {type(config).__name__}.")
     if getattr(model.mhla_config, "window", None) is not None:
         raise ValueError(
             "Context parallelism does not reach over a softmax window: convert without the option window."

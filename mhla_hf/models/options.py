@@ -46,14 +46,9 @@ def options_by_component(
     assert isinstance(mhla, Mapping)
     allowed = ", ".join(components)
     for name, options in mhla.items():
-        if name in _FIELDS:
-            raise ValueError(
-                f"{called} has the option {name!r} beside options by component; give it to each component ({allowed})."
-            )
         if name not in components:
-            raise ValueError(
-                f"{called} names {shorten_value(name)}, which is not a component that can be MHLA: {allowed}."
-            )
+            what = "an option; give it to each component" if name in _FIELDS else "not a component that can be MHLA"
+            raise ValueError(f"{called} names {shorten_value(name)}, which is {what}: {allowed}.")
         if options is not None and not isinstance(options, (Mapping, MHLAConfig)):
             raise ValueError(
                 f"{called}[{name!r}]={shorten_value(options)} must be options (a dict or an MHLAConfig), or "

@@ -133,7 +133,7 @@ def test_wrong_shapes_are_named():
     valid = torch.ones(2, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match="valid must be a bool tensor"):
         SequenceLayout(valid.long(), 4)
-    with pytest.raises(ValueError, match="documents has shape"):
+    with pytest.raises(ValueError, match="documents must be"):
         SequenceLayout(valid, 4, torch.zeros(2, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="tokens has 6 tokens"):
         SequenceLayout(valid, 4).to_blocks(torch.zeros(2, 6, 1))

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...config import CHOICES, MHLAConfig
 from ...ops.normalizers import SEQUENCE_NORMALIZERS
+from ...utils.messages import check_names
 
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
 
     defaults = causal_defaults(head_dim, positions) if causal else encoder_defaults(positions)
     defaults["rope"] = rope
-    options = _checked(given)
+    options = {} if given is None else given
+    check_names("mhla", options, _ALL_OPTIONS)
     if options.get("blocks") is not None:
         raise ValueError(
             "blocks has no meaning for sequences: block boundaries must not move with the length. Give block_size."
@@ -135,8 +137,6 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
     if merged.get("mixing_init") == "uniform" and "mixing_range" not in options:
         merged["mixing_range"] = None
     block = MHLAConfig.from_dict({"block_size": merged["block_size"]}).block_size
-    if block is not None and len(block) != 1:
-        raise ValueError(f"block_size={block} has {len(block)} axes, but a sequence has one.")
     if options.get("grid") is None and options.get("block_size") is not None and block is not None:
         wanted = positions or block[0] * MAX_SEQUENCE_BLOCKS
         merged["grid"] = [max(block[0], min(wanted, block[0] * MAX_SEQUENCE_BLOCKS))]
@@ -151,20 +151,8 @@ def resolve_image(given: Any, grid: tuple[int, int]) -> MHLAConfig:
     """
     from ...layers.blocks import resolve_blocks
 
-    config = MHLAConfig.from_dict(_checked(given))
+    config = MHLAConfig.coerce(given)
     if config.is_sequence:
         raise ValueError("causal and resize='extend' are for sequences; this model attends over a grid of patches.")
     config = resolve_blocks(config, grid)
     return config if config.grid is not None else config.replace(grid=grid)
-
-
-def _checked(given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"mhla must be a dict of options or an MHLAConfig, got {type(given).__name__}.")
-    known = MHLAConfig().to_dict()
-    unknown = sorted(set(map(str, given)) - set(known))
-    if unknown:
-        raise ValueError(f"Unknown mhla option(s) {', '.join(unknown)}. Known options: {', '.join(known)}.")
-    return dict(given)

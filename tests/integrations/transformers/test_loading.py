@@ -304,7 +304,7 @@ def test_a_bias_that_only_shows_in_the_call_is_refused():
     ("name", "options", "message"),
     [
         ("llama", {"blocks": [4]}, "blocks has no meaning for sequences"),
-        ("llama", {"block_size": [4, 4]}, "has 2 axes, but a sequence has one"),
+        ("llama", {"block_size": [4, 4]}, "must have one entry per axis each"),
         ("llama", {"causal": False}, "contradicts the model, which looks back only"),
         ("bert", {"causal": True}, "contradicts the model, which attends in both directions"),
         ("llama", {"normalizer": "block_query"}, "needs blocks of equal size"),
@@ -312,7 +312,7 @@ def test_a_bias_that_only_shows_in_the_call_is_refused():
         ("llama", {"wrong": 1}, "Unknown mhla option.*wrong.*Known options"),
         ("vit", {"causal": True, "block_size": 4}, "are for sequences"),
         ("vit", {"blocks": [2, 2, 2]}, "3 axes, but this model's token grid has 2"),
-        ("llama", [1], "mhla must be a dict of options or an MHLAConfig, got list"),
+        ("llama", [1], "mhla options must be a dict"),
     ],
     ids=str,
 )
