@@ -192,8 +192,8 @@ def _show_lora(report: "LoraReport") -> None:
     if report.others:
         rows.append(("other models of the pipeline", len(report.others), None))
     show_table(("weights for", "count", "layers"), rows)
-    reasons = {name: target.reason for name, target in report.weights.items() if target.reason}
-    for name, reason in list(reasons.items())[:3]:
+    examples = {target.reason: name for name, target in report.weights.items() if target.reason}
+    for reason, name in list(examples.items())[:3]:
         say(f"  {shorten_text(name)}: {reason}")
 
 
