@@ -20,12 +20,6 @@ def test_json_round_trip():
     assert (config.blocks, config.layers, config.mixing_range) == ((3, 5, 10), (1, 4), 2.0)
 
 
-def test_defaults_are_the_papers():
-    config = MHLAConfig()
-    assert (config.feature_map, config.normalizer, config.rope) == ("relu", "query", "after_feature_map")
-    assert (config.mixing_init, config.mixing_constraint, config.feature_map_eps) == ("linear", "none", 0.0)
-
-
 def test_it_cannot_be_changed_and_replace_copies():
     config = MHLAConfig(blocks=(2,))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -52,24 +46,16 @@ def test_coerce_takes_what_users_write():
         ({"mixing_heads": 4}, "mixing_heads=4 is not one of 'shared', 'per_head'"),
         ({"output_norm": 1}, "output_norm must be true or false, got 1"),
         ({"lepe_kernel": 4}, "lepe_kernel"),
-        ({"lepe_kernel": True}, "lepe_kernel"),
         ({"eps": -1}, "eps must be at least 0, got -1"),
-        ({"eps": float("nan")}, "eps must be a finite number"),
-        ({"feature_map_eps": "1e-6"}, "feature_map_eps must be a finite number"),
-        ({"mixing_range": 0}, "mixing_range must be greater than 0"),
         ({"mixing_range": 10**400}, "mixing_range must be a finite number"),
         ({"blocks": (0, 2)}, "blocks"),
         ({"blocks": (1, 2, 3, 4)}, "blocks"),
-        ({"blocks": (1.5,)}, "blocks"),
         ({"blocks": "3,5,10"}, "blocks"),
         ({"blocks": (2,), "block_size": (2,)}, "not both"),
         ({"blocks": (2, 2), "grid": (4,)}, "one entry per axis"),
         ({"blocks": (5,), "grid": (4,)}, "more blocks"),
-        ({"layers": []}, "layers"),
         ({"layers": [-1]}, "layers"),
         ({"layers": [1, 1]}, "different layer indices"),
-        ({"layers": "3/2"}, "fraction above 0 and at most 1"),
-        ({"layers": "some"}, "layers"),
         ({"causal": True, "blocks": (2,)}, "block_size"),
         ({"causal": True, "block_size": (2, 2)}, "1-D"),
         ({"resize": "block_size", "blocks": (2,)}, "grid"),
