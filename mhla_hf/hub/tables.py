@@ -90,7 +90,7 @@ def options_table(part: ModelPart, tower: Tower, original: str) -> str:
         "softmax window": _window(options),
         "output gate": "SiLU of a linear map of the hidden states" if options.output_gate else None,
         "output norm": "RMSNorm over each head" if options.output_norm else None,
-        "depthwise convolution of the values (LePE)": options.lepe_kernel and f"kernel {options.lepe_kernel}",
+        "depthwise convolution of the values (LePE)": f"kernel {options.lepe_kernel}" if options.lepe_kernel else None,
     }
     return table([{"option": name, "value": value} for name, value in values.items()])
 
@@ -103,7 +103,7 @@ def _blocks(options: MHLAConfig) -> str | None:
     if blocks is None and size is not None and grid is not None:
         blocks = tuple(-(-length // step) for length, step in zip(grid, size))
     if blocks is None:
-        return size and f"{sizes(size)} tokens each"
+        return f"{sizes(size)} tokens each" if size else None
     total = f", {math.prod(blocks):,} in all" if len(blocks) > 1 else ""
     where = f", on a grid of {sizes(grid)} tokens" if grid is not None else ""
     return f"{sizes(blocks)} ({_AXES.get(len(blocks), 'axes')}){total}{where}"
