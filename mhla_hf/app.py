@@ -140,11 +140,7 @@ class _Stopped(Exception):
 
 
 def open_comparison(
-    model: str | Path,
-    original: str | Path | None = None,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
+    model: str | Path, original: str | Path | None = None, *, device: str | None = None, dtype: str | None = None
 ) -> Comparison:
     """Load an MHLA model and its original; see [`create_app`][mhla_hf.app.create_app] for arguments and errors."""
     place = choose_device(device)
@@ -169,8 +165,6 @@ def open_comparison(
         tokenizer = AutoTokenizer.from_pretrained(source.root, trust_remote_code=False)
         sides = {"original": softmax[part.name], "mhla": mhla}
         return Comparison(kind="text", models={part.name: mhla}, sides=sides, tokenizer=tokenizer, **facts)
-    if source.pipeline is None:
-        raise ValueError(f"{model} is a transformer alone, which generates nothing; give its pipeline.")
     pipeline = load_pipeline(source.root, attn_implementation=None, torch_dtype=weights).to(place)
     scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
     # Not `from_pipe`, which casts all weights to one dtype. A setting is the noise level at which experts change.
@@ -502,10 +496,8 @@ def create_app(
         ValueError: If the model is not MHLA, generates nothing, its original is not found, or files are damaged.
         OSError: If files are missing.
     """
-    if model is None and original is not None:
-        raise ValueError("original is given without a model; give the MHLA model too.")
-    with demo_model() if model is None else nullcontext((model, original)) as (model, original):
-        return build_page(open_comparison(model, original, device=device, dtype=dtype))
+    with demo_model() if model is None else nullcontext((model, None)) as (model, base):
+        return build_page(open_comparison(model, original or base, device=device, dtype=dtype))
 
 
 def serve(page: Any, *, host: str | None = None, port: int | None = None, share: bool = False, **options: Any) -> Any:

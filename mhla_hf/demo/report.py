@@ -18,7 +18,6 @@ from ..analysis import mixing_figure, mixing_summary, reference_layout
 from ..hub import CardText, write_card
 from ..models.source import read_source
 from ..recovery.report import TITLES as STATES
-from ..training.data.digits import MovingDigitsConfig
 from ..training.matching.layers import mhla_layers
 from ..utils.figures import new_figure, save_figure
 from ..utils.files import atomic_file, write_json
@@ -33,19 +32,12 @@ _COLORS = {"softmax": "#444444", "mhla": "#1f77b4", "mhla_window": "#2ca02c", "l
 _TEMPLATE = Path(__file__).parent / "templates" / "report.md.jinja"
 _FRAMES_PER_SECOND, _SCALE = 8, 4
 
-_SUMMARY = (
-    "A very small text-to-video pipeline, whose videos of {appearance.num_frames} frames of "
-    "{appearance.size}×{appearance.size} pixels show moving handwritten digits. It demonstrates the conversion from "
-    "softmax attention and has no other use."
-)
-_NOTE = (
-    'Captions are "a *digit* moves *direction*", up to four of them joined by "and"; digits are `zero` to `nine`, '
-    "directions `left`, `right`, `up`, `down`."
-)
-_TRAINING = (
-    "All data are videos made from the scans in scikit-learn's `load_digits`; the softmax pipeline was trained on "
-    "them as well."
-)
+_SUMMARY = """A very small text-to-video pipeline, whose videos of 17 frames of 64×64 pixels show moving handwritten
+digits. It demonstrates the conversion from softmax attention and has no other use."""
+_NOTE = """Captions are "a *digit* moves *direction*", up to four of them joined by "and"; digits are `zero` to `nine`,
+directions `left`, `right`, `up`, `down`."""
+_TRAINING = """All data are videos made from the scans in scikit-learn's `load_digits`; the softmax pipeline was
+trained on them as well."""
 
 
 def write_outputs(
@@ -94,9 +86,9 @@ def write_outputs(
     frames = side_by_side(videos, config.prompts)
     for path in (output / "side_by_side.gif", output / "mhla" / "sample.gif"):
         _write_gif(path, frames)
-    text = CardText(
+    card = CardText(
         name="Moving digits, Wan with MHLA",
-        summary=_SUMMARY.format(appearance=MovingDigitsConfig()),
+        summary=_SUMMARY,
         note=_NOTE,
         training=_TRAINING,
         dataset="Moving digits of scikit-learn's load_digits, held-out scans",
@@ -106,11 +98,11 @@ def write_outputs(
         license="apache-2.0",
     )
     comparisons = {f"{TITLES[name]}, recovered alike": result for name, result in results.items() if name != "mhla"}
-    write_card(output / "mhla", comparisons=comparisons, text=text, overwrite=True)
-    facts = {**report, "stages": STAGE_TITLES, "titles": TITLES, "layers": config.layers}
+    write_card(output / "mhla", comparisons=comparisons, text=card, overwrite=True)
+    template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
     with atomic_file(output / "report.md") as temporary:
-        template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
-        temporary.write_text(template.render(facts), encoding="utf-8")
+        text = template.render(report, stages=STAGE_TITLES, titles=TITLES, layers=config.layers)
+        temporary.write_text(text, encoding="utf-8")
     write_json(output / "report.json", report)
     return report
 

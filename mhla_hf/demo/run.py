@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from ..recovery.recover import recover
 from ..training import objective_for
 from ..training.data.batch_sources import Latents
-from ..training.data.digits import MovingDigits, MovingDigitsConfig, stack_videos
+from ..training.data.digits import MovingDigits, stack_videos
 from ..training.families.wan import encode_videos
 from ..utils.destinations import LOCK, lock_output
 from ..utils.files import atomic_file, write_json
@@ -40,6 +40,7 @@ TEXT_LENGTH = 24
 _OPTIONS, _DATA = "options.json", "data"
 # Options in which a resumed demo may differ.
 _FREE = ("output", "resume", "progress")
+_SIZE = {"height": 64, "width": 64, "num_frames": 17}
 _DRAWS, _ENCODE_BATCH, _CHECKPOINT_EVERY = 2, 8, 50
 
 
@@ -80,9 +81,9 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
 
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    base, began = config.base_directory, time.perf_counter()
+    began = time.perf_counter()
     console = Console(stderr=True, quiet=not config.progress)
-    with _claimed(config), _resumable_interrupt():
+    with _claimed(config):
         with _shown(console, "Encode videos"):
             train, held_out = digit_latents(config)
         results: dict[str, Any] = {}
@@ -90,8 +91,9 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
             with _shown(console, f"Recover {variant}"):
                 results[variant] = recover_variant(config, variant, train, held_out)
         videos, seconds = {}, {}
-        for name, folder in {"softmax": base, **{name: config.directory / name for name in VARIANTS}}.items():
+        for name in ("softmax", *VARIANTS):
             with _shown(console, f"Generate with {name}"):
+                folder = config.base_directory if name == "softmax" else config.directory / name
                 videos[name], seconds[name] = _generate(config, folder)
         with _shown(console, "Write the report"):
             return write_outputs(config, videos, results, seconds, time.perf_counter() - began)
@@ -105,9 +107,8 @@ def digit_latents(config: DemoConfig) -> tuple[DigitLatents, DigitLatents]:
     for split, count in (("train", config.train_videos), ("held_out", config.held_out_videos)):
         path = config.directory / _DATA / f"{split}.safetensors"
         if not path.is_file():
-            pipeline = pipeline or WanPipeline.from_pretrained(
-                config.base_directory, transformer=None, use_safetensors=True
-            )
+            base = config.base_directory
+            pipeline = pipeline or WanPipeline.from_pretrained(base, transformer=None, use_safetensors=True)
             # Not the seed of the pretraining: the same scans in other videos.
             dataset = MovingDigits(split, count, seed=1000 + config.seed)
             captions = [dataset[index].caption for index in range(count)]
@@ -171,21 +172,11 @@ def recover_variant(
         recipe |= {"match.steps": config.match_steps, "match.batches": batches}
     if config.distill_steps is not None:
         recipe |= {"distill.steps": config.distill_steps}
-    report = recover(
-        base,
-        config.directory / variant,
-        data,
-        layers=config.layers,
-        # Neighbours in the frame, and the same place in all frames.
-        window="cross" if variant == "mhla_window" else None,
-        changes={**recipe, **(changes or {})},
-        resume=True,
-        seed=config.seed,
-        device="cpu",
-        save_every=_CHECKPOINT_EVERY,
-        progress=False,
-    )
-    return report.to_dict()
+    # A window of neighbours in the frame, and of the same place in all frames.
+    options = {"window": "cross" if variant == "mhla_window" else None, "layers": config.layers, "seed": config.seed}
+    fixed: dict[str, Any] = {"resume": True, "device": "cpu", "save_every": _CHECKPOINT_EVERY, "progress": False}
+    recipe |= changes or {}
+    return recover(base, config.directory / variant, data, changes=recipe, **options, **fixed).to_dict()
 
 
 def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, float]:
@@ -195,20 +186,12 @@ def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, float]:
 
     pipeline = DiffusionPipeline.from_pretrained(directory, use_safetensors=True)
     pipeline.set_progress_bar_config(disable=True)
-    appearance = MovingDigitsConfig()
     # One generator per caption: its noise does not depend on how many captions there are.
-    generators = [torch.Generator().manual_seed(config.seed * 1000 + number) for number in range(len(config.prompts))]
+    seeds = [config.seed * 1000 + number for number in range(len(config.prompts))]
+    options = {"num_inference_steps": config.inference_steps, "guidance_scale": config.guidance, **_SIZE}
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     began = time.perf_counter()
-    frames = pipeline(
-        prompt=list(config.prompts),
-        height=appearance.size,
-        width=appearance.size,
-        num_frames=appearance.num_frames,
-        num_inference_steps=config.inference_steps,
-        guidance_scale=config.guidance,
-        generator=generators,
-        max_sequence_length=32,
-    ).frames
+    frames = pipeline(list(config.prompts), generator=generators, max_sequence_length=32, **options).frames
     seconds = time.perf_counter() - began
     return np.rint(np.asarray(frames) * 255.0).clip(0, 255).astype(np.uint8), seconds
 
@@ -235,15 +218,6 @@ def _claimed(config: DemoConfig) -> Iterator[None]:
             raise ValueError(f"{output} is not empty and no output of a demo; choose another directory")
         write_json(record, options)
         yield
-
-
-@contextmanager
-def _resumable_interrupt() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        stop.args = ("stopped; the same command resumes the demo",)
-        raise
 
 
 @contextmanager

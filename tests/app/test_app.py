@@ -217,10 +217,8 @@ def test_what_cannot_be_compared_is_refused(saved_pipeline, saved_language_model
         app.open_comparison(saved_pipeline.original)
     with pytest.raises(ValueError, match="original of .*tiny-mhla is not found in .*tiny-llama"):
         app.open_comparison(saved_pipeline.model, saved_language_model.original)
-    with pytest.raises(ValueError, match="transformer alone"):
+    with pytest.raises(ValueError, match="model_index.json"):
         app.open_comparison(saved_pipeline.model / "transformer", saved_pipeline.original / "transformer")
-    with pytest.raises(ValueError, match="original is given without a model"):
-        app.create_app(None, saved_pipeline.original)
     moved = shutil.copytree(saved_pipeline.model, tmp_path / "moved")
     forget_path(moved)
     with pytest.raises(ValueError, match="the original of .*moved is not found .*tiny-wan.*--original"):
