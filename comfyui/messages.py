@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nodes have in common: their place in the menu, and errors as one line."""
+"""Shared by the nodes: their place in the menu, and errors as one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_MESSAGE = 500
 
 
 def one_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turns the errors of users into one line, which ComfyUI shows on the node."""
+    """Turn user errors into one line, which ComfyUI shows on the node."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes that load a pipeline from a directory or the Hub, and generate an image or a video with it.
 
-ComfyUI's modules are there when it loads this file. Those of mhla_hf and diffusers are imported when a node runs, so
-that ComfyUI starts as quickly as before, and shows what is missing on the node that needs it.
+mhla_hf and diffusers are imported when a node runs, so that ComfyUI starts quickly and shows a missing package on the
+node that needs it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pipeline_directories() -> dict[str, Path]:
 
 
 class LoadPipeline:
-    """Loads a converted Wan or SANA pipeline as diffusers does, after checking its directory."""
+    """Load a converted Wan or SANA pipeline after checking its directory."""
 
     CATEGORY, FUNCTION = CATEGORY, "load"
     RETURN_TYPES, RETURN_NAMES = (PIPELINE,), ("pipeline",)
@@ -70,7 +70,7 @@ class LoadPipeline:
 
     @classmethod
     def IS_CHANGED(cls, model: str, path: str, **_: Any) -> str:
-        """Names, sizes and times of the files: the pipeline is loaded again only when they have changed."""
+        """Names, sizes and times of the files: ComfyUI reloads the pipeline only when they change."""
         directory = pipeline_directories().get(model, Path(path.strip()).expanduser())
         return repr(sorted(file_states(directory))) if (directory / INDEX).is_file() else ""
 
@@ -104,7 +104,7 @@ class LoadPipeline:
 
 
 class Sample:
-    """Generates an image or the frames of a video."""
+    """Generate an image or the frames of a video."""
 
     CATEGORY, FUNCTION = CATEGORY, "sample"
     RETURN_TYPES, RETURN_NAMES = ("IMAGE",), ("frames",)
@@ -175,7 +175,7 @@ class Sample:
                 output_type="np",
             )
         except BaseException:
-            # Also after an interruption: offloaded parts go back to the CPU.
+            # Move offloaded parts back to the CPU, also after an interruption.
             pipeline.maybe_free_model_hooks()
             raise
         result = torch.from_numpy(np.asarray(output.frames[0] if hasattr(output, "frames") else output.images))
@@ -192,7 +192,7 @@ def file_states(directory: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def find_directory(model: str, path: str) -> Path:
-    """Returns the chosen or typed directory; a Hub repository is downloaded first, its safetensors files alone."""
+    """Return the chosen or typed directory; of a Hub repository, download the safetensors files first."""
     if model != TYPED:
         directory = pipeline_directories().get(model)
         if directory is None:
@@ -217,7 +217,7 @@ def automatic_dtype(device: torch.device) -> torch.dtype:
 
 
 def make_room(device: torch.device) -> None:
-    """Has ComfyUI move its own models off the GPU: it does not know how much a pipeline needs."""
+    """Make ComfyUI unload its own models, since it does not know how much memory a pipeline needs."""
     if device.type != "cpu":
         comfy.model_management.unload_all_models()
         comfy.model_management.soft_empty_cache()
@@ -226,7 +226,7 @@ def make_room(device: torch.device) -> None:
 def optional_inputs(
     pipeline: Any, parameters: Any, negative_prompt: str, frames: int, image: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Inputs that some pipelines take, for those that do; refuses what the others would ignore."""
+    """Collect optional inputs of the pipeline; refuse those that it would ignore."""
     name = type(pipeline).__name__
     options: dict[str, Any] = {}
     if "negative_prompt" in parameters:
@@ -253,7 +253,7 @@ def optional_inputs(
 
 
 def check_positions(pipeline: Any, options: dict[str, Any]) -> None:
-    """Refuses sizes beyond the table of positions of the transformer, where it has one."""
+    """Refuse sizes beyond the transformer's table of positions, if it has one."""
     config = getattr(pipeline.transformer, "config", None)
     limit, patch = getattr(config, "rope_max_seq_len", None), getattr(config, "patch_size", None)
     if limit is None or not isinstance(patch, (list, tuple)):

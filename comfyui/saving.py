@@ -18,7 +18,7 @@ from .messages import CATEGORY, one_line
 
 
 class SaveFrames:
-    """Saves frames to ComfyUI's output folder: animated WebP, MP4, or one PNG for each."""
+    """Save frames to ComfyUI's output folder: animated WebP, MP4, or one PNG per frame."""
 
     CATEGORY, FUNCTION = CATEGORY, "save"
     RETURN_TYPES: tuple[str, ...] = ()

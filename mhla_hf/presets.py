@@ -30,7 +30,7 @@ class Preset:
         model: Name of the configuration class in transformers, or of the softmax model's class in diffusers.
         sizes: Arguments of that class.
         mhla: Options of [`mhla_hf.MHLAConfig`]. Grids that they leave open follow the model.
-        softmax_every: Every so many layers, from the first on, one stays softmax; `None` for none.
+        softmax_every: Keep layers 0, N, 2N, … softmax; `None` converts all.
         paper: What the paper states about it.
         code: What the paper's code states.
         chosen: What neither states, and is chosen here.
@@ -53,7 +53,7 @@ class Preset:
         return "transformers" if self.model.endswith("Config") else "diffusers"
 
     def mhla_layers(self, num_layers: int) -> list[int] | None:
-        """Indices of the MHLA layers of a model with so many layers; `None` for all."""
+        """Indices of the MHLA layers of a model with `num_layers` layers; `None` for all."""
         if self.softmax_every is None:
             return None
         return [index for index in range(num_layers) if index % self.softmax_every]
@@ -246,11 +246,11 @@ PRESETS: dict[str, Preset] = {
 
 
 def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None = None, **overrides: Any) -> Any:
-    """Returns one of the models of the MHLA paper (arXiv 2601.07832) by name, at full size and without weights.
+    """Return a model of the MHLA paper (arXiv 2601.07832) by name, at full size and without weights.
 
     Models of transformers (`deit-t`, `deit-s`, `vlt-t`, `vlt-s`, `mhla-lm-340m`) come as their configuration. Those of
     diffusers (`dit-{s,b,l,xl}-2-{256,512}`, `sana-0.6b`, `wan2.1-1.3b`, `wan2.1-1.3b-hybrid`) come as the untrained
-    model, on the current device: `with torch.device("meta")` allocates nothing. [`mhla_hf.presets.PRESETS`] says of
+    model, on the current device: `with torch.device("meta")` allocates nothing. [`mhla_hf.presets.PRESETS`] says for
     each what the paper states, what its code states, and what is chosen here.
 
     Args:
