@@ -35,12 +35,12 @@ _ADDRESS = re.compile(
 
 
 def is_url(location: Any) -> bool:
-    """Returns whether a location is the address of a file on the Hub, not a path."""
+    """Return whether a location is the address of a file on the Hub, not a path."""
     return str(location).startswith(_URLS)
 
 
 def find_single_file(location: str | os.PathLike[str], **options: Any) -> Path:
-    """Returns the path of a weight file; one on the Hub is downloaded.
+    """Return the path of a weight file; one on the Hub is downloaded.
 
     Args:
         location: A path, or an address such as `https://huggingface.co/owner/name/blob/main/file.safetensors`.
@@ -52,19 +52,14 @@ def find_single_file(location: str | os.PathLike[str], **options: Any) -> Path:
     path = Path(location).expanduser()
     if path.is_file():
         return path
-    if not is_url(location):
+    address = _ADDRESS.fullmatch(str(location))
+    if address is None:
         raise ValueError(f"{location} is neither a file nor the address of one on the Hub.")
     from huggingface_hub import hf_hub_download
 
-    address = _ADDRESS.fullmatch(str(location))
-    if address is None:
-        raise ValueError(f"{location} cannot be downloaded: it names no file in a repository.")
-    try:
-        hub = {key: options[key] for key in _HUB_OPTIONS if key in options}
-        with hub_downloads(address["repository"], hub.get("cache_dir")):
-            return Path(hf_hub_download(address["repository"], address["name"], **hub))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{location} cannot be downloaded: {shorten_text(str(error), LIST_LENGTH)}") from error
+    hub = {key: options[key] for key in _HUB_OPTIONS if key in options}
+    with hub_downloads(address["repository"], hub.get("cache_dir")):
+        return Path(hf_hub_download(address["repository"], address["name"], **hub))
 
 
 def load_single_file(
@@ -74,7 +69,7 @@ def load_single_file(
     config: str | os.PathLike[str] | None,
     options: dict[str, Any],
 ) -> Any:
-    """Loads original weights with the softmax class and turns the model into MHLA.
+    """Load original weights with the softmax class and turn the model into MHLA.
 
     Args:
         mhla_class: The MHLA class.
@@ -153,7 +148,7 @@ def read_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
 
 
 def read_config(mhla_class: Any, shapes: Mapping[str, tuple[int, ...]], called: str, argument: str) -> dict[str, Any]:
-    """Returns the configuration of the softmax model, read off its weights.
+    """Return the configuration of the softmax model, read off its weights.
 
     Args:
         mhla_class: An MHLA class that knows the original names.
@@ -187,7 +182,7 @@ def _load_config(mhla_class: Any, config: str | os.PathLike[str], options: Mappi
 def _assign(
     stock: Any, config: Mapping[str, Any], weights: dict[str, torch.Tensor], dtype: torch.dtype, called: str
 ) -> Any:
-    """A softmax model of given weights, which are not copied where they have the right type already."""
+    """Build a softmax model from weights, which are not copied if they have the right dtype."""
     from accelerate import init_empty_weights
 
     # Before anything is built: a wrong size may ask for more memory than there is.
