@@ -29,7 +29,8 @@ from .options import (
     parse_axes,
     with_options,
 )
-from .output import JsonFile, progress_bars, say, show_table, write_report
+from .output import JsonFile, say, show_table, write_report
+from .share import write_first_card
 
 
 if TYPE_CHECKING:
@@ -87,34 +88,21 @@ def convert_command(
         mhla-hf convert Qwen/Qwen3-0.6B qwen3-mhla --block-size 128 --layers 2/3
     """
     fields = mhla_options(mhla, options)
-    automatic = layers is not None and layers.strip().startswith("auto:")
-    if data is not None and not calibrate and not automatic:
+    if data is not None and not calibrate and not (layers or "").strip().startswith("auto:"):
         raise ValueError("data has no effect without --calibrate or --layers auto:...")
 
     from ..conversion import convert_pretrained
     from ..conversion.options import automatic_share
-    from .recover import show_calibration
-    from .share import write_first_card
+    from .recover import run_calibration, run_selection
 
     hub = given(options, Hub)
-    if automatic:
-        from ..recovery.directories import select_layers_of
-
-        share = automatic_share(layers)
-        with progress_bars(not quiet) as progress:
-            layers = (
-                "all"
-                if share == 1
-                else select_layers_of(
-                    source,
-                    fields,
-                    component=component,
-                    probe={"data": data},
-                    hub={**hub, "subfolder": subfolder},
-                    keep=float(1 - share),
-                    progress=partial(progress, "selecting layers"),
-                ).option
-            )
+    share = None if layers is None else automatic_share(layers)
+    if share == 1:
+        layers = "all"
+    elif share is not None:
+        hub_options = {**hub, "subfolder": subfolder}
+        selection = {"component": component, "probe": {"data": data}, "hub": hub_options, "keep": float(1 - share)}
+        layers = run_selection(source, fields, quiet, **selection).option
     report = convert_pretrained(
         source,
         output,
@@ -135,13 +123,7 @@ def convert_command(
     if not quiet:
         _show(report)
     if calibrate:
-        from ..recovery.directories import calibrate_directory
-
-        with progress_bars(not quiet) as progress:
-            calibration = calibrate_directory(output, data=data, progress=partial(progress, "calibrating"))
-        if not quiet:
-            show_calibration(calibration, output)
-        write_first_card(output)
+        run_calibration(output, None, quiet, data=data)
     _write_record(json_file, output)
 
 
@@ -214,10 +196,9 @@ def import_official_command(
     Examples:
         mhla-hf import-official wan_mhla.pt wan-mhla --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers
     """
-    axes = {"blocks": parse_axes(blocks, "blocks"), "grid": parse_axes(grid, "grid")}
+    axes: Any = {"blocks": parse_axes(blocks, "blocks"), "grid": parse_axes(grid, "grid")}
 
     from ..conversion import import_official
-    from .share import write_first_card
 
     report = import_official(
         source,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _RECIPE = "Recipe"
 # Options of the data have no prefix, as they are named elsewhere.
-_SECTIONS = {"": DataOptions, **{f"{name}_": cls for name, cls in STAGES.items()}}
+_SECTIONS: dict[str, type] = {"": DataOptions, **{f"{name}_": cls for name, cls in STAGES.items()}}
 _OVERRIDES = [
     parameter
     for prefix, cls in _SECTIONS.items()
@@ -184,27 +184,26 @@ def calibrate_command(
         mhla-hf calibrate wan-mhla
         mhla-hf calibrate minilm-mhla --data texts/
     """
+    probe = {**given(options, Probe), **given(options, Sizes)}
+    report = run_calibration(
+        model, output, quiet, memory_limit=memory_limit, force=force, overwrite=overwrite, **probe
+    )
+    write_report(json_file, report.to_dict())
+
+
+def run_calibration(model: Path, output: Path | None, quiet: bool, **options: Any) -> "CalibrationReport":
+    """Calibrate a directory with a progress bar, write its card and show the errors; options of the function."""
     from ..recovery.directories import calibrate_directory
 
     with progress_bars(not quiet) as progress:
-        report = calibrate_directory(
-            model,
-            output=output,
-            memory_limit=memory_limit,
-            force=force,
-            overwrite=overwrite,
-            progress=partial(progress, "calibrating"),
-            **given(options, Probe),
-            **given(options, Sizes),
-        )
+        report = calibrate_directory(model, output=output, progress=partial(progress, "calibrating"), **options)
     write_first_card(output or model)
-    write_report(json_file, report.to_dict())
     if not quiet:
-        show_calibration(report, output or model)
+        _show_calibration(report, output or model)
+    return report
 
 
-def show_calibration(report: "CalibrationReport", directory: Path) -> None:
-    """Print what calibration did, layer by layer."""
+def _show_calibration(report: "CalibrationReport", directory: Path) -> None:
     show_table(
         ("layer", "error before", "error after", "changed"),
         [
@@ -247,25 +246,22 @@ def select_layers_command(
         mhla-hf select-layers Qwen/Qwen3-0.6B --block-size 128 --data texts/ --keep 25%
     """
     fields = mhla_options(mhla, options)
-
-    from ..recovery.directories import select_layers_of
-
-    with progress_bars(not quiet) as progress:
-        report = select_layers_of(
-            source,
-            fields,
-            component=component,
-            keep=keep,
-            latency=latency,
-            progress=partial(progress, "selecting layers"),
-            probe={**given(options, Probe), **given(options, Sizes)},
-        )
+    probe = {**given(options, Probe), **given(options, Sizes)}
+    report = run_selection(source, fields, quiet, component=component, keep=keep, latency=latency, probe=probe)
     write_report(json_file, report.to_dict())
     if plot is not None:
         draw_selection(report, plot)
     if not quiet:
         _show_selection(report)
     typer.echo(f"--layers {report.option}")
+
+
+def run_selection(source: str, fields: dict[str, Any], quiet: bool, **options: Any) -> "SelectionReport":
+    """Select layers with a progress bar; options of the function."""
+    from ..recovery.directories import select_layers_of
+
+    with progress_bars(not quiet) as progress:
+        return select_layers_of(source, fields, progress=partial(progress, "selecting layers"), **options)
 
 
 def _show_selection(report: "SelectionReport") -> None:

@@ -24,7 +24,7 @@ app = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)
 # Arguments, and what `--quiet` sets.
 _WITHOUT_OPTION = ("model", "output", "progress")
 _METAVARS = {
-    **dict.fromkeys(("cache",), DIRECTORY),
+    "cache": DIRECTORY,
     "teacher": "MODEL",
     "data": "FOLDER",
     "prompts": FILE,
