@@ -137,8 +137,8 @@ def test_a_resumed_command_ends_where_an_uninterrupted_one_does(family, sources,
 def test_lora_loads_into_a_converted_pipeline(family, sources, tmp_path):
     """With the scale that it was trained with, which is not the default one."""
     train(
-        family, sources, tmp_path, "--blocks", "2,2", "--train", "lora", "--lora-rank", 2, "--lora-alpha", 8,
-        "--max-steps", 3, "--learning-rate", 1e-2,
+        family, sources, tmp_path, "--mhla", '{"blocks": [2, 2]}', "--train", "lora", "--lora-rank", 2,
+        "--lora-alpha", 8, "--max-steps", 3, "--learning-rate", 1e-2,
     )  # fmt: skip
     trained = DiffusionPipeline.from_pretrained(tmp_path / "pipeline").transformer
     fresh = convert(DiffusionPipeline.from_pretrained(sources[family] / "source"), {"blocks": (2, 2)})

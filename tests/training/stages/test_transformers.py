@@ -285,8 +285,7 @@ class TestTrainer:
     def test_mistakes_are_named(self):
         student, source = converted("llama", softmax_model("llama")), Source("llama")
         for changes, message in (
-            ({"transfer_steps": 1}, "transfer_steps must be 0 for models of transformers"),
-            ({"validation_prompts": ("a",)}, "validation_prompts are not for models of transformers"),
+            ({"transfer_steps": 1}, "transfer_steps and validation_prompts are for diffusion models"),
             ({"flow_shift": 1.0}, "flow_shift is not an option of transformers models"),
         ):
             with pytest.raises(ValueError, match=message):
