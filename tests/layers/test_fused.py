@@ -292,39 +292,6 @@ def test_rotary_tables_that_learn_take_the_other_path(device, fused_calls):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_norm_has_its_own_eps(device, fused_calls):
-    layer, tokens, arguments = make_layer(device, output_norm=True)
-    arguments["norms"].key.eps, layer.output_norm.eps = 0.5, 0.25
-    expected, actual = exact_results(layer, tokens, arguments), outputs_and_gradients(layer, tokens, arguments)
-    assert len(fused_calls) == 1
-    for name, reference in expected.items():
-        torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@torch.no_grad()
-def test_norms_whose_eps_torch_chooses_are_called(device, fused_calls):
-    layer, tokens, arguments = make_layer(device, output_norm=True)
-    arguments["norms"].query.eps = None
-    layer(*tokens, **arguments)
-    assert len(fused_calls) == 1
-    layer.output_norm.eps = None
-    layer(*tokens, **arguments)
-    assert len(fused_calls) == 1
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@torch.no_grad()
-def test_rotary_tables_of_each_batch_entry_take_the_other_path(device, fused_calls):
-    layer, tokens, arguments = make_layer(device)
-    angles = torch.rand(2, 15, 1, 4, generator=torch.Generator().manual_seed(0)).to(device)
-    arguments["rotary"] = PairwiseRotary(angles.cos(), angles.sin())
-    output = layer(*tokens, **arguments)
-    assert not fused_calls
-    torch.testing.assert_close(output, in_torch(layer, tokens, arguments), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_float16_keeps_its_gradients_where_tf32_is_allowed(device, monkeypatch):
     """Gradients of its outputs are float32, which must not go through TF32 for that."""
     from mhla_hf.ops.triton import launching

@@ -60,12 +60,6 @@ class ImageChecks(ModelCase):
         actual, expected = self.run(model, self.upstream_size), self.run(stock, self.upstream_size)
         torch.testing.assert_close(actual, expected)
 
-    def test_the_model_knows_its_grid(self):
-        model = self.make(self.mhla_class)
-        side = model.config.sample_size // self.patch
-        assert model.mhla_config.grid == (side, side) and model.mhla_config.blocks is not None
-        assert self.run(model).isfinite().all()
-
     def test_default_options_give_way(self):
         defaults, grid = dict(self.mhla_class.default_options), self.mhla_class.config_grid(self.make().config)
         model = self.make(self.mhla_class, mhla={"blocks": [2, 2]})
@@ -98,14 +92,6 @@ class ImageChecks(ModelCase):
             convert(self.make(), {"blocks": [2, side + 1]})
         larger = convert(self.make(), {"blocks": [2, side + 1], "grid": [side, side + 1]})
         assert self.run(larger).isfinite().all()
-
-    def test_checkpoints_saved_without_a_grid_load_as_they_were(self, tmp_path):
-        model = self.make(self.mhla_class, mhla={"blocks": [2, 2], "grid": None})
-        assert model.mhla_config.grid is None
-        model.save_pretrained(tmp_path)
-        loaded = self.mhla_class.from_pretrained(tmp_path, mhla={"normalizer": "none"})
-        assert loaded.mhla_config.grid is None
-        assert loaded.mhla_modules()[0].layout_for((64, 64)).blocks == (2, 2)
 
     # Every grid, against the dense definition
 
@@ -208,14 +194,3 @@ class ImageChecks(ModelCase):
     def test_parallelism_is_refused(self):
         with pytest.raises(ValueError, match="context"):
             self.make_mhla().enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
-
-    def test_bad_options_are_refused(self):
-        for options, message in (
-            ({"blocks": [4]}, "axes"),
-            ({"blocks": [1, 4, 4]}, "axes"),
-            ({"unknown": 1}, "unknown"),
-            ({"layers": [2]}, r"layers names 2"),
-            ("linear", "mhla options must be"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                self.make(self.mhla_class, mhla=options)

@@ -150,11 +150,6 @@ class ImagePipelineChecks:
         assert f"The new parameters are untrained. Run mhla-hf calibrate {tmp_path / 'two'}, or" in result.output
         assert f"mhla-hf recover {source} OUTPUT" in result.output and f"or fine-tune {how}." in result.output
 
-    def test_default_conversion_by_command(self, ordinary_dir, tmp_path):
-        assert command("convert", ordinary_dir / "transformer", tmp_path / "mhla", "--quiet").exit_code == 0
-        stored = json.loads((tmp_path / "mhla/config.json").read_text())["mhla"]
-        assert stored == self.make_pipeline(self.mhla_class).transformer.config.mhla
-
     def test_another_pipeline_takes_the_transformer_over(self, mhla_dir, tmp_path):
         pipeline = load_pipeline(mhla_dir)
         expected = self.generate(pipeline)
@@ -183,9 +178,6 @@ class ImagePipelineChecks:
         # Neither the result nor a part of it under another name.
         assert set(tmp_path.iterdir()) <= {Path(source)}
 
-    def test_convert_refuses_an_mhla_directory(self, mhla_dir, tmp_path):
-        self.refused(mhla_dir, tmp_path, f"{self.mhla_class.__name__} already")
-
     def test_convert_refuses_another_architecture(self, ordinary_dir, tmp_path):
         self.refused(ordinary_dir / "vae", tmp_path, "cannot be converted. Supported: DiTTransformer2DModel, PixArt")
         folder = tmp_path / "other"
@@ -196,27 +188,6 @@ class ImagePipelineChecks:
         self.refused(
             folder, tmp_path, "no model that can be converted", "FluxTransformer2DModel", "DiTTransformer2DModel"
         )
-
-    def test_convert_refuses_damaged_weights(self, ordinary_dir, tmp_path):
-        source = tmp_path / "transformer"
-        shutil.copytree(ordinary_dir / "transformer", source)
-        weights = source / "diffusion_pytorch_model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-100])
-        self.refused(source, tmp_path, weights.name)
-
-    @pytest.mark.parametrize("damage", ["missing", "truncated"])
-    def test_convert_refuses_a_damaged_shard_of_a_pipeline(self, damage, ordinary_dir, tmp_path):
-        source = tmp_path / "pipeline"
-        shutil.copytree(ordinary_dir, source)
-        transformer = DiffusionPipeline.from_pretrained(ordinary_dir).transformer
-        (source / "transformer/diffusion_pytorch_model.safetensors").unlink()
-        transformer.save_pretrained(source / "transformer", max_shard_size="30KB")
-        shard = sorted(source.glob("transformer/*-of-*.safetensors"))[1]
-        if damage == "missing":
-            shard.unlink()
-        else:
-            shard.write_bytes(shard.read_bytes()[:-100])
-        self.refused(source, tmp_path, shard.name, damage)
 
 
 class PromptedPipelineChecks(ImagePipelineChecks):

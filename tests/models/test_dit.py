@@ -51,11 +51,6 @@ class TestDiT(DiTCase, ImageChecks):
         with pytest.raises(ValueError, match="block_query"):
             self.run(model, 2)
 
-    def test_output_as_a_tuple(self):
-        model = self.make_mhla()
-        (output,) = model(**self.inputs(), return_dict=False)
-        assert output.shape == (1, 8, 8, 12)
-
 
 class TestDiTModel(DiTCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
     block_class = "BasicTransformerBlock"

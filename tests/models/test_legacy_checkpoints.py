@@ -12,7 +12,6 @@ from diffusers import DiffusionPipeline, Transformer2DModel
 from safetensors.torch import load_file
 
 from mhla_hf import convert_pretrained, load_pipeline
-from mhla_hf.models import FAMILIES
 from mhla_hf.models.registry import current_class
 from tests.models.image_pipeline_checks import command
 from tests.models.model_case import assert_same_parameters, recorded_warnings
@@ -69,12 +68,6 @@ def test_a_legacy_pipeline_loads_with_mhla(family, tmp_path):
     assert_same_parameters(DiffusionPipeline.from_pretrained(tmp_path).transformer, expected.transformer)
 
 
-@pytest.mark.parametrize("name", [None, "softmax"])
-def test_a_legacy_pipeline_stays_softmax(name, family):
-    checks, _, legacy = family
-    assert type(load_pipeline(legacy, name).transformer).__name__ in FAMILIES
-
-
 def test_a_legacy_pipeline_converts_as_an_ordinary_one(family, tmp_path):
     checks, ordinary, legacy = family
     for source, name in ((ordinary, "new"), (legacy, "old")):
@@ -95,21 +88,6 @@ def test_a_legacy_pipeline_converts_as_an_ordinary_one(family, tmp_path):
         np.testing.assert_allclose(actual, wanted, atol=1e-5)
 
 
-def test_a_legacy_model_directory_converts(family, tmp_path):
-    checks, _, legacy = family
-    convert_pretrained(legacy / "transformer", tmp_path / "mhla", checks.mhla, progress=False)
-    assert checks.mhla_class.from_pretrained(tmp_path / "mhla").mhla_layers == [0, 1]
-
-
-def test_index_and_configuration_may_be_of_different_age(family, tmp_path):
-    checks, _, legacy = family
-    shutil.copytree(legacy, tmp_path / "mixed")
-    upstream = checks.mhla_class.__name__.removeprefix("MHLA")
-    edit_json(tmp_path / "mixed/model_index.json", transformer=["diffusers", upstream])
-    convert_pretrained(tmp_path / "mixed", tmp_path / "mhla", checks.mhla, progress=False)
-    assert type(load_pipeline(tmp_path / "mhla").transformer) is checks.mhla_class
-
-
 def test_other_legacy_models_are_refused(family, tmp_path):
     _, _, legacy = family
     shutil.copytree(legacy, tmp_path / "other")
@@ -123,10 +101,6 @@ def test_other_legacy_models_are_refused(family, tmp_path):
     assert not (tmp_path / "mhla").exists()
     with pytest.raises(ValueError, match="norm_type=None"):
         current_class("Transformer2DModel", {})
-
-
-def test_what_is_not_legacy_keeps_its_name():
-    assert current_class("WanTransformer3DModel", {"norm_type": "ada_norm_zero"}) == "WanTransformer3DModel"
 
 
 def test_pickled_weights_are_refused_with_a_way_out(family, tmp_path):

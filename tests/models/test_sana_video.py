@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.models.transformers.transformer_sana_video import SanaLinearAttnProcessor3_0, WanRotaryPosEmbed
+from diffusers.models.transformers.transformer_sana_video import WanRotaryPosEmbed
 
 import mhla_hf.layers.mhla
 from mhla_hf import MHLASanaVideoTransformer3DModel, convert, load_pipeline
-from mhla_hf.models.image import MHLAImageAttnProcessor
 from tests import tiny_images
 from tests.models.adapter_checks import AdapterChecks
 from tests.models.cases import SanaVideoCase
@@ -51,15 +50,6 @@ def test_other_starts_are_not_the_stock_model():
     expected = CASE.run(stock)
     model = convert(stock, {"blocks": [3, 1, 2], "mixing_init": "linear"})
     assert relative_error(CASE.run(model), expected) > 1e-3
-
-
-def test_layers_choose_what_is_mhla():
-    model = CASE.make_mhla(layers=[1])
-    assert model.mhla_layers == [1]
-    kinds = [type(attention.processor) for attention in model._self_attentions()]
-    assert kinds == [SanaLinearAttnProcessor3_0, MHLAImageAttnProcessor]
-    with pytest.raises(ValueError, match="SanaLinearAttnProcessor3_0 would ignore"):
-        model._self_attentions()[1].set_processor(SanaLinearAttnProcessor3_0())
 
 
 @pytest.mark.parametrize("size", [(3, 4, 8), (5, 6, 14), (1, 2, 26)], ids=str)

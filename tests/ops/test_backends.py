@@ -101,34 +101,3 @@ def test_float32_takes_the_kernels_where_nothing_is_multiplied():
     assert choose_backend("auto", query, key, value) == "torch"
     assert choose_backend("auto", query, key, value, products=False) == "triton"
     assert choose_backend("auto", query.half(), key.half(), value.half()) == "triton"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda allowed: setattr(torch.backends.cuda.matmul, "allow_tf32", allowed),
-        lambda allowed: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32" if allowed else "ieee"),
-        lambda allowed: torch.set_float32_matmul_precision("high" if allowed else "highest"),
-    ],
-    ids=["allow_tf32", "fp32_precision", "set_float32_matmul_precision"],
-)
-def test_compiled_code_follows_the_setting_of_tf32(change):
-    """torch guards all that it compiles by its precision of products: a change compiles anew, and back it is found."""
-    if getattr(torch.backends.cuda.matmul, "fp32_precision", None) is None:
-        pytest.skip("this torch has one setting")
-    compiled = []
-
-    def count(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    torch.compiler.reset()
-    function = torch.compile(lambda x: x + 1 if tf32_is_allowed() else x - 1, backend=count, fullgraph=True)
-    zero = torch.zeros(())
-    try:
-        for allowed in (False, True, False, True):
-            change(allowed)
-            assert function(zero).item() == (1 if allowed else -1)
-    finally:
-        change(False)
-    assert len(compiled) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 
 import pytest
 import torch
@@ -198,16 +197,6 @@ def test_verdicts_hold_for_one_release_of_the_software(checks, monkeypatch):
     assert len(checks.seen) == 3
 
 
-def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
-    assert cache_directory() == tmp_path
-    monkeypatch.delenv("MHLA_HF_HOME")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert cache_directory() == tmp_path / "cache" / "mhla_hf"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path / "home")
-    assert cache_directory() == tmp_path / "home" / ".cache" / "mhla_hf"
-
-
 @pytest.mark.parametrize("value", ["0", "off", "False"])
 def test_the_check_can_be_turned_off(value, checks, monkeypatch):
     monkeypatch.setenv("MHLA_HF_KERNEL_CHECK", value)
@@ -229,26 +218,6 @@ def test_nothing_is_checked_while_a_graph_is_captured(checks, monkeypatch):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert choose() == "triton" and not checks.seen
     assert choose() == "torch"
-
-
-def test_threads_wait_for_one_check(checks):
-    threads = [threading.Thread(target=choose) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert checks.seen == [("block", False)]
-
-
-def test_a_check_does_not_check_itself(monkeypatch):
-    found = []
-
-    def kernel_errors(*args, **options):
-        found.append(choose())
-        return {}
-
-    monkeypatch.setattr(ops, "kernel_errors", kernel_errors, raising=False)
-    assert choose() == "triton" and found == ["triton"]
 
 
 def test_gradients_are_computed_in_the_thread_of_the_check(monkeypatch):
@@ -274,23 +243,6 @@ def test_errors_of_earlier_kernels_are_no_verdict(checks, monkeypatch):
     with pytest.raises(RuntimeError, match="device-side assert"):
         kernel_check._check("block", torch.device("cuda", 0), torch.float32, WIDTH, WIDTH, False)
     assert not checks.seen
-
-
-@on_cpu
-def test_modes_and_random_numbers_of_the_caller_do_not_matter():
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    default = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-            for family in ("block", "decode"):
-                assert kernel_failure(family, CPU, torch.float32, WIDTH, WIDTH, True) == ""
-            assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
-    finally:
-        torch.set_default_dtype(default)
-    assert torch.equal(torch.rand(4), expected)
 
 
 def test_compiled_code_is_checked_while_it_is_traced(checks):

@@ -250,19 +250,3 @@ def test_compiled_steps_notice_too():
     with pytest.raises(RuntimeError, match=OTHER_MASK):
         compiled(text(11)[:, 10:], attention_mask=mask, past_key_values=cache)
     torch._dynamo.reset()
-
-
-@torch.no_grad()
-def test_models_called_without_their_hooks_notice_too(llama):
-    mask, cache = padded_at_the_end_of_turn_one(), make_cache("dynamic", llama)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    given = {"attention_mask": torch.ones(2, 9), "position_ids": positions[:, :9]}
-    llama.model.forward(text(9), **given, past_key_values=cache)
-    twin = copy.deepcopy(cache)
-    given = {"attention_mask": mask, "position_ids": positions[:, 9:]}
-    output = llama.model.forward(text(14)[:, 9:], **given, past_key_values=cache)
-    expected = llama.model(text(14)[:, 9:], **given, past_key_values=twin)
-    assert torch.equal(output.last_hidden_state, expected.last_hidden_state)
-    given = {"attention_mask": torch.ones(2, 15), "position_ids": positions[:, -1:] + 1}
-    with pytest.raises(ValueError, match=OTHER_MASK):
-        llama.model.forward(text(15)[:, 14:], **given, past_key_values=cache)

@@ -15,7 +15,6 @@ from mhla_hf.demo import base_pipeline_directory
 from mhla_hf.models.sana_video import MHLASanaVideoTransformer3DModel
 from mhla_hf.recovery.probes import mhla_components, pipeline_batches, sample_size
 from tests.tiny import wan_pipeline
-from tests.tiny_images import dit_pipeline
 
 
 OWN = {"_sample_frames": 5, "_sample_height": 16, "_sample_width": 16}
@@ -131,27 +130,3 @@ def test_the_autoencoder_tells_the_grid_where_the_model_does_not(convert, tmp_pa
 )
 def test_sana_video(config, compression, grid):
     assert MHLASanaVideoTransformer3DModel.reference_grid(config, compression) == grid
-
-
-@pytest.mark.parametrize("convert", [on_disk, while_loading])
-def test_configurations_may_leave_out_the_default_size(convert, tmp_path):
-    dit_pipeline(sample_size=32, patch_size=2).save_pretrained(tmp_path / "softmax")
-    path = tmp_path / "softmax/transformer/config.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({name: content[name] for name in content if name not in ("sample_size", "patch_size")}))
-    assert convert(tmp_path / "softmax", tmp_path, None).transformer.mhla_config.grid == (16, 16)
-
-
-@pytest.mark.parametrize("value", [0, -3, 2.5, True, "16", 10**12, [16]], ids=str)
-@pytest.mark.parametrize("convert", [on_disk, while_loading])
-def test_other_values_than_sizes_are_refused(convert, value, edited, tmp_path):
-    with pytest.raises(ValueError, match=r"config\.json: _sample_height=.* must be an integer from 1 to"):
-        convert(edited("transformer", _sample_height=value), tmp_path, None)
-
-
-def test_plain_diffusers_is_quiet_about_the_size(capsys, tmp_path):
-    pipeline = diffusers.WanPipeline.from_pretrained(base_pipeline_directory())
-    assert "are not expected and will be ignored" not in "".join(capsys.readouterr())
-    assert type(pipeline.transformer).__name__ == "WanTransformer3DModel"
-    pipeline.save_pretrained(tmp_path)
-    assert OWN.items() <= json.loads((tmp_path / "transformer/config.json").read_text()).items()

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from diffusers import AutoModel, DiffusionPipeline, PipelineQuantizationConfig, SanaPipeline, WanPipeline
+from diffusers import AutoModel, DiffusionPipeline, SanaPipeline, WanPipeline
 from diffusers.training_utils import _collate_lora_metadata
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -60,37 +60,6 @@ def test_wrong_options_show_before_anything_is_loaded(softmax_dir, tmp_path, mon
     for mhla in ({"no_such": 1}, {"layers": [9]}, {"blocks": [4]}):
         with pytest.raises(ValueError):
             load_pipeline(softmax_dir, mhla=mhla)
-
-
-def test_quantisation_of_other_kinds_is_refused_as_by_diffusers(mhla_dir):
-    for load in (DiffusionPipeline.from_pretrained, load_pipeline):
-        with pytest.raises(ValueError, match="must be an instance of `PipelineQuantizationConfig`"):
-            load(mhla_dir, quantization_config=object())
-
-
-def test_pipeline_quantisation(softmax_dir, mhla_dir):
-    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao, which is not among the extras")
-    from diffusers import TorchAoConfig
-
-    def config():
-        quantized = TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2), modules_to_not_convert=["mhla"])
-        return PipelineQuantizationConfig(quant_mapping={"transformer": quantized})
-
-    arguments = {"torch_dtype": torch.bfloat16}
-    plain = DiffusionPipeline.from_pretrained(mhla_dir, quantization_config=config(), **arguments)
-    for folder, mhla in ((mhla_dir, None), (softmax_dir, OPTIONS)):
-        loaded = load_pipeline(folder, mhla=mhla, quantization_config=config(), **arguments)
-        model = loaded.transformer
-        assert type(model) is MHLAWanTransformer3DModel
-        assert type(model.blocks[0].attn1.to_q.weight) is type(plain.transformer.blocks[0].attn1.to_q.weight)
-        assert type(model.blocks[0].attn1.to_q.weight) is not torch.nn.Parameter
-        assert model.blocks[0].attn1.mhla.mixing.dtype == torch.float32
-        with torch.no_grad():
-            output = model(**tiny.wan_inputs(dtype=torch.bfloat16)).sample
-        assert output.isfinite().all()
-        if mhla is None:
-            expected = WanCase().run(DiffusionPipeline.from_pretrained(mhla_dir).transformer)
-            assert relative_error(WanCase().run(model, dtype=torch.bfloat16).float(), expected) < 0.05
 
 
 def test_auto_model_builds_from_every_form_of_a_configuration(mhla_dir):
@@ -189,13 +158,6 @@ class TestLora:
         pipeline.unload_lora_weights()
         torch.testing.assert_close(case.run(pipeline.transformer), plain)
         assert set(pipeline.transformer.state_dict()) == set(self.pipeline(name).transformer.state_dict())
-
-    def test_saved_and_loaded_by_the_model(self, name, tmp_path):
-        case, model = PIPELINES[name][2], self.trained(name)
-        model.save_lora_adapter(tmp_path)
-        other = self.pipeline(name).transformer
-        other.load_lora_adapter(tmp_path, prefix=None, use_safetensors=True)
-        torch.testing.assert_close(case.run(other), case.run(model))
 
     def test_what_cannot_be_loaded_is_refused(self, name, tmp_path):
         make, _, case = PIPELINES[name]

@@ -138,14 +138,6 @@ def test_quantised_caches_are_refused_with_the_way_out(model, stock, options):
             assert "quanto" in str(error)
 
 
-@needs_fp8
-@torch.no_grad()
-def test_a_quantised_cache_made_for_softmax_is_refused(model, stock):
-    cache = QuantizedCache("fp8", config=stock.config)
-    with pytest.raises(ValueError, match="Leave out cache_implementation='quantized'"):
-        model(tokens(), past_key_values=cache)
-
-
 @pytest.mark.parametrize(
     "implementation",
     [
@@ -194,15 +186,6 @@ def compilations(model, lengths, padded, caplog, **options):
 def test_compiled_generation_serves_all_lengths_by_two_graphs(caplog):
     model = mhla_model("llama", sizes={"num_hidden_layers": 1})
     assert compilations(model, (11, 17, 9), True, caplog, output_attentions=True) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("lengths", [(11, 11), (11, 17, 23, 9, 40)], ids=["same", "longer"])
-def test_generation_is_compiled_as_often_as_with_softmax(padded, lengths, caplog):
-    stock = compilations(softmax_model("llama", num_hidden_layers=2), lengths, padded, caplog)
-    ours = compilations(mhla_model("llama", sizes={"num_hidden_layers": 2}), lengths, padded, caplog)
-    assert ours == stock == (1 if lengths[0] == lengths[-1] else 2)
 
 
 @torch.no_grad()

@@ -11,8 +11,6 @@ from peft import (
     AutoPeftModelForCausalLM,
     LoraConfig,
     PeftModel,
-    PrefixTuningConfig,
-    PromptTuningConfig,
     get_peft_model,
 )
 from transformers import AutoModelForCausalLM
@@ -123,29 +121,6 @@ def test_merging_gives_a_plain_model(tmp_path, mhla_directory):
     torch.testing.assert_close(logits(reloaded), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_gradient_checkpointing_with_frozen_embeddings(mhla_directory):
-    gradients = []
-    for checkpointing in (False, True):
-        torch.manual_seed(0)
-        base = load(mhla_directory)
-        if checkpointing:
-            base.gradient_checkpointing_enable({"use_reentrant": False})
-            base.enable_input_require_grads()
-        model = get_peft_model(base, lora(init_lora_weights=False)).train()
-        model(**inputs("llama"), labels=inputs("llama")["input_ids"]).loss.backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
-
-
-def test_mhla_alone_trains(mhla_directory):
-    model = load(mhla_directory)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".mhla." in name)
-    losses = train(model)
-    assert losses[-1] < losses[0]
-
-
 def test_an_adapter_is_refused_by_a_base_without_mhla(tmp_path, softmax_directory, mhla_directory):
     model = trained(mhla_directory)
     model.save_pretrained(tmp_path / "adapter")
@@ -185,13 +160,3 @@ def test_all_linear_leaves_the_gate_to_modules_to_save(softmax_directory):
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and ".mhla." in name]
     assert any(name.endswith("modules_to_save.default.gate.weight") for name in names)
     assert not any("lora_" in name for name in names)
-
-
-def test_prefix_tuning_is_refused_and_prompt_tuning_trains(mhla_directory):
-    given = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
-    prefix = get_peft_model(load(mhla_directory), PrefixTuningConfig(**given))
-    for call in (prefix, prefix.generate):
-        with pytest.raises(ValueError, match="the keys and values of softmax attention already .* prefix tuning"):
-            call(**inputs("llama"))
-    losses = train(get_peft_model(load(mhla_directory), PromptTuningConfig(**given)))
-    assert losses[-1] < losses[0]

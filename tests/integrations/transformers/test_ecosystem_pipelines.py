@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification, pipeline
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, pipeline
 
 import mhla_hf  # noqa: F401
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
@@ -43,20 +43,6 @@ def test_text_generation(tmp_path, options):
             with torch.no_grad():
                 tokens = torch.cat([tokens, reference(tokens).logits[:, -1:].argmax(-1)], dim=1)
         assert result[0]["generated_text"] == generate.tokenizer.decode(tokens[0], skip_special_tokens=True)
-
-
-@pytest.mark.parametrize("options", [None, SMALL_BLOCKS], ids=["defaults", "small blocks"])
-def test_feature_extraction(tmp_path, options):
-    directory = save_softmax("bert", tmp_path)
-    extract = mhla_pipeline("feature-extraction", directory, options)
-    texts = ["Hello, world", "a longer text, so that the other is padded"]
-    results = extract(texts, batch_size=2)
-    reference = convert_transformers_model(AutoModel.from_pretrained(directory), options)
-    for text, result in zip(texts, results, strict=True):
-        with torch.no_grad():
-            expected = reference(**extract.tokenizer(text, return_tensors="pt")).last_hidden_state
-        # Padding is in the result as well.
-        torch.testing.assert_close(torch.tensor(result)[:, : expected.shape[1]], expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in ("vit", "dinov2") if name not in UNSERVED])

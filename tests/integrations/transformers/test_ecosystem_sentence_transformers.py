@@ -12,7 +12,7 @@ from transformers import AutoModel
 import mhla_hf  # noqa: F401
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
 
-from .mhla_models import inputs, mhla_model, mhla_modules
+from .mhla_models import mhla_modules
 from .tiny_files import save_softmax
 
 
@@ -58,12 +58,6 @@ def test_encoding(directory):
     assert not torch.allclose(softmax, expected, atol=1e-2)
 
 
-def test_default_options(directory):
-    model = encoder(directory, model_kwargs={"attn_implementation": "mhla"})
-    assert [module.config.block_size for module in mhla_modules(model)] == [(8,)] * 3
-    assert model.encode(TEXTS, show_progress_bar=False).shape == (3, 32)
-
-
 def test_saving_and_loading(directory, tmp_path):
     model = mhla_encoder(directory)
     model.save(str(tmp_path / "mhla"))
@@ -100,22 +94,3 @@ def test_training(directory, tmp_path):
     assert reported[-1] < reported[0]
     changed = [name for name, parameter in model.named_parameters() if not torch.equal(before[name], parameter.cpu())]
     assert sum(".mhla." in name for name in changed) == 9
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "bert", "distilbert", "gemma3"])
-@pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_forward_without_the_call(name, padding):
-    """sentence-transformers calls `model.forward`, which skips the hooks of the model."""
-    model, batch = mhla_model(name), inputs(name, padding=padding)
-    with torch.no_grad():
-        torch.testing.assert_close(model.forward(**batch)[0], model(**batch)[0])
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_packing_in_forward_without_the_call(name):
-    model, batch = mhla_model(name), inputs(name, batch=1, length=12)
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    with torch.no_grad():
-        expected = model(**batch, position_ids=positions)[0]
-        torch.testing.assert_close(model.forward(**batch, position_ids=positions)[0], expected)
-    assert not torch.allclose(model(**batch)[0], expected, atol=1e-3)

@@ -8,11 +8,8 @@ equality of eager, SDPA and flash attention (other functions), and models on sev
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from transformers.generation import GenerationMixin
 
 from .mhla_models import mhla_model
 from .test_generation import prompt
@@ -29,30 +26,6 @@ def llama():
 def generate(model, **options):
     options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **options}
     return model.generate(**options)
-
-
-def test_it_has_the_generation_mixin(llama):
-    assert isinstance(llama, GenerationMixin) and llama.can_generate()
-
-
-@pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("sample", [False, True])
-def test_dictionary_outputs(llama, use_cache, beams, sample):
-    torch.manual_seed(0)
-    output = generate(
-        llama, **prompt(True), num_beams=beams, do_sample=sample, use_cache=use_cache, output_scores=True,
-        output_logits=True, output_hidden_states=True, output_attentions=True,
-    )  # fmt: skip
-    assert output.sequences.shape == (3, 11 + NEW)
-    assert len(output.scores) == len(output.logits) == NEW
-    assert all(step.shape == (3 * beams, 64) and step.isfinite().any() for step in output.scores)
-    assert len(output.hidden_states) == NEW and len(output.hidden_states[0]) == 4
-    lengths = [step[0].shape[1] for step in output.hidden_states]
-    assert lengths == ([11] + [1] * (NEW - 1) if use_cache else list(range(11, 11 + NEW)))
-    # There are no attention weights to return.
-    assert all(layer is None for step in output.attentions for layer in step)
-    assert (output.past_key_values is not None) == use_cache
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -78,11 +51,6 @@ def test_going_on_from_embeddings(llama):
     assert torch.equal(torch.cat([first.sequences, second.sequences], dim=1), expected)
 
 
-def test_without_a_prompt(llama):
-    output = generate(llama, bos_token_id=1, num_return_sequences=1)
-    assert output.sequences.shape == (1, 1 + NEW) and output.sequences[0, 0] == 1
-
-
 def test_rows_that_have_ended_do_not_disturb_the_others(llama):
     plain = generate(llama, **prompt(True), max_new_tokens=12).sequences
     # The first row's third new token ends it.
@@ -93,25 +61,6 @@ def test_rows_that_have_ended_do_not_disturb_the_others(llama):
         kept = new[: new.index(end) + 1] if end in new else new
         assert output[row, 11 : 11 + len(kept)].tolist() == kept
         assert not output[row, 11 + len(kept) :].any()
-
-
-def test_prompt_lookup_stops_at_the_end(llama):
-    one = {name: tensor[2:] for name, tensor in prompt(False).items()}
-    plain = generate(llama, **one, max_new_tokens=10).sequences
-    end = int(plain[0, 15])
-    expected = generate(llama, **one, max_new_tokens=10, eos_token_id=end, pad_token_id=0).sequences
-    output = generate(
-        llama, **one, max_new_tokens=10, eos_token_id=end, pad_token_id=0, prompt_lookup_num_tokens=2
-    ).sequences
-    assert torch.equal(output, expected)
-
-
-def test_only_the_last_logits(llama):
-    given = prompt(True)
-    whole = llama(**given).logits
-    last = llama(**given, logits_to_keep=1).logits
-    assert last.shape == (3, 1, 64)
-    torch.testing.assert_close(last, whole[:, -1:])
 
 
 @torch.no_grad()
@@ -139,9 +88,3 @@ def test_continuous_batching_is_refused(start, layers):
     with pytest.raises(ValueError, match="MHLA keeps summaries. Use model.generate with a padded batch"):
         start(model)
     assert model.config._attn_implementation == "mhla"
-
-
-def test_softmax_models_batch_continuously(llama):
-    softmax = copy.deepcopy(llama)
-    softmax.set_attn_implementation("sdpa")
-    assert softmax.init_continuous_batching().model is softmax

@@ -17,11 +17,9 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MusicFlamingoConfig,
 )
 
 from mhla_hf.conversion import convert_pretrained
-from mhla_hf.integrations.transformers.checks import check_sizes
 
 
 OPTIONS = {"block_size": [4]}
@@ -126,22 +124,6 @@ def test_more_new_parameters_than_old_ones(name, sources, tmp_path):
     refused(lambda: convert(sources / name, tmp_path, options), "add", "parameters", "block_size")
     load = lambda: AutoModel.from_pretrained(sources / name, attn_implementation="mhla", mhla=options)  # noqa: E731
     refused(load, "add", "parameters", "block_size")
-
-
-def test_stored_options_whose_weights_are_missing(copied):
-    folder = copied("mhla")
-    config = json.loads((folder / "config.json").read_text())
-    config["mhla"].update(block_size=[1], grid=[8192])
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(folder / "model.safetensors")
-    left = {name: tensor for name, tensor in weights.items() if ".mhla." not in name}
-    save_file(left, folder / "model.safetensors", {"format": "pt"})
-    refused(lambda: AutoModelForCausalLM.from_pretrained(folder), "add", "parameters")
-
-
-def test_sizes_with_a_decimal_point():
-    check_sizes(MusicFlamingoConfig().to_dict(), "config.json")
-    check_sizes({"max_position_embeddings": 1200.0}, "config.json")
 
 
 def test_a_million_layers_are_refused_before_they_are_built(copied):

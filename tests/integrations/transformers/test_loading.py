@@ -13,7 +13,6 @@ import transformers
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import MHLAConfig, convert
-from mhla_hf.integrations.transformers import patch, register_with_transformers
 
 from .mhla_models import IMAGE_OPTIONS, TEXT_OPTIONS, first_output, mhla_model, mhla_modules
 from .tiny_models import DECODER, FAMILIES, TEXT, VISION, inputs, softmax_model
@@ -96,16 +95,6 @@ def test_rotations_under_a_condition_are_left_where_they_are():
         AutoModelForCausalLM.from_config(config)
 
 
-def test_attention_that_does_not_say_is_causal():
-    model = mhla_model("llama")
-    for layer in model.model.layers:
-        del layer.self_attn.is_causal
-    ids = GIVEN["input_ids"]
-    changed = ids.clone()
-    changed[:, 10:] = 5
-    torch.testing.assert_close(model(ids).logits[:, :10], model(changed).logits[:, :10])
-
-
 OPTIONS = {"dict": {"block_size": 4}, "config": MHLAConfig(feature_map="elu"), "block": MHLAConfig(block_size=4)}
 
 
@@ -166,17 +155,6 @@ def test_placement(how, mhla_directory, softmax_directory, tmp_path):
     assert first_output(fresh, **GIVEN).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_parameters_follow_the_dtype(dtype, mhla_directory, softmax_directory):
-    for directory, options in ((mhla_directory, {}), (softmax_directory, {"attn_implementation": "mhla"})):
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options)
-        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-        assert first_output(model, **GIVEN).isfinite().all()
-    reference = first_output(AutoModelForCausalLM.from_pretrained(mhla_directory), **GIVEN)
-    output = first_output(AutoModelForCausalLM.from_pretrained(mhla_directory, dtype=dtype), **GIVEN).float()
-    assert (output - reference).norm() / reference.norm() < 0.03
-
-
 def test_hybrids_keep_their_softmax_layers(tmp_path):
     model = mhla_model("llama", layers=[0, 2])
     assert [hasattr(layer.self_attn, "mhla") for layer in model.model.layers] == [True, False, True]
@@ -187,13 +165,6 @@ def test_hybrids_keep_their_softmax_layers(tmp_path):
         mhla_model("llama", layers=[3])
     with pytest.raises(ValueError, match="Layer 0 of Gemma3TextModel cannot be MHLA: .* sliding attention"):
         mhla_model("gemma3", layers=[0])
-
-
-def test_tied_embeddings_stay_tied(tmp_path):
-    model = mhla_model("llama", sizes={"tie_word_embeddings": True})
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
 def test_towers_have_options_of_their_own(tmp_path):
@@ -319,17 +290,6 @@ def test_a_bias_that_only_shows_in_the_call_is_refused():
 def test_wrong_options_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         convert(softmax_model(name), options)
-
-
-def test_the_patch_can_be_taken_back():
-    patch.uninstall()
-    try:
-        config = LlamaConfig(**DECODER)
-        config.mhla = {"block_size": 4}
-        assert not mhla_modules(LlamaForCausalLM(config))
-    finally:
-        register_with_transformers()
-    assert mhla_modules(LlamaForCausalLM(config))
 
 
 def test_language_models_inside_multi_modal_ones(tmp_path):

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BertForMultipleChoice, DynamicCache, GPT2DoubleHeadsModel
+from transformers import DynamicCache
 
-from .mhla_models import default_options, first_output, mhla_model, mhla_modules, unsettle
-from .tiny_models import FAMILIES, inputs, sharpen
+from .mhla_models import first_output, mhla_model
+from .tiny_models import inputs
 
 
 LENGTHS = (5, 1, 9, 3)
@@ -113,60 +113,3 @@ def test_one_padding_mask_for_hybrids_too(layers):
         ids = given["input_ids"][row : row + 1, mask[row]]
         torch.testing.assert_close(output[row : row + 1, mask[row]], first_output(model, input_ids=ids),
                                    rtol=1e-5, atol=2e-5)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
-def test_encoders_called_without_their_hooks(name):
-    # Some libraries call `forward` itself; padding is then read off what the layers get.
-    model = mhla_model(name)
-    given = inputs(name, length=13, padding="right")
-    expected = first_output(model, **given)
-    torch.testing.assert_close(model.base_model.forward(**given)[0], model.base_model(**given)[0])
-    assert torch.equal(first_output(model, **given), expected)
-
-
-def test_cumulative_lengths_in_a_hybrid():
-    # transformers itself only separates documents by positions, and not with a cache.
-    model = mhla_model("llama", layers=[0, 2])
-    ids, positions = packed("llama")
-    lengths = {"cu_seq_lens_q": BOUNDARIES, "cu_seq_lens_k": BOUNDARIES}
-    for given in ({"position_ids": positions, "use_cache": False, **lengths}, {"position_ids": positions}):
-        torch.testing.assert_close(
-            first_output(model, input_ids=ids, **given), alone(model, ids, use_cache=False), rtol=1e-5, atol=2e-5
-        )
-
-
-def test_positions_given_once_for_the_batch():
-    model = mhla_model("llama")
-    ids, positions = packed("llama", batch=2)
-    output = first_output(model, input_ids=ids, position_ids=positions[:1], use_cache=False)
-    torch.testing.assert_close(output, alone(model, ids, use_cache=False), rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("layers", [None, [1]], ids=["all layers", "hybrid"])
-@pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize(("name", "model_class"), [("gpt2", GPT2DoubleHeadsModel), ("bert", BertForMultipleChoice)])
-def test_masks_of_several_choices(name, model_class, padding, layers):
-    config = FAMILIES[name].config()
-    config.mhla = {**default_options(name), "layers": layers}
-    torch.manual_seed(0)
-    model = model_class(config).eval()
-    sharpen(model)
-    unsettle(model)
-    assert len(mhla_modules(model)) == (3 if layers is None else 1)
-    ids = torch.randint(5, 60, (2, 3, 14), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    for row, choice, count in ((0, 1, 4), (1, 2, 5), (1, 0, 9)):
-        mask[row, choice, slice(count) if padding == "left" else slice(-count, None)] = 0
-    with torch.no_grad():
-        output = model(input_ids=ids, attention_mask=mask)
-        for row, choice in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
-            given = {"input_ids": ids[row, choice][None], "attention_mask": mask[row, choice][None]}
-            if name == "bert":
-                alone = model(**{name: value[None] for name, value in given.items()})
-                torch.testing.assert_close(output.logits[row, choice], alone.logits[0, 0], rtol=1e-5, atol=2e-5)
-                continue
-            # Without a dimension of choices.
-            tokens = mask[row, choice].bool()
-            expected = model.lm_head(model.transformer(**given).last_hidden_state[0])
-            torch.testing.assert_close(output.logits[row, choice][tokens], expected[tokens], rtol=1e-5, atol=2e-5)

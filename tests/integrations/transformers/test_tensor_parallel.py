@@ -14,7 +14,7 @@ import transformers
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
 
 from .mhla_models import default_options, inputs, mhla_model
-from .tiny_models import FAMILIES, names, softmax_model
+from .tiny_models import FAMILIES, softmax_model
 
 
 SIZES = {"num_hidden_layers": 2}
@@ -187,22 +187,6 @@ def test_a_split_model_is_not_converted_in_place(results):
     assert "Convert the checkpoint first (mhla-hf convert)" in seen["converted"]
 
 
-def work_on_families(rank: int, path: Path, families: list[str]) -> None:
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    results = {
-        family: observe(family, load(family, path, distributed_config=DistributedConfig(tp_size=2)))
-        for family in families
-    }
-    if rank == 0:
-        torch.save(results, path / "results.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.skipif(SPLITS_MHLA, reason="this version of transformers splits MHLA layers")
 def test_versions_that_cannot_split_refuse_before_loading():
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -211,17 +195,3 @@ def test_versions_that_cannot_split_refuse_before_loading():
     config.distributed_config = DistributedConfig(tp_size=2)
     with pytest.raises(ValueError, match="cannot split MHLA layers over processes. Install transformers"):
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation="mhla")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SPLITS_MHLA, reason="this version of transformers does not split MHLA layers")
-def test_every_family_that_has_a_plan(tmp_path):
-    families = [name for name in names(generates=True) if FAMILIES[name].config().base_model_tp_plan]
-    # Phi-3 and OLMo 2 keep the whole attention in every process.
-    assert {"llama", "qwen3", "gemma3", "gpt_neox", "phi3", "olmo2"} <= set(families)
-    for family in families:
-        mhla_model(family, output_norm=True).save_pretrained(tmp_path / family)
-    torch.multiprocessing.spawn(work_on_families, (tmp_path, families), nprocs=2)
-    found = torch.load(tmp_path / "results.pt", weights_only=True)
-    for family in families:
-        compare(found[family], observe(family, load(family, tmp_path)))

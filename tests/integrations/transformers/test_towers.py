@@ -95,24 +95,6 @@ def test_a_tower_that_is_named_and_cannot_is_an_error(name, by):
         model_class(config)
 
 
-def test_options_of_the_whole_and_in_place(lines):
-    asked = build("VoxtralForConditionalGeneration", attn_implementation="mhla")
-    by_options = build("VoxtralForConditionalGeneration")
-    convert(by_options, TEXT)
-    assert attentions(by_options) == attentions(asked) == {"audio_config": "sdpa", "text_config": "mhla"}
-    assert by_options.config.text_config.mhla["block_size"] == [4]
-    assert sum("VoxtralEncoder keeps softmax" in line for line in lines()) == 1
-
-
-def test_options_for_the_parts_that_are_asked_alone():
-    config = tiny_config(transformers.CLIPConfig)
-    config._attn_implementation = {"text_config": "mhla"}
-    config.mhla = TEXT
-    model = transformers.CLIPModel(config)
-    assert attentions(model) == {"text_config": "mhla", "vision_config": "sdpa"}
-    assert model.config.text_config.mhla["block_size"] == [4]
-
-
 def test_options_that_do_not_suit_a_tower(lines):
     # Blocks of four tokens are for text: the images keep softmax.
     config = tiny_config(transformers.CLIPConfig)
@@ -169,19 +151,6 @@ def test_towers_that_are_given_what_mhla_cannot_see(name, lines):
     found = attentions(model)
     assert found["text_config"] == "mhla" and found[tower] in ("sdpa", "eager")
     assert any("keeps softmax" in line and reason in line for line in lines())
-
-
-def test_untested_towers_become_mhla_only_by_name(lines):
-    name = "Ovis2ForConditionalGeneration"
-    families = "mhla_hf.integrations.transformers.attaching.is_tested"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(families, lambda model_type: False)
-        model = build(name, attn_implementation="mhla")
-    assert attentions(model)["text_config"] == "mhla" and attentions(model)["vision_config"] != "mhla"
-    assert any("was not tested with MHLA, and becomes MHLA only where it is asked by name" in line for line in lines())
-    config = tiny_config(transformers.Ovis2Config)
-    config._attn_implementation = {"vision_config": "mhla"}
-    assert attentions(transformers.Ovis2ForConditionalGeneration(config))["vision_config"] == "mhla"
 
 
 # Models whose text looks ahead within an image, by the way that `token_type_ids` reach them. Of the last two no other
@@ -247,13 +216,6 @@ def test_a_text_that_looks_ahead_in_images_beside_nothing_else_is_refused(name):
     with pytest.raises(ValueError, match="no other part of it can be MHLA"):
         convert(softmax)
     assert softmax.config._attn_implementation == "sdpa" and not mhla_modules(softmax)
-
-
-def test_options_that_suit_only_the_text_that_looks_ahead_are_refused():
-    config = tiny_config(transformers.Gemma3Config)
-    config.mhla = TEXT
-    with pytest.raises(ValueError, match="no other part of it can be MHLA"):
-        transformers.Gemma3ForConditionalGeneration(config)
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Gemma4ForCausalLM"])

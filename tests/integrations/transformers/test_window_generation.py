@@ -161,22 +161,6 @@ def test_the_state_follows_what_is_done_to_the_cache(llama):
 
 
 @torch.no_grad()
-def test_padding_between_turns_does_not_move_the_window(llama):
-    ids, mask = text(16), torch.ones(2, 16, dtype=torch.long)
-    mask[0, 5:9] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    whole = llama(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    cache = DynamicCache(config=llama.config)
-    for start, end in ((0, 6), (6, 7), (7, 8), (8, 13), (13, 14), (14, 16)):
-        output = llama(
-            ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions[:, start:end],
-            past_key_values=cache,
-        ).logits  # fmt: skip
-        seen = mask[:, start:end].bool()
-        torch.testing.assert_close(output[seen], whole[:, start:end][seen], rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
 def test_later_tokens_that_are_no_numbers_reach_nobody_before_them():
     model = window_model("llama", 0, window_size=6)
     embedded = model.get_input_embeddings()(text(11))
@@ -210,19 +194,6 @@ def test_saving_and_loading(tmp_path, llama):
     assert (options["window"], options["window_size"]) == ("adjacent", [3])
     given = inputs("llama")
     assert torch.equal(model(**given).logits, llama(**given).logits)
-
-
-def test_models_of_earlier_versions_load_and_take_a_window(tmp_path, caplog):
-    plain = mhla_model("llama")
-    for name in ("window", "window_size", "window_gains"):
-        plain.config.mhla.pop(name)
-    plain.save_pretrained(tmp_path)
-    given = inputs("llama")
-    expected = plain(**given).logits
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(**given).logits, expected)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, mhla={"window": "adjacent"})
-    assert model.config.mhla["window_size"] == [4] and model.config.mhla["block_size"] == [4]
-    assert torch.equal(model(**given).logits, expected)
 
 
 @torch.no_grad()
@@ -259,14 +230,3 @@ def test_gradient_checkpointing_changes_nothing(llama):
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     torch.testing.assert_close(*gradients)
     assert gradients[0]["model.layers.0.self_attn.mhla.window_gain"].abs().sum() > 0
-
-
-def test_bfloat16_models_keep_keys_and_values_in_bfloat16(llama):
-    model = copy.deepcopy(llama).bfloat16()
-    given = prompt(True)
-    result = generate(model, given)
-    state = result.past_key_values.layers[0].window_state
-    assert state.keys.dtype == state.values.dtype == torch.bfloat16
-    with torch.no_grad():
-        exact = recompute(llama, **given)[1][:, 0]
-    assert (result.logits[0] - exact).norm() < 0.03 * exact.norm()
