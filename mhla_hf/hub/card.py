@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,15 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..models.registry import MHLA_CLASSES
 from ..models.source import Component, Source, read_source
 from ..models.stub import TAGS
+from ..ops.feature_maps import FEATURE_MAPS
+from ..ops.normalizers import NORMALIZERS
 from ..recovery.report import PLOT
 from ..training.loading import PipelineSource
 from ..utils.compat.transformers import task_classes
 from ..utils.files import atomic_file
 from ..utils.json_files import read_json
 from ..utils.locations import is_hub_id
-from ..utils.messages import one_line, pluralize, shorten_value
+from ..utils.messages import one_line, shorten_value
 from ..utils.model_cards import (
     CARD,
     carried_metadata,
@@ -32,21 +35,9 @@ from ..utils.model_cards import (
     read_card,
     without_mark,
 )
+from . import tables
 from .records import LONGEST, RECOVERY, ModelPart, Records, Tower, known, read_records
-from .tables import (
-    code,
-    eval_results,
-    options_table,
-    plain,
-    public_location,
-    quality_table,
-    read_benchmarks,
-    recovery_tables,
-    sizes,
-    speed_table,
-    table,
-    training_tables,
-)
+from .tables import eval_results, measured_rows, public_location, quality_table, read_benchmarks
 
 
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.jinja"
@@ -163,7 +154,7 @@ def model_card(
     measured, others = read_benchmarks(benchmarks, records.recovery)
     compared = {title: known(report, RECOVERY) for title, report in (comparisons or {}).items()}
     quality = quality_table(records, {**compared, **others})
-    speed = [section for report in measured if (section := speed_table(report, part))["table"]]
+    speed = [{**report, "results": measured_rows(report, part)} for report in measured]
     sample = next((name for name in _SAMPLES if (directory / name).is_file()), None)
     data = card_data(directory)
     data.license = data.license or text.license
@@ -188,17 +179,12 @@ def model_card(
         sample=sample,
         plot=PLOT if (directory / PLOT).is_file() else None,
         use=_usage(records, data, repo_id or _PLACEHOLDER, text),
-        options_table=options_table,
         sample_size=_sample_size,
-        recovery=recovery_tables(records.recovery),
-        training=training_tables(records.training),
         quality=quality,
         speed=speed,
-        plain=plain,
-        code=code,
-        table=table,
-        pluralize=pluralize,
-        sizes=sizes,
+        feature_maps=FEATURE_MAPS,
+        normalizers=NORMALIZERS,
+        **dict(inspect.getmembers(tables, inspect.isfunction)),
     )
     return ModelCard(mark_generated(re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", str(card)))))
 

@@ -13,38 +13,14 @@ from huggingface_hub import EvalResult
 
 from ..config import MHLAConfig
 from ..layouts.windows import default_window_size
-from ..ops.feature_maps import FEATURE_MAPS
-from ..ops.normalizers import NORMALIZERS
 from ..recovery.report import TITLES
 from ..utils.json_files import read_json
 from ..utils.locations import is_hub_id
 from ..utils.messages import one_line, pluralize
-from .records import BENCHMARK, LONGEST, RECOVERY, ModelPart, Records, Tower, is_recovery, known
+from .records import BENCHMARK, LONGEST, RECOVERY, ModelPart, Records, is_recovery, known
 
 
 _AXES = {1: "tokens", 2: "rows × columns", 3: "frames × rows × columns"}
-_WINDOWS = {
-    "block": "within its block",
-    "adjacent": "within its block and the adjacent ones",
-    "cross": "in the blocks around it in its frames, and at its place in all frames",
-}
-_MATCHING = "matching: each layer alone learns the output of the layer it replaced"
-_STAGES = {
-    "calibrate": "calibration: closed-form fits on a small probe, no training",
-    "match": _MATCHING,
-    "transfer": _MATCHING,
-    "distill": "distillation: the whole model learns the original's prediction",
-    "finetune": "fine-tuning: the whole model trains on its own objective",
-}
-_STEPS = {"transfer": "transfer_steps", "distill": "distill_steps", "finetune": "max_steps"}
-_DATA = {
-    "latents": "latents",
-    "text in packed rows": "rows of text",
-    "passages of text": "passages of text",
-    "images": "images",
-    "calls of the pipeline's model": "recorded calls of the model while its pipeline generated samples",
-}
-_ORIGINS = {"generated": " that the original generated", "digits": " of scikit-learn's handwritten digits"}
 # Headings, formats and the Hub's metrics of the figures of quality; the first that is known is explained in the text.
 _FIGURES: dict[str, tuple[str, str, str | None]] = {
     "loss": ("loss", "{:.4f}", "loss"),
@@ -60,6 +36,7 @@ _OUTPUTS = {
 }
 # Figures of the original on the same data agree to rounding.
 _SAME = 1e-4
+_BENCHMARKS = ("decode", "model", "train", "op", "generation")
 # Families whose sizes carry another family's name in benchmarks.
 _SIZES_OF = {"pixart": "dit", "sana-video": "sana"}
 
@@ -69,33 +46,7 @@ _BACKSLASHED = set("\\`*[]#!_")
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 
 
-def options_table(part: ModelPart, tower: Tower, original: str) -> str:
-    """Return the table of a tower's options."""
-    options, layers, total = tower.options, tower.layers, tower.num_layers
-    which: str | None = None
-    if layers:
-        counted = f"{ranges(layers)}{'' if total is None else f' of {total} (counted from 0)'}"
-        which = f"all {total}" if len(layers) == total else f"{counted}; the others keep {original} attention"
-    rotary = "before φ" if options.rope == "before_feature_map" else "after φ"
-    heads = "one matrix for each head" if options.mixing_heads == "per_head" else "one matrix for all heads of a layer"
-    constraint = ", kept positive" if options.mixing_constraint == "nonnegative" else ""
-    values = {
-        "MHLA layers": which,
-        "blocks": _blocks(options),
-        "attention": "causal" if options.causal else None,
-        "feature map φ": f"{code(options.feature_map)}: {plain(FEATURE_MAPS[options.feature_map].formula)}",
-        "rotary embedding": rotary if tower.has_rotary else None,
-        "normaliser": f"{code(options.normalizer)}: {plain(NORMALIZERS[options.normalizer].formula)}",
-        "mixing weights": f"{heads}{constraint}, initialised as {code(options.mixing_init)}",
-        "softmax window": _window(options),
-        "output gate": "SiLU of a linear map of the hidden states" if options.output_gate else None,
-        "output norm": "RMSNorm over each head" if options.output_norm else None,
-        "depthwise convolution of the values (LePE)": f"kernel {options.lepe_kernel}" if options.lepe_kernel else None,
-    }
-    return table([{"option": name, "value": value} for name, value in values.items()])
-
-
-def _blocks(options: MHLAConfig) -> str | None:
+def blocks(options: MHLAConfig) -> str | None:
     blocks, size, grid = options.blocks, options.block_size, options.grid
     if options.is_sequence and size is not None:
         length = f"; mixing weights for {pluralize(grid[0], 'token')}" if grid is not None else ""
@@ -109,92 +60,22 @@ def _blocks(options: MHLAConfig) -> str | None:
     return f"{sizes(blocks)} ({_AXES.get(len(blocks), 'axes')}){total}{where}"
 
 
-def _window(options: MHLAConfig) -> str | None:
-    if options.window is None:
-        return None
-    axes = 1 if options.is_sequence else len(options.blocks or options.block_size or options.grid or ())
-    size = options.window_size
-    if size is None and axes and not options.is_sequence:
-        size = default_window_size(options.window, axes)
-    extent = "" if size is None else f", blocks of {sizes(size)} tokens"
-    gains = "head" if options.window_gains == "per_head" else "channel"
-    return f"exact softmax of each token {_WINDOWS[options.window]}{extent}; a pair of gains for each {gains}"
+def window_size(options: MHLAConfig) -> tuple[int, ...] | None:
+    """Return the blocks of a softmax window, as far as the options give them."""
+    axes = len(options.blocks or options.block_size or options.grid or ())
+    if options.window is None or options.window_size is not None or options.is_sequence or not axes:
+        return options.window_size
+    return default_window_size(options.window, axes)
 
 
-# Training and quality
+# Quality
 
 
-def recovery_tables(report: dict[str, Any]) -> dict[str, Any] | None:
-    rows = []
-    for name in ("calibrate", "match", "distill", "finetune"):
-        options, seconds = report["recipe"][name], report["seconds"].get(name, {})
-        steps = options["steps"] or report["stages"].get(name, {}).get("steps")
-        rate, added = options["learning_rate"], options["mhla_learning_rate"]
-        row = {
-            "stage": _STAGES[name],
-            "steps": _shown(steps or None, "{:,}"),
-            "samples per step": _shown(options["batch_size"] if steps else None, "{:,}"),
-            "learning rate": _rate(rate),
-            "learning rate, MHLA": None if added == rate else _rate(added),
-            "time": _duration(seconds.get("seconds")),
-            "CPU time": _duration(seconds.get("cpu_seconds")),
-        }
-        rows += [row] if name in report["figures"] else []
-    if not rows:
-        return None
-    stages = table(rows, list(rows[0])[1:]) or "\n".join(f"- {row['stage']}" for row in rows)
-    data = report["data"]
-    what, samples = _DATA.get(data["kind"]), data["samples"]
-    details = [f"{what} of {sizes(data['shape'])}" if what == "latents" and data["shape"] else what] if what else []
-    if data["length"]:
-        exactly = "" if data["kind"] == "text in packed rows" else "at most "
-        details.append(f"of {exactly}{pluralize(data['length'], 'token')}")
-    origin = _ORIGINS.get(data["origin"]) or (data["origin"] and f" of {code(data['origin'])}")
-    explained = f" ({' '.join(details)})" if details else ""
-    clause = f"{pluralize(samples, 'sample')}{origin}{explained}" if samples else None
-    return {"stages": stages, "data": clause, "where": _machine(report["machine"])}
-
-
-def training_tables(record: dict[str, Any]) -> dict[str, Any] | None:
-    config = record["config"]
-    rows = [
-        {
-            "stage": _STAGES[name],
-            "steps": f"{config[steps]:,}",
-            "learning rate": _rate(config[f"{name}_learning_rate"] or config["learning_rate"]),
-            "training loss of the last step": _shown(record["final_losses"].get(name), "{:.4g}"),
-        }
-        for name, steps in _STEPS.items()
-        if config[steps]
-    ]
-    if not rows:
-        return None
-    factors = (config["batch_size"], config["gradient_accumulation_steps"], record["world_size"])
-    added, precision = config["mhla_learning_rate"], config["mixed_precision"]
-    trained = {"mhla": "the parameters that MHLA adds", "lora": "LoRA and the parameters that MHLA adds"}
-    distilled = config["transfer_steps"] or config["distill_steps"]
-    facts = [
-        f"{pluralize(math.prod(factors), 'sample')} a step" if all(factors) else None,
-        f"learning rate {_rate(added)} for MHLA's parameters" if added and added != config["learning_rate"] else None,
-        "teacher: the model before its conversion" if distilled and not config["teacher"] else None,
-        f"{trained[config['train']]} trained" if config["train"] in trained else None,
-        f"mixed precision {code(precision)}" if precision not in ("", "no") else None,
-        _shown(config["seed"], "seed {}"),
-    ]
-    samples = record["dataset_size"]
-    return {
-        "stages": table(rows, list(rows[0])[1:]),
-        "facts": "; ".join(filter(None, facts)),
-        "data": pluralize(samples, "sample") if samples else None,
-    }
-
-
-def _machine(machine: dict[str, Any]) -> str:
-    """Return machine, version of torch and date of a measurement."""
-    threads = machine["threads"] if machine["threads"] and not machine["cuda"] else 0
-    torch = machine["torch"] and f"torch {machine['torch']}"
-    parts = (machine["device"], threads and pluralize(threads, "CPU thread"), torch, machine["date"])
-    return ", ".join(plain(part) for part in parts if part)
+def machine(facts: dict[str, Any]) -> str:
+    """Format device, version of torch and date of a measurement."""
+    threads = pluralize(facts["threads"], "CPU thread") if facts["threads"] and not facts["cuda"] else ""
+    torch = f"torch {facts['torch']}" if facts["torch"] else ""
+    return ", ".join(plain(part) for part in (facts["device"], threads, torch, facts["date"]) if part)
 
 
 def quality_table(records: Records, others: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
@@ -224,7 +105,7 @@ def quality_table(records: Records, others: Mapping[str, dict[str, Any]]) -> dic
             )
         if figures := list(_states(other).values()):
             rows.append({"model": plain(title), **_cells(figures[-1])})
-    return {"table": table(rows, list(rows[0])[1:]), "sentence": _quality_sentence(report, states)}
+    return {"table": table(rows), "sentence": _quality_sentence(report, states)}
 
 
 def eval_results(records: Records, task: str | None, dataset: str | None) -> list[EvalResult]:
@@ -256,7 +137,7 @@ def _states(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _cells(state: dict[str, Any]) -> dict[str, str | None]:
-    return {heading: _shown(state.get(key), form) for key, (heading, form, _) in _FIGURES.items()}
+    return {heading: shown(state.get(key), form) for key, (heading, form, _) in _FIGURES.items()}
 
 
 def _close(first: float | None, second: float | None) -> bool:
@@ -297,7 +178,7 @@ def read_benchmarks(
     for given in benchmarks:
         content = given if isinstance(given, Mapping) else read_json(Path(given).expanduser(), "the report")
         report, recovery = known(content, BENCHMARK), known(content, RECOVERY)
-        if report["benchmark"] in ("decode", "model", "train", "op", "generation") and "results" in content:
+        if report["benchmark"] in _BENCHMARKS and "results" in content:
             measured.append(report)
         elif is_recovery(recovery):
             title = first = _comparison_title(recovery, own)
@@ -326,107 +207,31 @@ def _comparison_title(report: dict[str, Any], own: dict[str, Any]) -> str:
     return f"{title}, recovered {'alike' if alike else 'with other settings'}"
 
 
-def speed_table(report: dict[str, Any], part: ModelPart) -> dict[str, Any]:
-    """Return a section on speed and memory: `title`, `what` was measured, `where`, `table`, whether it `is_own`."""
-    kind, options = report["benchmark"], report["options"]
+def measured_rows(report: dict[str, Any], part: ModelPart) -> list[dict[str, Any]]:
+    """Return the rows of a report of speed that are about models like this one."""
     rows = [row for row in report["results"] if not row["reason"]]
-    if kind == "decode":
-        what = f"Measured with {code(public_location(options['model']))}."
-        if not options["model"]:
-            layers, width = options["layers"], options["hidden_size"]
-            extent = f" of {pluralize(layers, 'layer')} and width {width}" if layers and width else ""
-            what = f"Measured with a Llama{extent} with random weights, not with this model."
-        what += f" The KV cache is {code(options['cache'])}." if options["cache"] else ""
-        title, names, cells = "Decoding", 1, [_decoding(row) for row in rows]
-    elif kind == "generation":
-        title, names, what = "Generation", 1, plain(report["task"])
-        cells = [
-            {
-                "model": plain(row["model"]),
-                "parameters": _shown(row["parameters"], "{:,}"),
-                "time": _duration(row["seconds"]),
-            }
-            for row in rows
-        ]
-    elif kind == "op":
-        title, names, cells = "Operator", 3, _operator(_of_family(rows, "shape", part), part)
-        what = "The attention operator alone at the sizes of models, each by its fastest implementation."
-    else:
-        title, names = "Training step" if kind == "train" else "Forward pass", 2
-        what = "Measured with models of the sizes named and random weights, not with this model."
-        cells = [
-            {
-                "model": code(row["model"]),
-                "attention": plain(row["contestant"].replace("mhla-", "MHLA, "))
-                if row["contestant"] != "ordinary"
-                else f"original ({plain(row['attention'])})",
-                "tokens": _shown(row["tokens"], "{:,}"),
-                "time": _duration(row["milliseconds"] and row["milliseconds"] / 1e3),
-                "memory beyond weights": _size(row["peak_memory_bytes"]),
-                "against the original": _shown(row["speedup_over_ordinary"], "{:.2f}×"),
-            }
-            for row in _of_family(rows, "model", part)
-        ]
-    place = ", ".join(filter(None, (_machine(report["machine"]), code(options["dtype"]))))
-    # Sizes name rows as well.
-    always = names + (kind != "generation")
-    shown = table(cells, list(cells[0])[names:] if cells else [], always)
-    return {
-        "title": title,
-        "what": what,
-        "where": place,
-        "table": shown,
-        "is_own": kind == "generation" or bool(options["model"]),
-    }
-
-
-def _decoding(row: dict[str, Any]) -> dict[str, str | None]:
-    return {
-        "type": code(row["dtype"]),
-        "tokens in the cache": _shown(row["context"], "{:,}"),
-        "MHLA cache": _size(row["mhla"]["cache_bytes"]),
-        "KV cache": _size(row["softmax"]["cache_bytes"]),
-        "time per token, MHLA": _duration(row["mhla"]["seconds_per_token"]),
-        "time per token, softmax": _duration(row["softmax"]["seconds_per_token"]),
-    }
-
-
-def _of_family(rows: list[dict[str, Any]], key: str, part: ModelPart) -> list[dict[str, Any]]:
-    """Return the rows of sizes named after the family of a model; all of them where there are none."""
+    if report["benchmark"] in ("decode", "generation"):
+        return rows
+    key = "shape" if report["benchmark"] == "op" else "model"
     name = "causal" if part.towers[0].options.causal else _SIZES_OF.get(part.family, part.family)
-    return [row for row in rows if row[key] == name or row[key].startswith(f"{name}-")] or rows
+    rows = [row for row in rows if row[key] == name or row[key].startswith(f"{name}-")] or rows
+    return _fastest(rows, part.towers[0].options.normalizer) if key == "shape" else rows
 
 
-def _operator(rows: list[dict[str, Any]], part: ModelPart) -> list[dict[str, str | None]]:
+def _fastest(rows: list[dict[str, Any]], normalizer: str) -> list[dict[str, Any]]:
+    """Return the shortest times of each kind of attention by size and direction."""
     best: dict[tuple[str, int | None, str], dict[str, float]] = {}
     # Reports have no figures of the authors' other normaliser.
-    normalizer = part.towers[0].options.normalizer
     allowed = ("", normalizer if normalizer == "query" else "none")
     for row in rows:
-        name = row["contestant"].removeprefix("fla-")
+        name, milliseconds = row["contestant"].removeprefix("fla-"), row["milliseconds"]
         kind = name.split("-")[0]
-        milliseconds = row["milliseconds"]
-        if (
-            kind in ("mhla", "softmax", "linear")
-            and "path" not in name
-            and row["normalizer"] in allowed
-            and milliseconds
-        ):
-            times = best.setdefault((row["shape"], row["tokens"], row["direction"]), {})
-            times[kind] = min(milliseconds / 1e3, times.get(kind, math.inf))
-    return [
-        {
-            "size": code(shape),
-            "tokens": _shown(tokens, "{:,}"),
-            "direction": plain(direction),
-            "MHLA": _duration(times["mhla"]),
-            "softmax": _duration(times.get("softmax")),
-            "linear": _duration(times.get("linear")),
-            "softmax / MHLA": f"{times['softmax'] / times['mhla']:.2f}×" if "softmax" in times else None,
-        }
-        for (shape, tokens, direction), times in best.items()
-        if "mhla" in times
-    ]
+        if milliseconds and kind in ("mhla", "softmax", "linear") and "path" not in name:
+            if row["normalizer"] in allowed:
+                times = best.setdefault((row["shape"], row["tokens"], row["direction"]), {})
+                times[kind] = min(milliseconds, times.get(kind, math.inf))
+    fields = ("shape", "tokens", "direction")
+    return [{**dict(zip(fields, key)), "times": times} for key, times in best.items() if "mhla" in times]
 
 
 # Markdown
@@ -469,17 +274,16 @@ def ranges(indices: Iterable[int]) -> str:
     words: list[str] = []
     for part in parts:
         words += [f"{part[0]}–{part[-1]}"] if len(part) > 2 else map(str, part)
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
-def table(rows: Sequence[Mapping[str, str | None]], right: Iterable[str] = (), names: int = 1) -> str:
+def table(rows: Sequence[Mapping[str, str | None]], names: int = 1, left: int = 1) -> str:
     """Format a table, without the rows and columns that are empty.
 
     Args:
         rows: Cells by the heading of their column, the same headings in every row.
-        right: Headings of columns of figures.
         names: Number of first columns that only name a row.
+        left: Number of first columns that are aligned to the left.
 
     Returns:
         The table; empty if nothing is left of it.
@@ -487,21 +291,22 @@ def table(rows: Sequence[Mapping[str, str | None]], right: Iterable[str] = (), n
     headings = list(rows[0]) if rows else []
     rows = [row for row in rows if any(row[name] for name in headings[names:])]
     shown = [name for name in headings if any(row[name] for row in rows)]
-    rulers = ["---:" if name in right else "---" for name in shown]
+    rulers = ["---:" if name in headings[left:] else "---" for name in shown]
     lines = [shown, rulers, *([row[name] or "" for name in shown] for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) if rows else ""
 
 
-def _shown(value: Any, form: str) -> str | None:
+def shown(value: Any, form: str) -> str | None:
+    """Format a number; `None` stays `None`."""
     return None if value is None else form.format(value)
 
 
-def _rate(value: float | None) -> str | None:
+def rate(value: float | None) -> str | None:
     """Format a learning rate: `2e-5`."""
     return f"{value:g}".replace("e-0", "e-") if value and value > 0 else None
 
 
-def _size(value: float | None) -> str | None:
+def size(value: float | None) -> str | None:
     """Format bytes in decimal units."""
     if value is None or value < 0:
         return None
@@ -509,7 +314,7 @@ def _size(value: float | None) -> str | None:
     return f"{value / factor:.3g} {unit}" if value < 1000 * factor else f"{value / factor:,.0f} {unit}"
 
 
-def _duration(seconds: float | None) -> str | None:
+def duration(seconds: float | None) -> str | None:
     """Format seconds in a unit that is easy to read."""
     if seconds is None or seconds < 0:
         return None
@@ -518,3 +323,13 @@ def _duration(seconds: float | None) -> str | None:
     if seconds < 600:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def milliseconds(value: float | None) -> str | None:
+    """Format milliseconds like [`duration`]."""
+    return duration(value / 1e3) if value else None
+
+
+def count(value: int | None) -> str | None:
+    """Format a whole number: `1,000`."""
+    return shown(value, "{:,}")

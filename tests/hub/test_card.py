@@ -326,7 +326,7 @@ def test_markdown():
     assert plain("https://e.org www.e.org") == "https:&#47;/e.org www&#46;e.org"
     assert code("a`b|c\n") == "`a'b¦c`" and code(" ") == ""
     assert ranges([5, 0, 1, 2, 7, 8]) == "0–2, 5, 7 and 8"
-    assert table([{"a": "x", "b": None, "c": "1"}, {"a": "y", "b": None, "c": None}], ["c"]) == (
+    assert table([{"a": "x", "b": None, "c": "1"}, {"a": "y", "b": None, "c": None}]) == (
         "| a | c |\n| --- | ---: |\n| x | 1 |"
     )
     assert table([{"a": "x", "b": None}]) == "" == table([])
