@@ -40,12 +40,12 @@ def save(page: Page, name: str, last: str) -> None:
 
 
 def photograph_report(browser: Browser, model: Path) -> None:
-    """Pictures of the report on a model of the demo: blocks and mixing on a desk, figures of attention on a phone."""
+    """Pictures of the report on a model of the demo: mixing weights on a desk, figures of attention on a phone."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.html"
         write_html(inspect_directory(model, base=base_pipeline_directory()), report)
         for name, width, height, heading in (
-            ("inspect", 1080, 1065, "Blocks on the token grid"),
+            ("inspect", 1080, 1065, "Mixing weights of each layer"),
             ("inspect_phone", 390, 1085, "Rank and focus of attention"),
         ):
             page = browser.new_page(viewport={"width": width, "height": height})

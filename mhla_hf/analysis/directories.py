@@ -27,7 +27,7 @@ from ..training.matching.layers import Batch
 from ..utils.locations import download_repository
 from ..utils.machine import choose_device, machine_facts
 from ..utils.messages import pluralize, shorten_text, shorten_value
-from .inspection import DEFAULT_TOKENS, ModelInspection, inspect_model
+from .inspection import DEFAULT_TOKENS, ModelInspection, inspect_model, plain
 from .plots import check_block
 
 
@@ -66,7 +66,7 @@ class InspectionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, without the mixing weights themselves."""
-        return {**vars(self), "models": [model.to_dict() for model in self.models]}
+        return plain(self)
 
 
 def inspect_directory(

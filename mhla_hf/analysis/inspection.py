@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from ..config import parse_layers
-from ..layouts.blocks import is_integer
+from ..layouts.blocks import BlockLayout, is_integer
 from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
 from ..training.matching.teacher import shared_teacher
 from .matrices import KINDS, LayerTokens
 from .recording import Sample, attention_modules, query_rows, recorded_attention
-from .statistics import MixingSummary, attention_statistics, mean_and_std, mean_distance, mixing_summary
+from .statistics import MixingSummary, attention_statistics, mean_and_std, mixing_summary
 
 
 DEFAULT_TOKENS = 512
@@ -77,26 +77,6 @@ class LayerInspection:
     gains: tuple[float, float] | None = None
     output_error: dict[str, float] | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, without the mixing weights themselves."""
-        facts = {name: getattr(self, name) for name in ("index", "name", "kind", "original")}
-        if self.mixing is None:
-            return facts
-        mixing, layout = vars(self.mixing).copy(), self.mixing.layout
-        matrix, initial = mixing.pop("matrix"), mixing.pop("initial")
-        distances = {"mean_distance": (matrix, layout), "initial_mean_distance": (initial, layout)}
-        mixing |= {name: _finite(mean_distance(*weights)) for name, weights in distances.items()}
-        mixing |= {name: mixing[name]._asdict() for name in ("decay", "initial_decay")}
-        mixing |= {"blocks": layout.blocks, "prefix_tokens": layout.num_prefix_tokens}
-        del mixing["layout"]
-        attention = None if self.attention is None else asdict(self.attention)
-        return facts | {
-            "mixing": mixing,
-            "attention": attention,
-            "gains": self.gains,
-            "output_error": self.output_error,
-        }
-
 
 @dataclass
 class ModelInspection:
@@ -131,10 +111,18 @@ class ModelInspection:
         """Whether all mixing weights still have their initial values."""
         return not any(change > 1e-6 for layer in self.mhla_layers if layer.mixing for change in layer.mixing.movement)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, without the mixing weights themselves."""
-        facts = {**vars(self), "layers": [layer.to_dict() for layer in self.layers]}
-        return {"class" if name == "class_name" else name: value for name, value in facts.items()}
+
+def plain(value: Any) -> Any:
+    """Convert a report to plain JSON types; tensors are left out, and numbers that are not finite become `None`."""
+    if is_dataclass(value):
+        return {name: plain(each) for name, each in vars(value).items() if not isinstance(each, torch.Tensor)}
+    if isinstance(value, BlockLayout):
+        return {"blocks": list(value.blocks), "prefix_tokens": value.num_prefix_tokens}
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def inspect_model(
@@ -318,7 +306,3 @@ def _output(model: nn.Module, batch: Batch) -> torch.Tensor:
 def _relative_error(output: torch.Tensor, target: torch.Tensor) -> float:
     difference, size = (output.double() - target.double()).norm(), target.double().norm()
     return (difference / size).item() if size > 0 else math.inf if difference > 0 else 0.0
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

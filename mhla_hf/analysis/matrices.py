@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..layers.features import LearnedFeatureMap, features_and_plain
+from ..layers.features import features_and_plain
 from ..layers.fused import HeadNorms
 from ..layers.mhla import MHLA
 from ..layers.sequence import TokenSequence
@@ -46,12 +46,9 @@ def mhla_matrix(
     mixing: torch.Tensor,
     layout: BlockLayout,
     *,
-    normalizer_query: torch.Tensor | None = None,
-    normalizer_key: torch.Tensor | None = None,
-    normalizer: str = "query",
     causal: bool = False,
-    eps: float = 1e-6,
     rows: torch.Tensor | None = None,
+    **normalizer: Any,
 ) -> torch.Tensor:
     """Compute the matrix of MHLA: m_{b(t),b(j)} · φ(q_t)·φ(k_j), divided by the normaliser of token t.
 
@@ -60,12 +57,11 @@ def mhla_matrix(
         key: Feature-mapped keys `[B, T, H_kv, K]`.
         mixing: `[M, M]` or `[H, M, M]`.
         layout: Blocks of the T tokens.
-        normalizer_query: Queries of the normaliser, if they differ (without rotary embedding).
-        normalizer_key: Keys of the normaliser, likewise.
-        normalizer: Name of the normaliser, see [`MHLAConfig`][mhla_hf.MHLAConfig].
         causal: Token t sees j ≤ t only.
-        eps: Added to the normaliser.
         rows: Query tokens to compute, LongTensor `[R]`; `None` for all T.
+        **normalizer: `normalizer`, a name of [`MHLAConfig`][mhla_hf.MHLAConfig], by default `"query"`; `eps` added to
+            it, by default 1e-6; `normalizer_query` and `normalizer_key`, its queries and keys if they differ (without
+            rotary embedding).
 
     Returns:
         `[B, H, R, T]` in the dtype of `query`.
@@ -81,7 +77,7 @@ def mhla_matrix(
         >>> mhla_matrix(features, features, torch.eye(2), BlockLayout(grid=(6,), blocks=(2,)))[0, 0, 0]
         tensor([0.3333, 0.3333, 0.3333, 0.0000, 0.0000, 0.0000])
     """
-    operands = Operands(query, key, key, normalizer_query, normalizer_key, normalizer, eps)
+    operands = Operands(query, key, key, **normalizer)
     check_attention(operands, mixing, layout, causal)
     if causal:
         mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
@@ -99,7 +95,7 @@ def mhla_matrix(
         product = entry.block(plain_query, plain_key.sum(dim=-2), mixing)
     else:
         return weights
-    return weights / entry.divisor(from_head_blocks(product, layout), eps)[:, rows].transpose(1, 2)
+    return weights / entry.divisor(from_head_blocks(product, layout), operands.eps)[:, rows].transpose(1, 2)
 
 
 def linear_matrix(
@@ -419,13 +415,15 @@ def layer_tokens(
     if sequence is not None and (sequence.documents is not None or sequence.state is not None):
         raise ValueError("Attention matrices are of one text a row, computed without a cache.")
     causal = mhla.config.causal if sequence is None else sequence.causal
+    original = None
     with torch.autocast(query.device.type, enabled=False):
         if norms is not None:
             query, key = norms.apply(query, key)
         query, key, value = query.double(), key.double(), value.double()
-        maps = mhla.feature_map_query, mhla.feature_map_key
-        features = _features(mhla.config, (query, key), maps, rotary, scaling)
-        original = _features(_LINEAR, (query, key), (None, None), rotary, None) if linear else None
+        learned = mhla.feature_map_query, mhla.feature_map_key
+        features = _features(mhla.config, (query, key), learned, rotary, scaling)
+        if linear:
+            original = _features(_LINEAR, (query, key), (None, None), rotary, None)
         if rotary is not None:
             query, key = rotary(query), rotary(key)
     query, key, value = (repeat_heads(tokens, mhla.num_heads, 2) for tokens in (query, key, value))
@@ -434,25 +432,16 @@ def layer_tokens(
         keep: slice | torch.Tensor = slice(None)
         if sequence is not None and sequence.valid is not None:
             keep = _checked(sequence.valid[index], index)
-        layout = mhla.layout_for((query[index, keep].shape[0],) if grid is None else grid)
+        tokens = _of_sample({"query": query, "key": key, "value": value}, index, keep)
+        layout = mhla.layout_for(tokens["query"].shape[1:2] if grid is None else grid)
         if mhla.config.is_sequence:
             mixing = extend_mixing(mhla.mixing_matrix().detach(), layout.num_blocks, causal=causal)
         else:
             mixing = mhla.mixing_matrix(layout).detach()
-        samples.append(
-            LayerTokens(
-                mhla=mhla,
-                layout=layout,
-                mixing=mixing.double(),
-                causal=causal,
-                features=_of_sample(features, index, keep),
-                original=None if original is None else _of_sample(original, index, keep),
-                query=query[index : index + 1, keep],
-                key=key[index : index + 1, keep],
-                value=value[index : index + 1, keep],
-                scaling=scaling,
-            )
-        )
+        tokens |= {"mhla": mhla, "layout": layout, "mixing": mixing.double(), "causal": causal, "scaling": scaling}
+        tokens["features"] = _of_sample(features, index, keep)
+        tokens["original"] = None if original is None else _of_sample(original, index, keep)
+        samples.append(LayerTokens(**tokens))
     return samples
 
 
@@ -511,19 +500,15 @@ def _checked(valid: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def _features(
-    config: MHLAConfig,
-    tokens: tuple[torch.Tensor, torch.Tensor],
-    maps: tuple[LearnedFeatureMap | None, LearnedFeatureMap | None],
-    rotary: Callable[[torch.Tensor], torch.Tensor] | None,
-    scaling: float | None,
+    config: MHLAConfig, tokens: tuple[Any, Any], learned: tuple[Any, Any], rotary: Any, scaling: float | None
 ) -> Tokens:
-    (query, plain_query), (key, plain_key) = (
-        features_and_plain(config, each, learned, rotary, scaling) for each, learned in zip(tokens, maps)
-    )
-    key = repeat_heads(key, query.shape[2], 2)
-    if plain_key is not None:
-        plain_key = repeat_heads(plain_key, query.shape[2], 2)
-    return {"query": query, "key": key, "normalizer_query": plain_query, "normalizer_key": plain_key}
+    """Feature-mapped queries and keys, and those of the normaliser."""
+    found: Tokens = {}
+    for name, each, feature_map in zip(("query", "key"), tokens, learned):
+        features, plain = features_and_plain(config, each, feature_map, rotary, scaling)
+        found[name] = repeat_heads(features, tokens[0].shape[2], 2)
+        found[f"normalizer_{name}"] = None if plain is None else repeat_heads(plain, tokens[0].shape[2], 2)
+    return found
 
 
 def _slice(head: int | None) -> slice:
@@ -534,7 +519,7 @@ def _of_heads(tokens: Tokens, heads: slice) -> dict[str, Any]:
     return {name: None if value is None else value[:, :, heads] for name, value in tokens.items()}
 
 
-def _of_sample(tokens: Tokens, index: int, keep: slice | torch.Tensor) -> Tokens:
+def _of_sample(tokens: Tokens, index: int, keep: slice | torch.Tensor) -> dict[str, Any]:
     return {name: None if value is None else value[index : index + 1, keep] for name, value in tokens.items()}
 
 

@@ -17,12 +17,10 @@ from ..utils.files import atomic_file
 from ..utils.messages import shorten_text
 from .directories import InspectionReport
 from .inspection import ModelInspection
-from .plots import bars_figure, check_block, decay_figure, heads_figure, layout_figure, mixing_figure
+from .plots import bars_figure, check_block, decay_figure, mixing_figure
 from .statistics import MixingSummary, mean_distance
 
 
-# Heads drawn of a layer at most, and of all layers: pages stay small.
-_MOST_HEADS, _MOST_HEAD_PICTURES = 8, 64
 _LONGEST_PROMPT = 200
 # Digits and axis limits of their charts.
 _STATISTICS = (("effective_rank", 1, None), ("rank", 0, None), ("relative_entropy", 2, 1.0), ("top_share", 2, 1.0))
@@ -77,9 +75,6 @@ def _model(model: ModelInspection, block: int | None) -> dict[str, Any]:
         for name, digits, limit in _STATISTICS:
             rows = {layer: {kind: found[kind][name]["mean"] for kind in kinds} for layer, found in attention.items()}
             statistics[name] = _svg(bars_figure(rows, kinds, digits=digits, limit=limit))
-    by_head = {layer: summary.matrix for layer, summary in mixing.items() if summary.matrix.dim() == 3}
-    heads = max((len(matrix) for matrix in by_head.values()), default=0)
-    shown = min(heads, _MOST_HEADS, max(1, _MOST_HEAD_PICTURES // max(1, len(by_head))))
     first = next(iter(mixing.values())).initial_decay
     decays = {layer: summary.decay for layer, summary in mixing.items()}
     return {
@@ -87,8 +82,6 @@ def _model(model: ModelInspection, block: int | None) -> dict[str, Any]:
         "facts": _facts(model, kinds, mixing),
         "kinds": kinds,
         "layouts": _layouts(mixing, block),
-        "heads": _svg(heads_figure(by_head, shown)) if heads > 1 else "",
-        "num_heads": shown,
         "decay": _svg(decay_figure(first, decays)) if max(len(each.mean) for each in decays.values()) > 1 else "",
         "movement": _svg(bars_figure(moved, {"mhla": "weights", "pattern": "pattern"})),
         "statistics": statistics,
@@ -121,8 +114,6 @@ def _facts(model: ModelInspection, kinds: Mapping[str, str], mixing: Mapping[int
         facts["output error of a layer"] = _percent(_mean(errors))
     if model.output_error:
         facts["output error of the model"] = _percent(model.output_error["mean"])
-    if options["lepe_kernel"]:
-        facts["LePE"] = f"kernel {options['lepe_kernel']}"
     if options["window"]:
         gain = _mean([layer.gains[1] for layer in layers if layer.gains])
         facts["softmax window"] = f"{options['window']}, mean gain {gain:.2f}"
@@ -144,7 +135,6 @@ def _layouts(mixing: Mapping[int, MixingSummary], block: int | None) -> list[dic
                 "words": f"{blocks} blocks{tokens}",
                 "layers": ", ".join(map(str, summaries)),
                 "block": chosen,
-                "blocks": _svg(layout_figure(layout, chosen)),
                 "mixing": _svg(mixing_figure(matrices, layout, block=chosen)),
             }
         )

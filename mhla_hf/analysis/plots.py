@@ -98,57 +98,37 @@ def mixing_figure(matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, 
     """
     block = check_block(block, layout)
     own = weights_on_grid(torch.eye(layout.num_blocks)[block], layout)
-    frames = frames_shown(layout, block)
-    figure, grid = _frames_figure(layout, frames, len(matrices), [1.4])
+    frames, is_sequence = frames_shown(layout, block), len(layout.grid) == 1
+    widths = [1.4] + [3.2 if is_sequence else 1.0] * len(frames)
+    figure = new_figure(1.6 * sum(widths) + 0.6, 1.9 * len(matrices) + 0.6)
+    grid = figure.subplots(len(matrices), len(widths), squeeze=False, width_ratios=widths)
     for axes, (layer, matrix) in zip(grid, matrices.items()):
         if matrix.shape[-1] != layout.num_blocks:
             raise ValueError(f"matrices has {matrix.shape[-1]} blocks, but the layout has {layout.num_blocks}.")
-        matrix = matrix.detach().float().cpu()
-        weights = matrix.mean(dim=0) if matrix.dim() == 3 else matrix
-        _draw_weights(axes[0], weights, weights.abs().max().item())
-        axes[0].set_ylabel(f"layer {layer}")
-        limit = weights[block].abs().max().item()
+        weights = matrix.detach().float().cpu()
+        weights = weights.mean(dim=0) if weights.dim() == 3 else weights
         on_tokens = weights_on_grid(weights[block], layout)
+        # The first is the matrix itself.
+        for axis, cells in zip(axes, (weights, *on_tokens[frames])):
+            limit = float((weights if cells is weights else on_tokens).abs().max()) or 1.0
+            interpolation = "none" if len(cells) <= _MOST_CELLS else "antialiased"
+            options: dict[str, Any] = {
+                "cmap": COLOR_MAP,
+                "vmin": -limit,
+                "vmax": limit,
+                "interpolation": interpolation,
+            }
+            image = axis.imshow(cells.numpy(), aspect="auto" if is_sequence else "equal", **options)
+            axis.set(xticks=[], yticks=[])
+        axes[0].set_ylabel(f"layer {layer}")
         for axis, frame in zip(axes[1:], frames):
-            image = _draw_weights(axis, on_tokens[frame], limit, aspect="equal" if len(layout.grid) > 1 else "auto")
             _outline(axis, own[frame])
         figure.colorbar(image, ax=list(axes[1:]), fraction=0.02)
+    for axis, frame in zip(grid[0][1:], frames):
+        axis.set_title(f"latent frame {frame}" if len(layout.grid) == 3 else "", fontsize=9)
     grid[0][0].set_title(f"mixing matrix, {layout.num_blocks} × {layout.num_blocks}", fontsize=9)
     tokens = " × ".join(map(str, layout.grid[-2:])) + (" tokens a frame" if len(layout.grid) == 3 else " tokens")
     figure.suptitle(f"Weights of all blocks for the queries of one (outlined), on {tokens}")
-    return figure
-
-
-def layout_figure(layout: BlockLayout, block: int) -> Any:
-    """Draw which tokens share a block, in alternating shades; one block is red."""
-    from matplotlib.colors import ListedColormap
-
-    blocks = torch.arange(layout.num_blocks) - layout.num_prefix_blocks
-    places = torch.stack(torch.unravel_index(blocks.clamp(min=0), layout.blocks), dim=-1)
-    # Neighbours differ along every axis.
-    shade = (
-        (places.sum(-1) - places[:, 0]) % 2 + 2 * (places[:, 0] % 2) if len(layout.grid) == 3 else places.sum(-1) % 2
-    )
-    shade[block] = 4
-    frames = frames_shown(layout, block)
-    figure, grid = _frames_figure(layout, frames, 1, [])
-    colors = ListedColormap(["#b0bece", "#d2dbe5", "#8fa0b4", "#e4e9ef", "#d64541"])
-    on_tokens = weights_on_grid(shade, layout)
-    for axis, frame in zip(grid[0], frames):
-        aspect = "equal" if len(layout.grid) > 1 else "auto"
-        axis.imshow(on_tokens[frame].numpy(), cmap=colors, vmin=0, vmax=4, interpolation="none", aspect=aspect)
-    return figure
-
-
-def heads_figure(matrices: Mapping[int, torch.Tensor], heads: int) -> Any:
-    """Draw the mixing matrices `[H, M, M]` of the first heads of each layer, each with its own colour scale."""
-    figure = new_figure(1.1 * heads + 0.4, 1.1 * len(matrices) + 0.3)
-    grid = figure.subplots(len(matrices), heads, squeeze=False)
-    for axes, (layer, matrix) in zip(grid, matrices.items()):
-        axes[0].set_ylabel(f"layer {layer}", fontsize=8)
-        for head, (axis, weights) in enumerate(zip(axes, matrix)):
-            _draw_weights(axis, weights, weights.abs().max().item(), interpolation="nearest")
-            grid[0][head].set_title(f"head {head}", fontsize=8)
     return figure
 
 
@@ -156,9 +136,9 @@ def decay_figure(initial: DistanceDecay, layers: Mapping[int, DistanceDecay]) ->
     """Draw the mean mixing weight of each layer against the distance of two blocks; initial weights are dashed."""
     figure = new_figure(7.2, 3.4)
     axes = _plain_axes(figure.subplots())
-    axes.plot(*initial, "--", color="#888888", label="initial")
+    axes.plot(initial.distance, initial.mean, "--", color="#888888", label="initial")
     for (layer, decay), color in zip(layers.items(), _shades(len(layers))):
-        axes.plot(*decay, color=color, label=f"layer {layer}")
+        axes.plot(decay.distance, decay.mean, color=color, label=f"layer {layer}")
     axes.set(xlabel="distance in blocks", ylabel="mean weight")
     _legend(figure, axes, ["initial", *(f"layer {layer}" for layer in layers)])
     return figure
@@ -223,26 +203,6 @@ def plot_history(history: Sequence[Mapping[str, Any]], path: str | Path) -> None
         _plain_axes(axes).set(title=title, xlabel="step", ylim=(0, None))
     _legend(figure, axes, names)
     save_figure(figure, Path(path))
-
-
-def _frames_figure(layout: BlockLayout, frames: Sequence[int], rows: int, widths: list[float]) -> tuple[Any, Any]:
-    """A figure with an axis for each frame in each row, after axes of other widths."""
-    widths = widths + [3.2 if len(layout.grid) == 1 else 1.0] * len(frames)
-    figure = new_figure(
-        1.6 * sum(widths) + 0.6, (1.9 if len(layout.grid) > 1 or len(widths) > 1 else 0.6) * rows + 0.5
-    )
-    grid = figure.subplots(rows, len(widths), squeeze=False, width_ratios=widths)
-    for axis in grid.flat:
-        axis.set(xticks=[], yticks=[])
-    for axis, frame in zip(grid[0][-len(frames) :], frames):
-        axis.set_title(f"latent frame {frame}" if len(layout.grid) == 3 else "", fontsize=9)
-    return figure, grid
-
-
-def _draw_weights(axis: Any, weights: torch.Tensor, limit: float, **options: Any) -> Any:
-    options = {"interpolation": "none" if len(weights) <= _MOST_CELLS else "antialiased", **options}
-    axis.set(xticks=[], yticks=[])
-    return axis.imshow(weights.numpy(), cmap=COLOR_MAP, vmin=-(limit or 1.0), vmax=limit or 1.0, **options)
 
 
 def _outline(axis: Any, inside: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ Shape letters: R query tokens, T tokens, H heads, M blocks; `...` any further ax
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -149,7 +148,8 @@ def rank_bound(layout: BlockLayout, features: int) -> int:
     return min(layout.num_tokens, int(layout.block_tokens.clamp(max=features).sum()))
 
 
-class DistanceDecay(NamedTuple):
+@dataclass(frozen=True)
+class DistanceDecay:
     """Mean mixing weight by the distance of two block centres, in blocks, rounded and ascending."""
 
     distance: list[int]

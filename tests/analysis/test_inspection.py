@@ -11,6 +11,7 @@ import torch
 
 import mhla_hf
 from mhla_hf.analysis import attention_statistics, inspect_model, layer_tokens, softmax_matrix
+from mhla_hf.analysis.inspection import plain
 from mhla_hf.analysis.recording import attention_modules
 from mhla_hf.training.matching.layers import run
 from tests.integrations.transformers.mhla_models import default_options
@@ -44,7 +45,7 @@ def test_hybrid_layers_are_listed():
     assert set(layer.attention.statistics) == {"original", "mhla", "linear"}
     assert layer.attention.statistics["mhla"]["rank"]["mean"] <= layer.attention.rank_bound
     assert layer.attention.statistics["linear"]["rank"]["mean"] <= layer.attention.linear_bound
-    facts = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    facts = json.loads(json.dumps(plain(report), allow_nan=False))
     assert [entry["kind"] for entry in facts["layers"]] == ["softmax", "mhla"]
 
 

@@ -87,7 +87,7 @@ def test_prompts_original_and_layers(saved, tmp_path):
     report = json.loads(figures.read_text())
     assert report["prompts"] == ["the quick brown fox", "jumps over [the] lazy dog"]
     layers = report["models"][0]["layers"]
-    assert ["mixing" in layer for layer in layers] == [True, False, True]
+    assert [layer["mixing"] is not None for layer in layers] == [True, False, True]
     assert [layers[index]["attention"]["samples"] for index in (0, 2)] == [2, 2]
     assert layers[0]["attention"]["tokens"] == len("jumps over [the] lazy dog")
 
@@ -150,7 +150,7 @@ def test_towers_without_a_tokenizer(tmp_path):
     report = json.loads((tmp_path / "figures.json").read_text())
     assert report["probe"] == "random tokens (there is no tokenizer)"
     layers = report["models"][0]["layers"]
-    assert {tuple(layer["mixing"]["blocks"]) for layer in layers} == {(32,), (2, 2)}
+    assert {tuple(layer["mixing"]["layout"]["blocks"]) for layer in layers} == {(32,), (2, 2)}
     assert all(layer["attention"]["samples"] == 4 for layer in layers)
     assert "no tokenizer" in line(run(tmp_path / "clip", "--prompt", "a cat"))
 
@@ -158,7 +158,7 @@ def test_towers_without_a_tokenizer(tmp_path):
 def test_json_on_standard_output(saved):
     result = run(saved / "llama", "--samples", 0, "--json", "-")
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["models"][0]["class"] == "LlamaForCausalLM"
+    assert json.loads(result.stdout)["models"][0]["class_name"] == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize(
