@@ -132,13 +132,7 @@ def model_without_weights(part: Component) -> Any:
 
 
 def _weight_file(location: Path) -> Path:
-    if location.is_file():
-        if location.suffix != ".safetensors":
-            raise ValueError(f"LoRA {location} is not a .safetensors file; other formats are not read.")
-        return location
-    if not location.is_dir():
-        raise ValueError(f"LoRA {location} is neither a directory nor a file.")
-    files = sorted(path for path in location.glob("*.safetensors") if path.is_file())
+    files = [location] if location.suffix == ".safetensors" else sorted(location.glob("*.safetensors"))
     files = [path for path in files if path.name in _FILE_NAMES] or files
     if len(files) != 1:
         found = shorten_list(path.name for path in files) if files else "no .safetensors file"

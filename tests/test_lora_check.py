@@ -123,8 +123,8 @@ PAIR = {
     "transformer.blocks.0.attn1.to_q.lora_B.weight": torch.zeros(24, 2),
 }
 FILES: dict[str, tuple[Any, str]] = {
-    "missing": (None, "is neither a directory nor a file"),
-    "lora.bin": ("no weights", "is not a .safetensors file"),
+    "missing": (None, "has no .safetensors file"),
+    "lora.bin": ("no weights", "has no .safetensors file"),
     "lora.safetensors": ("no weights", "cannot be read as safetensors"),
     "model": ({"proj_out.weight": torch.zeros(2, 2)}, "holds no LoRA weights, but proj_out.weight"),
     "other": ({"transformer_2.proj_out.lora_A.weight": torch.zeros(2, 24)}, "has nothing for transformer"),

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .matrices import softmax_matrix as softmax_matrix
     from .page import write_html as write_html
     from .plots import mixing_figure as mixing_figure
-    from .plots import plot_history as plot_history
     from .signatures import FailureSignature as FailureSignature
     from .statistics import MixingSummary as MixingSummary
     from .statistics import attention_statistics as attention_statistics
@@ -39,6 +38,5 @@ if TYPE_CHECKING:
     from .tracking import AttentionTracker as AttentionTracker
     from .tracking import TrackingCallback as TrackingCallback
     from .tracking import attention_matrices as attention_matrices
-    from .tracking import failure_signatures as failure_signatures
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..layouts.blocks import BlockLayout, is_integer
-from ..utils.figures import new_figure, save_figure
+from ..utils.figures import new_figure
 from ..utils.messages import shorten_value
 from .statistics import DistanceDecay
 
@@ -23,11 +22,6 @@ COLORS = {"original": "#5d666f", "mhla": "#1f77b4", "linear": "#d95f02", "patter
 """Colours of bars."""
 MAX_FRAMES = 6
 """Largest number of frames of a video that are drawn."""
-_HISTORY = {
-    "rank": "numerical rank",
-    "effective_rank": "effective rank",
-    "relative_entropy": "entropy, relative to equal weights",
-}
 # Larger matrices are drawn at the resolution of the figure.
 _MOST_CELLS = 256
 
@@ -170,39 +164,6 @@ def bars_figure(
     if len(names) > 1:
         figure.legend(loc="outside upper left", ncols=len(names), fontsize=8, frameon=False)
     return figure
-
-
-def plot_history(history: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Draw rank and entropy of each layer over the steps of a training, as a PNG file.
-
-    Layers go from dark (the first) to light; softmax layers are dashed, linear ones dotted. Crosses mark the first
-    report of a failure signature, in the panel of the ranks.
-
-    Args:
-        history: `history` of an [`AttentionTracker`][mhla_hf.analysis.AttentionTracker].
-        path: File to write.
-
-    Raises:
-        ValueError: If the history is empty.
-    """
-    if not history:
-        raise ValueError("history has no rows: record something first.")
-    names = list(dict.fromkeys(name for row in history for name in row["layers"]))
-    figure = new_figure(4.0 * len(_HISTORY), 3.6)
-    styles = {"softmax": "--", "linear": ":", "mhla": "-"}
-    reported = {(each["name"], each["layer"]): row for row in reversed(history) for each in row.get("signatures", ())}
-    for axes, (statistic, title) in zip(figure.subplots(1, len(_HISTORY)), _HISTORY.items()):
-        for name, color in zip(names, _shades(len(names))):
-            rows = [(row["step"], row["layers"][name]) for row in history if name in row["layers"]]
-            points = [(step, layer[statistic]) for step, layer in rows if layer[statistic] is not None]
-            marker = "o" if len(points) == 1 else None
-            xs, ys = [step for step, _ in points], [value for _, value in points]
-            axes.plot(xs, ys, styles[rows[0][1]["kind"]], color=color, marker=marker, label=name)
-        for (_, name), row in reported.items() if statistic == "rank" else ():
-            axes.plot(row["step"], row["layers"][name]["rank"] or 0, "x", color="#d62728", markersize=8)
-        _plain_axes(axes).set(title=title, xlabel="step", ylim=(0, None))
-    _legend(figure, axes, names)
-    save_figure(figure, Path(path))
 
 
 def _outline(axis: Any, inside: torch.Tensor) -> None:

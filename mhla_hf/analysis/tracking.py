@@ -20,7 +20,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..layers.mhla import MHLA
 from ..layouts.blocks import is_integer
-from ..training.matching.layers import Batch, mhla_layers
+from ..training.matching.layers import Batch
 from ..training.processes import Processes
 from ..utils.files import write_json
 from ..utils.json_files import check_fields, read_json
@@ -174,16 +174,19 @@ class AttentionTracker:
         self.history.append(row)
         return row
 
-    def probe(self, model: nn.Module, step: int = 0) -> tuple[dict[str, dict[str, Any]], list[FailureSignature]]:
+    def probe(
+        self, model: nn.Module, step: int | None = None
+    ) -> tuple[dict[str, dict[str, Any]], list[FailureSignature]]:
         """Run the probe, without adding to the history.
 
         Args:
             model: As for `record`.
-            step: Likewise.
+            step: Likewise; `None` if unknown, where untrained mixing weights are not reported as uniform.
 
         Returns:
             The `layers` of a row, and the failure signatures.
         """
+        settled = None if step is None else step >= self.settle
         model = extract_model_from_parallel(model, keep_torch_compile=False)
         records: dict[str, _LayerRecord] = {}
 
@@ -200,7 +203,7 @@ class AttentionTracker:
             if record.mhla is not None:
                 for signature in (
                     *probe_signatures(name, layers[name], record.bound, linear),
-                    *weight_signatures(record.mhla, name, linear=linear, settled=step >= self.settle),
+                    *weight_signatures(record.mhla, name, linear=linear, settled=settled),
                 ):
                     found.setdefault((name, signature.name), signature)
         return layers, list(found.values())
@@ -259,8 +262,7 @@ class TrackingCallback(TrainerCallback):
 
     Args:
         tracker: The tracker, with the probe.
-        trainer: The trainer, whose `log` passes the figures on, to TensorBoard for example. Without it they are in
-            `state.log_history` only.
+        trainer: The trainer, whose `log` passes the figures on, to TensorBoard for example; `None` logs nothing.
         per_layer: Log the figures of each layer as well, as `attention_rank/LAYER`.
 
     Examples:
@@ -303,50 +305,8 @@ class TrackingCallback(TrainerCallback):
             due = control.should_log
             self.trainer.log(figures)
             control.should_log = due
-        else:
-            state.log_history.append({**figures, "step": state.global_step})
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         self.tracker.save(Path(args.output_dir) / HISTORY_FILE)
-
-
-def failure_signatures(
-    model: nn.Module,
-    batches: Batch | Sequence[Batch] = (),
-    *,
-    layers: str | Iterable[int] | None = None,
-    rows: int = DEFAULT_ROWS,
-) -> list[FailureSignature]:
-    """Find failure signatures in a model's MHLA layers, from their weights and, given a probe, from their attention.
-
-    Args:
-        model: A model of diffusers or transformers with MHLA layers, may be wrapped or compiled; not changed.
-        batches: The probe: keyword arguments of the model's `forward`, or a list of such, best of the lengths that
-            the model is used at. Without any, weights are all there is.
-        layers: The layers that the probe is for, as numbers or text such as `"1,2,4"`; `None` for all.
-        rows: See [`AttentionTracker`][mhla_hf.analysis.AttentionTracker].
-
-    Returns:
-        The signatures, in the order of the layers; empty for a sound model.
-
-    Raises:
-        ValueError: If the model has no MHLA layers, or an argument is wrong.
-
-    Examples:
-        >>> for signature in failure_signatures(model, tokenizer(text, return_tensors="pt")):  # doctest: +SKIP
-        ...     print(signature)
-        model.layers.3.self_attn: uniform-mixing: its mixing weights differ from equal ones by 0.41%, ...
-    """
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
-    linear = bool(getattr(model, "upstream_is_linear", False))
-    converted = {layer.name: layer.mhla for layer in mhla_layers(model)}
-    # Untrained weights may be equal, so weights are judged before the probe's own verdict on them.
-    found = [each for name, mhla in converted.items() for each in weight_signatures(mhla, name, linear=linear)]
-    if batches:
-        known = {(each.layer, each.name) for each in found}
-        probed = AttentionTracker(batches, layers=layers, rows=rows).probe(model)[1]
-        found += [each for each in probed if (each.layer, each.name) not in known]
-    names = list(converted)
-    return sorted(found, key=lambda each: (names.index(each.layer), each.name))
 
 
 class _LayerRecord:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mhla_hf import BlockLayout
-from mhla_hf.analysis import InspectionReport, inspect_model, mixing_figure, plot_history, write_html
+from mhla_hf.analysis import InspectionReport, inspect_model, mixing_figure, write_html
 from mhla_hf.analysis.page import render_html
 from mhla_hf.analysis.plots import bars_figure, frames_shown, middle_block, weights_on_grid
 from mhla_hf.utils.machine import machine_facts
@@ -154,26 +154,6 @@ def test_bars_are_as_long_as_their_labels_say():
 
 
 KINDS = {"mhla": "weights", "pattern": "pattern"}
-
-
-def test_history_of_a_training(tmp_path):
-    row = {"rank": 12.0, "effective_rank": 5.0, "relative_entropy": 0.7}
-    history = [
-        {
-            "step": step,
-            "layers": {
-                "blocks.0": {**row, "kind": "softmax"},
-                "blocks.1": {**row, "kind": "mhla", "rank": None if step == 20 else 10.0},
-                "blocks.2": {**dict.fromkeys(row), "kind": "mhla"},
-            },
-            "signatures": [{"name": "uniform-mixing", "layer": "blocks.1"}] if step else [],
-        }
-        for step in (0, 10, 20)
-    ]
-    plot_history(history, tmp_path / "history.png")
-    assert (tmp_path / "history.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="history has no rows"):
-        plot_history([], tmp_path / "none.png")
 
 
 @pytest.mark.slow
