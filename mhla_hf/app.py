@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -31,17 +31,8 @@ from .conversion.options import parse_dtype
 from .demo import BLOCKS, GRID, DemoConfig, base_pipeline_directory
 from .demo import PROMPTS as DEMO_PROMPTS
 from .hub.card import TAGS, card_data
+from .models import source as sources
 from .models.registry import MHLA_CLASSES
-from .models.source import (
-    CONVERSION_RECORD,
-    TRAINING_RECORD,
-    Component,
-    Source,
-    find_original,
-    open_source,
-    read_source,
-    softmax_version,
-)
 from .pipelines import load_pipeline
 from .recovery.directories import calibrate_directory
 from .recovery.probes import PROMPTS, sample_size
@@ -71,6 +62,7 @@ DEMO_OUTPUT = Path("demo-output") / "mhla"
 
 _TITLES = {"original": "Original", "mhla": "MHLA"}
 _ALL_HEADS = "mean of all heads"
+_LICENSE = "apache-2.0"
 _TEMPLATES = Path(__file__).parent / "assets" / "space"
 # Bounds of the sliders.
 _MOST_STEPS, _MOST_NEW_TOKENS, _LONGEST_PROMPT, _WAITING = 50, 256, 1000, 8
@@ -145,7 +137,7 @@ def open_comparison(
     """Load an MHLA model and its original; see [`create_app`][mhla_hf.app.create_app] for arguments and errors."""
     place = choose_device(device)
     weights = parse_dtype(dtype or ("float32" if place.type == "cpu" else "bfloat16"))
-    source = open_source(model)
+    source = sources.open_source(model)
     originals = _originals(source, original)
     part = source.mhla_components[0]
     softmax = {name: found.load(dtype=weights).to(place).eval() for name, (_, found) in originals.items()}
@@ -178,17 +170,17 @@ def open_comparison(
     return Comparison(kind=MHLA_CLASSES[part.class_name].kind, models=models, sides=sides, **facts)
 
 
-def _originals(source: Source, location: str | Path | None) -> dict[str, tuple[str, Component]]:
+def _originals(source: sources.Source, location: str | Path | None) -> dict[str, tuple[str, sources.Component]]:
     """Location and original of each MHLA model of a source, by component."""
     if not source.mhla_components:
         raise ValueError(f"{source.location} is no MHLA model: convert it first (mhla-hf convert, mhla-hf recover).")
-    given = None if location is None else open_source(location)
+    given = None if location is None else sources.open_source(location)
     originals = {}
     for part in source.mhla_components:
         if given is None:
-            found = find_original(source, part)
+            found = sources.find_original(source, part)
         else:
-            version = softmax_version(given, part)
+            version = sources.softmax_version(given, part)
             found = None if version is None else (str(location), version)
         if found is None:
             named = f" in {location}" if given is not None else f" ({', '.join(source.records())})"
@@ -199,11 +191,11 @@ def _originals(source: Source, location: str | Path | None) -> dict[str, tuple[s
 
 def _is_recovered(root: Path) -> bool:
     """True if a record in the directory says that the model was trained. Its contents are someone else's."""
-    path = root / CONVERSION_RECORD
+    path = root / sources.CONVERSION_RECORD
     recovery = read_json(path, "the record").get("recovery") if path.is_file() else None
     stages = recovery.get("stages") if isinstance(recovery, dict) else None
     trained = isinstance(stages, dict) and bool(set(stages) - {"calibrate"})
-    return trained or (root / TRAINING_RECORD).is_file()
+    return trained or (root / sources.TRAINING_RECORD).is_file()
 
 
 def _shown(location: str | Path) -> str:
@@ -357,30 +349,6 @@ def _generate_text(
     return tokenizer.decode(tokens[0, length:], skip_special_tokens=True)
 
 
-def _compare(comparison: Comparison, inputs: Mapping[str, Any]) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
-    """The handler of the Generate button: yields the original's output, MHLA's, and the table of times."""
-
-    async def compare(progress: Any = gr.Progress(track_tqdm=True), *values: Any) -> AsyncIterator[tuple[Any, ...]]:
-        request, stop = dict(zip(inputs, values, strict=True)), threading.Event()
-        seconds, shown = {}, dict.fromkeys(_TITLES)
-        try:
-            with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
-                for side in _TITLES:
-                    value, seconds[side] = await asyncio.to_thread(generate, comparison, side, request, stop, progress)
-                    shown[side] = _as_shown(comparison.kind, value, Path(folder) / f"{side}.mp4")
-                    times = (
-                        _TIMES.format(attention=comparison.attention.capitalize(), **seconds) if shown["mhla"] else ""
-                    )
-                    yield shown["original"], shown["mhla"], times
-        except (ValueError, torch.OutOfMemoryError) as error:
-            raise gr.Error(shorten_text(str(error), 300), print_exception=False) from None
-        finally:
-            # Also when the visitor cancels: gradio then cancels this coroutine.
-            stop.set()
-
-    return compare
-
-
 def _as_shown(kind: str, value: Any, path: Path) -> Any:
     """The value that an output component takes."""
     if kind != "video":
@@ -414,9 +382,26 @@ def _generate_tab(comparison: Comparison, inputs: Mapping[str, Any]) -> None:
         original = _output(comparison.kind, "original", f"Original: {comparison.attention}")
         outputs = [original, _output(comparison.kind, "mhla", "MHLA")]
     times = gr.Markdown(elem_id="times")
+
+    async def compare(progress: Any = gr.Progress(track_tqdm=True), *values: Any) -> AsyncIterator[tuple[Any, ...]]:
+        request, stop = dict(zip(inputs, values, strict=True)), threading.Event()
+        seconds, shown = {}, dict.fromkeys(_TITLES)
+        try:
+            with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
+                for side in _TITLES:
+                    value, seconds[side] = await asyncio.to_thread(generate, comparison, side, request, stop, progress)
+                    shown[side] = _as_shown(comparison.kind, value, Path(folder) / f"{side}.mp4")
+                    both = {"attention": comparison.attention.capitalize(), **seconds}
+                    yield shown["original"], shown["mhla"], _TIMES.format(**both) if "mhla" in both else ""
+        except (ValueError, torch.OutOfMemoryError) as error:
+            raise gr.Error(shorten_text(str(error), 300), print_exception=False) from None
+        finally:
+            # Also when the visitor cancels: gradio then cancels this coroutine.
+            stop.set()
+
     running = gr.on(
         [run.click, first.submit],
-        _compare(comparison, inputs),
+        compare,
         list(inputs.values()),
         [*outputs, times],
         api_name="generate",
@@ -557,15 +542,22 @@ def export_space(
         OSError: If a file cannot be read or written.
     """
     target = Path(destination).expanduser()
+    locations = {"model": model, "original": original}
+    title = f"MHLA: {Path(model).name if model is not None else 'moving digits'}"
+    facts: dict[str, Any] = {"title": title, "license": _LICENSE, "tags": list(TAGS), "gradio": version("gradio")}
     with claim_destination(target, overwrite=overwrite) as claimed, claimed.staging() as staging:
-        facts: dict[str, Any] = {"model": repr(model), "original": repr(original), "license": "apache-2.0"}
-        models = [location for location in (model, original) if location is not None]
         if model is not None and local_directory(model, "model") is not None:
-            models, facts = _copy_models(staging, Path(model).expanduser(), original)
-        elif original is not None and local_directory(original, "original") is not None:
-            raise ValueError(f"original {original} is a directory; give a Hub id, as the model is on the Hub.")
-        facts |= {"models": sorted(map(str, models)), "tags": list(TAGS), "gradio": version("gradio")}
-        facts["title"] = f"MHLA: {Path(model).name if model is not None else 'moving digits'}"
+            source = sources.open_source(model)
+            location, part = next(iter(_originals(source, original).values()))
+            folder = part.folder if part.is_transformers else part.folder.parent
+            locations["original"] = location if is_hub_id(location) else folder
+            facts["license"] = card_data(source.root).license or _LICENSE
+        for name, location in locations.items():
+            facts[name] = repr(location)
+            if location is not None and local_directory(location, name) is not None:
+                facts[name], locations[name] = f"HERE / {name!r}", None
+                _copy(Path(location).expanduser(), staging / name)
+        facts["models"] = sorted(str(location) for location in locations.values() if location is not None)
         (staging / "requirements.txt").write_text(f"mhla-hf[app]=={__version__}\n", encoding="utf-8")
         for template in _TEMPLATES.glob("*.jinja"):
             text = jinja2.Template(template.read_text(encoding="utf-8"), keep_trailing_newline=True).render(facts)
@@ -573,24 +565,9 @@ def export_space(
     return target
 
 
-def _copy_models(staging: Path, root: Path, original: str | Path | None) -> tuple[list[str], dict[str, Any]]:
-    """Copy a model directory, and of its original what differs; return Hub ids and the facts of the templates."""
-    source = read_source(root)
-    originals = _originals(source, original)
-    # The work folder of a recovery only serves to resume it.
-    _copy(root, [file for file in list_files(root) if file.parts[0] != "work"], staging / "model")
-    facts = {"model": "HERE / 'model'", "original": repr(original), "license": card_data(root).license or "apache-2.0"}
-    location, first = next(iter(originals.values()))
-    if is_hub_id(location):
-        return [location], facts
-    folder = first.folder if first.is_transformers else first.folder.parent
-    parts = [found.folder for _, found in originals.values()]
-    files = [file for file in list_files(folder) if any((folder / file).is_relative_to(part) for part in parts)]
-    _copy(folder, files + ([] if first.is_transformers else [Path(PIPELINE_INDEX)]), staging / "original")
-    return [], {**facts, "original": "HERE / 'original'"}
-
-
-def _copy(root: Path, files: list[Path], target: Path) -> None:
-    for file in files:
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(root / file, target / file)
+def _copy(root: Path, target: Path) -> None:
+    for file in list_files(root):
+        # The work folder of a recovery only serves to resume it.
+        if file.parts[0] != "work":
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / file, target / file)

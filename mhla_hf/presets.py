@@ -59,18 +59,15 @@ class Preset:
         return [index for index in range(num_layers) if index % self.softmax_every]
 
 
+# Several sizes a line, as in a table.
+# fmt: off
 def _deit(size: str, width: int, heads: int, published: str) -> Preset:
     return Preset(
         description=f"DeiT-{size} for ImageNet-1K at 256 pixels",
         model="DeiTConfig",
         sizes={
-            "hidden_size": width,
-            "intermediate_size": 4 * width,
-            "num_hidden_layers": 12,
-            "num_attention_heads": heads,
-            "image_size": 256,
-            "patch_size": 16,
-            "num_labels": 1000,
+            "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 12,
+            "num_attention_heads": heads, "image_size": 256, "patch_size": 16, "num_labels": 1000,
             "architectures": ["DeiTForImageClassification"],
         },
         mhla={"blocks": [4, 4], "lepe_kernel": 3, "feature_map_eps": 1e-6},
@@ -88,13 +85,8 @@ def _vlt(size: str, width: int, layers: int, side: int, pixels: int, published: 
         description=f"DeiT of about the size of VLT-{size}, with gates as there, at {pixels} pixels",
         model="DeiTConfig",
         sizes={
-            "hidden_size": width,
-            "intermediate_size": width * 7 // 2,
-            "num_hidden_layers": layers,
-            "num_attention_heads": width // 64,
-            "image_size": pixels,
-            "patch_size": 16,
-            "num_labels": 1000,
+            "hidden_size": width, "intermediate_size": width * 7 // 2, "num_hidden_layers": layers,
+            "num_attention_heads": width // 64, "image_size": pixels, "patch_size": 16, "num_labels": 1000,
             "architectures": ["DeiTForImageClassification"],
         },
         mhla={"blocks": [side, side], "lepe_kernel": 5, "output_gate": True, "feature_map_eps": 1e-6},
@@ -127,14 +119,8 @@ def _dit(size: str, pixels: int) -> Preset:
         model="DiTTransformer2DModel",
         # As facebook/DiT-XL-2-256 and -512, transformer/config.json.
         sizes={
-            "num_attention_heads": heads,
-            "attention_head_dim": width,
-            "num_layers": layers,
-            "in_channels": 4,
-            "out_channels": 8,
-            "patch_size": 2,
-            "sample_size": pixels // 8,
-            "num_embeds_ada_norm": 1000,
+            "num_attention_heads": heads, "attention_head_dim": width, "num_layers": layers, "in_channels": 4,
+            "out_channels": 8, "patch_size": 2, "sample_size": pixels // 8, "num_embeds_ada_norm": 1000,
         },
         mhla={"blocks": [4, 4], "lepe_kernel": 3, "output_gate": True},
         paper="M = 16; the normaliser; the linear start of the mixing weights; depthwise convolution and output gate,"
@@ -152,20 +138,12 @@ def _wan(softmax_every: int | None) -> Preset:
         model="WanTransformer3DModel",
         # Wan-AI/Wan2.1-T2V-1.3B-Diffusers, transformer/config.json.
         sizes={
-            "num_attention_heads": 12,
-            "attention_head_dim": 128,
-            "ffn_dim": 8960,
-            "num_layers": 30,
+            "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30,
             "text_dim": 4096,
         },
         mhla={
-            "blocks": [3, 5, 10],
-            "feature_map": "relu",
-            "feature_map_eps": 1e-6,
-            "rope": "after_feature_map",
-            "normalizer": "none",
-            "output_norm": True,
-            "output_gate": True,
+            "blocks": [3, 5, 10], "feature_map": "relu", "feature_map_eps": 1e-6, "rope": "after_feature_map",
+            "normalizer": "none", "output_norm": True, "output_gate": True,
         },
         softmax_every=softmax_every,
         paper="81 frames of 480 × 800, 21 × 30 × 50 tokens; MHLA " + part,
@@ -189,15 +167,9 @@ PRESETS: dict[str, Preset] = {
         model="SanaTransformer2DModel",
         # Efficient-Large-Model/Sana_600M_512px_diffusers, transformer/config.json.
         sizes={
-            "num_attention_heads": 36,
-            "attention_head_dim": 32,
-            "num_layers": 28,
-            "num_cross_attention_heads": 16,
-            "cross_attention_head_dim": 72,
-            "cross_attention_dim": 1152,
-            "caption_channels": 2304,
-            "mlp_ratio": 2.5,
-            "sample_size": 16,
+            "num_attention_heads": 36, "attention_head_dim": 32, "num_layers": 28,
+            "num_cross_attention_heads": 16, "cross_attention_head_dim": 72, "cross_attention_dim": 1152,
+            "caption_channels": 2304, "mlp_ratio": 2.5, "sample_size": 16,
         },
         mhla={"blocks": [4, 4]},
         paper="SANA-0.6B, fine-tuned with MHLA",
@@ -212,26 +184,13 @@ PRESETS: dict[str, Preset] = {
         description="causal language model of 338M parameters, as a Llama",
         model="LlamaConfig",
         sizes={
-            "vocab_size": 32_000,
-            "hidden_size": 1024,
-            "intermediate_size": 2432,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2432, "num_hidden_layers": 24,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "architectures": ["LlamaForCausalLM"],
         },
         mhla={
-            "causal": True,
-            "block_size": [64],
-            "feature_map": "relu",
-            "rope": "after_feature_map",
-            "normalizer": "none",
-            "mixing_init": "uniform",
-            "output_norm": True,
-            "output_gate": True,
+            "causal": True, "block_size": [64], "feature_map": "relu", "rope": "after_feature_map",
+            "normalizer": "none", "mixing_init": "uniform", "output_norm": True, "output_gate": True,
         },
         paper="340M parameters; a context of 2,048 tokens in 32 chunks of 64",
         code="mixing weights that start equal over the prefix; rotary embedding after the feature map; no normaliser",
@@ -243,6 +202,7 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 """All presets by name."""
+# fmt: on
 
 
 def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None = None, **overrides: Any) -> Any:

@@ -19,7 +19,7 @@ from ..hub import CardText, write_card
 from ..models.source import read_source
 from ..recovery.report import TITLES as STATES
 from ..training.matching.layers import mhla_layers
-from ..utils.figures import new_figure, save_figure
+from ..utils.figures import save_figure
 from ..utils.files import atomic_file, write_json
 from ..utils.machine import machine_facts
 from . import DemoConfig
@@ -28,7 +28,6 @@ from . import DemoConfig
 TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
 STAGE_TITLES = {stage: STATES[stage] for stage in ("converted", "calibrate", "match", "distill")}
 
-_COLORS = {"softmax": "#444444", "mhla": "#1f77b4", "mhla_window": "#2ca02c", "linear": "#d95f02"}
 _TEMPLATE = Path(__file__).parent / "templates" / "report.md.jinja"
 _FRAMES_PER_SECOND, _SCALE = 8, 4
 
@@ -81,7 +80,6 @@ def write_outputs(
         "variants": variants,
         "machine": machine_facts(torch.device("cpu")),
     }
-    _plot_recovery(output / "recovery.png", variants)
     _plot_mixing(output / "mixing.png", output / "mhla")
     frames = side_by_side(videos, config.prompts)
     for path in (output / "side_by_side.gif", output / "mhla" / "sample.gif"):
@@ -143,27 +141,6 @@ def _write_gif(path: Path, frames: Sequence[Image.Image]) -> None:
     images = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     with atomic_file(path) as temporary:
         export_to_gif(images, str(temporary), fps=_FRAMES_PER_SECOND)
-
-
-def _plot_recovery(path: Path, variants: Mapping[str, Mapping[str, Any]]) -> None:
-    """Plot how far the held-out loss is above softmax against the CPU time spent."""
-    figure = new_figure(8.5, 4.2)
-    axis = figure.subplots()
-    for variant, entry in variants.items():
-        # Conversion takes time as well, but the curves begin after it.
-        spent = [entry["cpu_seconds"][stage] if stage != "converted" else 0.0 for stage in STAGE_TITLES]
-        seconds = np.cumsum(spent)
-        above = [entry["held_out"][stage]["above_softmax_percent"] for stage in STAGE_TITLES]
-        color = _COLORS[variant]
-        axis.plot(seconds, above, color=color, marker="o", label=TITLES[variant])
-        end = (seconds[-1], above[-1])
-        axis.annotate(f"{above[-1]:+.1f} %", end, xytext=(6, 0), textcoords="offset points", color=color)
-    for place, title in zip(zip(seconds, above), STAGE_TITLES.values()):
-        axis.annotate(title, place, xytext=(4, 8), textcoords="offset points", fontsize=8)
-    axis.set(xlabel="CPU seconds", ylabel="held-out loss above softmax, %", yscale="log")
-    axis.margins(x=0.12)
-    axis.legend(frameon=False)
-    save_figure(figure, path)
 
 
 def _plot_mixing(path: Path, pipeline: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -100,6 +101,19 @@ def test_every_kind_of_pipeline_answers(name, tmp_path):
     if name == "two experts":
         assert comparison.sides["original"].config.boundary_ratio == comparison.sides["mhla"].config.boundary_ratio
         assert type(comparison.sides["original"].transformer_2).__name__ == "WanTransformer3DModel"
+
+
+def test_images_appear_one_after_the_other(tmp_path):
+    page = app.build_page(app.open_comparison(converted(tiny_images.dit_pipeline(), tmp_path), device="cpu"))
+    handler = next(function.fn for function in page.fns.values() if function.api_name == "generate")
+
+    async def run():
+        return [output async for output in handler(None, 7, 2, 1, 2.0)]
+
+    (original, nothing, no_times), (again, mhla, times) = asyncio.run(run())
+    page.close()
+    assert nothing is None and no_times == "" and times.startswith("Softmax attention: **")
+    assert (original == again).all() and original.shape == mhla.shape and (original != mhla).any()
 
 
 def test_language_models_answer_alike_for_a_seed(saved_language_model):
