@@ -18,7 +18,6 @@ from .options import (
     HUB,
     LAYERS,
     WEIGHTS,
-    Hub,
     Overwrite,
     Quiet,
     argument,
@@ -26,7 +25,7 @@ from .options import (
     listed,
     mhla_options,
     option,
-    parse_axes,
+    options_of,
     with_options,
 )
 from .output import JsonFile, say, show_table, write_report
@@ -39,10 +38,36 @@ if TYPE_CHECKING:
 _ORIGINAL_WEIGHTS = "Original weights of Wan"
 _COMPONENTS = "Pipelines of several transformers"
 
-_MAX_SHARD_SIZE = option("Largest weight file, such as 2GB. Default: 5GB.", metavar="SIZE", panel=WEIGHTS)
+
+class _Conversion:
+    component: str | None = option(
+        "The transformer to convert, such as transformer_2; of a file, its name in --base.",
+        metavar="NAME",
+        panel=_COMPONENTS,
+    )
+    base: str | None = option(
+        "Pipeline that the file belongs to: directory or Hub id.", metavar="MODEL", panel=_ORIGINAL_WEIGHTS
+    )
+    config: Path | None = option(
+        "Directory of the model's config.json, if --base is not given.", metavar=DIRECTORY, panel=_ORIGINAL_WEIGHTS
+    )
+    variant: str | None = option("Only these weight files, such as fp16.", metavar="NAME", panel=WEIGHTS)
+    subfolder: str | None = option("Only this folder of SOURCE.", metavar="NAME", panel="Hub")
 
 
-@with_options(CONVERSION, HUB)
+class _Written:
+    dtype: str | None = DTYPE
+    max_shard_size: str | None = option(
+        "Largest weight file, such as 2GB. Default: 5GB.", metavar="SIZE", panel=WEIGHTS
+    )
+    overwrite: Overwrite = False
+
+
+_WRITTEN = [*options_of(_Written), *HUB]
+_CONVERSION = [*options_of(_Conversion), *_WRITTEN]
+
+
+@with_options(CONVERSION, _CONVERSION)
 def convert_command(
     source: str = argument(
         "Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf)."
@@ -50,30 +75,14 @@ def convert_command(
     output: Path = argument("Directory to write."),
     *,
     layers: str | None = LAYERS,
-    component: str | None = option(
-        "The transformer to convert, such as transformer_2; of a file, its name in --base.",
-        metavar="NAME",
-        panel=_COMPONENTS,
-    ),
     mhla: str | None = option(
         'Options as JSON or a JSON file, also by component: {"transformer": {"blocks": [3,5,10]}, '
         '"transformer_2": null}. Those not named, or null, stay softmax; other options hold for all.',
         metavar="JSON",
         panel=_COMPONENTS,
     ),
-    base: str | None = option(
-        "Pipeline that the file belongs to: directory or Hub id.", metavar="MODEL", panel=_ORIGINAL_WEIGHTS
-    ),
-    config: Path | None = option(
-        "Directory of the model's config.json, if --base is not given.", metavar=DIRECTORY, panel=_ORIGINAL_WEIGHTS
-    ),
-    dtype: str | None = DTYPE,
-    variant: str | None = option("Only these weight files, such as fp16.", metavar="NAME", panel=WEIGHTS),
-    max_shard_size: str | None = _MAX_SHARD_SIZE,
-    subfolder: str | None = option("Only this folder of SOURCE.", metavar="NAME", panel="Hub"),
     calibrate: bool = option("Fit the result to the original, as calibrate does.", "--calibrate", default=False),
     data: str | None = option("Samples for --calibrate and --layers auto:..., as for mhla-hf calibrate."),
-    overwrite: Overwrite = False,
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -95,30 +104,21 @@ def convert_command(
     from ..conversion.options import automatic_share
     from .recover import run_calibration, run_selection
 
-    hub = given(options, Hub)
     share = None if layers is None else automatic_share(layers)
     if share == 1:
         layers = "all"
     elif share is not None:
-        hub_options = {**hub, "subfolder": subfolder}
-        selection = {"component": component, "probe": {"data": data}, "hub": hub_options, "keep": float(1 - share)}
+        hub = {**given(options, HUB), "subfolder": options["subfolder"]}
+        selection = {"component": options["component"], "probe": {"data": data}, "hub": hub, "keep": float(1 - share)}
         layers = run_selection(source, fields, quiet, **selection).option
     report = convert_pretrained(
         source,
         output,
         fields,
-        component=component,
-        base=base,
-        config=config,
         layers=layers,
-        dtype=dtype,
-        variant=variant,
-        subfolder=subfolder,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
         progress=not quiet,
         finish=partial(write_first_card, destination=output),
-        **hub,
+        **given(options, _CONVERSION),
     )
     if not quiet:
         _show(report)
@@ -127,17 +127,23 @@ def convert_command(
     _write_record(json_file, output)
 
 
-@with_options(HUB)
-def unconvert_command(
-    model: str = argument("Directory of an MHLA pipeline or model, or Hub id owner/name."),
-    output: Path = argument("Directory to write."),
-    *,
+class _Unconversion:
     original: str | None = option(
         "Softmax original of a calibrated or trained model: directory or Hub id. Default: the one that "
         "conversion.json names.",
         metavar="MODEL",
-    ),
-    overwrite: Overwrite = False,
+    )
+    overwrite: Overwrite = False
+
+
+_UNCONVERSION = [*options_of(_Unconversion), *HUB]
+
+
+@with_options(_UNCONVERSION)
+def unconvert_command(
+    model: str = argument("Directory of an MHLA pipeline or model, or Hub id owner/name."),
+    output: Path = argument("Directory to write."),
+    *,
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -153,38 +159,39 @@ def unconvert_command(
     """
     from ..conversion import unconvert_pretrained
 
-    report = unconvert_pretrained(
-        model, output, original=original, overwrite=overwrite, progress=not quiet, **given(options, Hub)
-    )
+    report = unconvert_pretrained(model, output, progress=not quiet, **given(options, _UNCONVERSION))
     if not quiet:
         models = ", ".join(f"{name} ({part.target_class})" for name, part in report.components.items())
         say(f"Wrote {report.destination}: {models} without MHLA.")
     _write_record(json_file, output)
 
 
-@with_options(HUB)
-def import_official_command(
-    source: Path = argument("Safetensors file, directory of shards, or torch file."),
-    output: Path = argument("Directory to write."),
-    *,
+class _Official:
     blocks: str | None = option(
         "Number of blocks: frames,height,width. Default: 3,5,10 if the weights have 150 blocks.",
         metavar="F,H,W",
         panel=BLOCKS,
-    ),
+    )
     grid: str | None = option(
         "Token grid that the weights are made for: frames,height,width.", metavar="F,H,W", panel=BLOCKS
-    ),
+    )
     normalizer: str = option(
         f"Normaliser that the weights were trained with: {listed(CHOICES['normalizer'])}.",
         default="none",
         choices=CHOICES["normalizer"],
-    ),
-    base: str | None = option("Wan pipeline to take the other components from: directory or Hub id.", metavar="MODEL"),
-    num_heads: int | None = option("Number of heads; needed only if heads are not 128 wide."),
-    dtype: str | None = DTYPE,
-    max_shard_size: str | None = _MAX_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    )
+    base: str | None = option("Wan pipeline to take the other components from: directory or Hub id.", metavar="MODEL")
+    num_heads: int | None = option("Number of heads; needed only if heads are not 128 wide.")
+
+
+_OFFICIAL = [*options_of(_Official), *_WRITTEN]
+
+
+@with_options(_OFFICIAL)
+def import_official_command(
+    source: Path = argument("Safetensors file, directory of shards, or torch file."),
+    output: Path = argument("Directory to write."),
+    *,
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -196,24 +203,12 @@ def import_official_command(
     Examples:
         mhla-hf import-official wan_mhla.pt wan-mhla --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers
     """
-    axes: Any = {"blocks": parse_axes(blocks, "blocks"), "grid": parse_axes(grid, "grid")}
+    checked = given(options, _OFFICIAL)
 
     from ..conversion import import_official
 
-    report = import_official(
-        source,
-        output,
-        **axes,
-        normalizer=normalizer,
-        base=base,
-        num_heads=num_heads,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-        progress=not quiet,
-        finish=partial(write_first_card, destination=output),
-        **given(options, Hub),
-    )
+    finish = partial(write_first_card, destination=output)
+    report = import_official(source, output, progress=not quiet, finish=finish, **checked)
     if not quiet:
         _show(report)
     _write_record(json_file, output)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import HUB, Device, Hub, argument, given, option, with_options
+from .options import HUB, Device, argument, given, option, with_options
 from .output import JsonFile, say, show_table, write_report
 
 
@@ -40,15 +40,15 @@ def doctor_command(
         mhla-hf doctor user/wan-mhla --json report.json
         mhla-hf doctor --kernels
     """
-    hub = given(options, Hub)
+    hub = given(options, HUB)
+    for_installation = {"kernels": kernels, "device": device != "auto"}
+    useless = for_installation if model is not None else {**hub, "no_values": no_values}
+    for name in (name for name, value in useless.items() if value):
+        raise ValueError(f"{name} has no effect {'with' if model is not None else 'without'} MODEL.")
     if model is not None:
-        if kernels or device != "auto":
-            raise ValueError(f"{'kernels' if kernels else 'device'} has no effect with MODEL; leave one of them out.")
         _check_model(model, not no_values, json_file, hub)
-        return
-    if hub or no_values:
-        raise ValueError(f"{min(hub) if hub else 'no_values'} has no effect without MODEL.")
-    _check_installation(kernels, device, json_file)
+    else:
+        _check_installation(kernels, device, json_file)
 
 
 def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, Any]) -> None:

@@ -16,16 +16,15 @@ from .options import (
     SIZES,
     Component,
     Device,
-    Hub,
     Overwrite,
     Quiet,
     Seed,
-    Sizes,
     argument,
     given,
     listed,
     option,
     options_from,
+    options_of,
     with_options,
 )
 from .output import JsonFile, progress_bars, say, show_table, write_report
@@ -63,7 +62,7 @@ def demo_command(
     A Wan pipeline of moving digits becomes MHLA, MHLA with a softmax window, and linear attention. OUTPUT gets a
     report, videos, figures and the recovered pipelines. A demo that was stopped resumes.
     """
-    config = DemoConfig(output=str(output), progress=not quiet, **given(options, DemoConfig))
+    config = DemoConfig(output=str(output), progress=not quiet, **given(options, _DEMO))
 
     from ..demo.report import STAGE_TITLES, TITLES
     from ..demo.run import run_demo
@@ -80,33 +79,39 @@ def demo_command(
     say(f"Report, videos and figures: {output}\nThe MHLA pipeline: {output / 'mhla'}")
 
 
-@with_options(SIZES, HUB)
+class _Inspection:
+    component: Component = None
+    layers: str | None = option("Layers to inspect, such as 1,2,4. Default: all MHLA layers.", metavar="LAYERS")
+    block: int | None = option("Block whose weights the page shows on the token grid. Default: the middle one.")
+    prompts: list[str] | None = option(
+        "Prompt of a pipeline, or text; may be repeated.", "--prompt", metavar="TEXT", panel=PROBE
+    )
+    images: list[Path] | None = option(
+        "Image for a vision model; may be repeated.", "--image", metavar=FILE, panel=PROBE
+    )
+    samples: int = option("Number of samples; 0 inspects the weights only.", default=4, panel=PROBE)
+    tokens: int = option(
+        "Largest number of rows (query tokens) of attention matrices, and of tokens of a text.",
+        default=512,
+        panel=PROBE,
+    )
+    seed: Seed = 0
+    device: Device = "auto"
+
+
+_INSPECTION = [*SIZES, *HUB, *options_of(_Inspection)]
+
+
+@with_options(_INSPECTION)
 def inspect_command(
     model: str = argument("Directory or Hub id of an MHLA pipeline or model."),
     *,
-    html: Path | None = option("Write a self-contained HTML page to FILE.", metavar=FILE),
+    html: Path | None = option("Write a self-contained HTML page to FILE.", metavar=FILE, dir_okay=False),
     original: str | None = option(
         "Softmax original to compare outputs with: directory or Hub id. Default: what conversion.json names, if it is "
         "on this machine.",
         metavar="MODEL",
     ),
-    component: Component = None,
-    layers: str | None = option("Layers to inspect, such as 1,2,4. Default: all MHLA layers.", metavar="LAYERS"),
-    block: int | None = option("Block whose weights the page shows on the token grid. Default: the middle one."),
-    prompts: list[str] | None = option(
-        "Prompt of a pipeline, or text; may be repeated.", "--prompt", metavar="TEXT", panel=PROBE
-    ),
-    images: list[Path] | None = option(
-        "Image for a vision model; may be repeated.", "--image", metavar=FILE, panel=PROBE
-    ),
-    samples: int = option("Number of samples; 0 inspects the weights only.", default=4, panel=PROBE),
-    tokens: int = option(
-        "Largest number of rows (query tokens) of attention matrices, and of tokens of a text.",
-        default=512,
-        panel=PROBE,
-    ),
-    seed: Seed = 0,
-    device: Device = "auto",
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -120,33 +125,19 @@ def inspect_command(
         mhla-hf inspect wan-mhla --html report.html --original Wan-AI/Wan2.1-T2V-1.3B-Diffusers
         mhla-hf inspect qwen3-mhla --prompt 'import this' --json figures.json
     """
-    if html is not None and html.is_dir():
-        raise ValueError(f"html={html} is a directory; give a file.")
-
     from ..analysis import inspect_directory, write_html
 
-    hub = given(options, Hub)
-    _refuse_damaged(model, hub)
+    _refuse_damaged(model, given(options, HUB))
     with progress_bars(not quiet, "loading the model and its probe") as progress:
         report = inspect_directory(
             model,
             base=original,
-            component=component,
-            prompts=prompts or (),
-            images=images or (),
-            samples=samples,
-            layers=layers,
-            block=block,
-            tokens=tokens,
-            seed=seed,
-            device=device,
             progress=lambda name, done, total: progress(f"inspecting {name}", done, total),
-            **given(options, Sizes),
-            **hub,
+            **given(options, _INSPECTION),
         )
     write_report(json_file, report.to_dict())
     if html is not None:
-        write_html(report, html, block=block)
+        write_html(report, html, block=options["block"])
     if not quiet:
         _show_inspection(report)
         if html is not None:

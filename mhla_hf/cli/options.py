@@ -10,14 +10,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from ..config import MHLAConfig
 from ..utils.messages import check_choice
-from ..utils.options import DEVICE_HELP, Options, check_option
-from ..utils.options import option as field
+from ..utils.options import DEVICE_HELP, check_option
 
 
 FILE, DIRECTORY = "FILE", "DIRECTORY"
@@ -29,6 +28,7 @@ BLOCKS, OPERATOR, WEIGHTS, PROBE, ADVANCED = "Blocks", "Operator", "Weights", "P
 
 _DEVICES = ("auto", "cpu", "cuda")
 _SAMPLES = "Samples of a pipeline"
+_GRID = "Default: that of the grid that the blocks are for."
 _TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple[str": list[str]}
 
 
@@ -191,18 +191,24 @@ def _is_advanced(parameter: inspect.Parameter) -> bool:
     return getattr(parameter.default, "rich_help_panel", None) == ADVANCED
 
 
-def given(options: Mapping[str, Any], cls: type, prefix: str = "") -> dict[str, Any]:
-    """The fields of a dataclass that are given on the command line.
+def options_of(cls: type) -> list[inspect.Parameter]:
+    """The options that a class declares: annotated attributes whose values are made by [`option`]."""
+    kinds = get_type_hints(cls, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, keyword, default=getattr(cls, name), annotation=kinds[name]) for name in kinds]
+
+
+def given(options: Mapping[str, Any], group: Iterable[inspect.Parameter]) -> dict[str, Any]:
+    """The options of a group that are given on the command line; axes become tuples.
 
     Args:
         options: Values of the command's parameters.
-        cls: The dataclass of [`options_from`].
-        prefix: See there.
+        group: The options.
     """
-    values = {item: options.get(f"{prefix}{item.name}") for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values = {parameter.name: options.get(parameter.name) for parameter in group}
     return {
-        item.name: parse_axes(value, item.name) if str(item.type).startswith("tuple[int, ...] | None") else value
-        for item, value in values.items()
+        name: parse_axes(value, name) if name in AXES else value
+        for name, value in values.items()
         if value is not None and value != []
     }
 
@@ -224,7 +230,7 @@ def mhla_options(text: str | None, options: Mapping[str, Any]) -> dict[str, Any]
     from ..models.options import merge_options
     from ..utils.json_files import check_fields, parse_json, read_json
 
-    fields = given(options, MHLAConfig)
+    fields = given(options, CONVERSION)
     MHLAConfig.from_dict(fields)
     if text is None:
         return fields
@@ -238,18 +244,16 @@ def mhla_options(text: str | None, options: Mapping[str, Any]) -> dict[str, Any]
     return {**content, **{name: merge_options(fields, value) for name, value in by_component.items()}}
 
 
-def parse_axes(text: str | None, name: str) -> tuple[int, ...] | None:
+def parse_axes(text: str, name: str) -> tuple[int, ...]:
     """Read `"3,5,10"` or `"3x5x10"` as one positive integer per axis.
 
     Args:
-        text: Value of the option; `None` stays `None`.
+        text: Value of the option.
         name: Name of the option, for the error.
 
     Raises:
         ValueError: If it is not one to three positive integers.
     """
-    if text is None:
-        return None
     parts = [part.strip() for part in re.split("[,x]", text)]
     # Python refuses to convert thousands of digits.
     if len(parts) > 3 or not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
@@ -257,50 +261,52 @@ def parse_axes(text: str | None, name: str) -> tuple[int, ...] | None:
     return tuple(map(int, parts))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hub(Options):
-    """Options of sources on the Hub."""
-
-    revision: str | None = field(None, "Branch, tag or commit.")
-    token: str | None = field(None, "Access token. Default: that of hf auth login.")
-    cache_dir: str | None = field(None, "Cache folder for downloads.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes(Options):
-    """Options of the samples that a pipeline makes."""
-
-    height: int | None = field(None, "Height in pixels. Default: that of the grid that the blocks are for.")
-    width: int | None = field(None, "Width in pixels. Default: that of the grid that the blocks are for.")
-    num_frames: int | None = field(None, "Frames of a video. Default: those of that grid.")
-    steps: int | None = field(None, "Denoising steps of a sample. Default: 8.")
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output directory if it exists.")]
+Seed = Annotated[int, option("Seed of all random numbers.", default=...)]
+Device = Annotated[str, option(DEVICE_HELP, default=..., values=_DEVICES)]
+Component = Annotated[
+    str | None,
+    option(
+        "The transformer, in pipelines that have several, such as transformer_2.",
+        default=...,
+        values=("transformer", "transformer_2"),
+    ),
+]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Probe(Options):
-    """Options of the samples that models are calibrated on."""
+class _Hub:
+    revision: str | None = option("Branch, tag or commit.", metavar="NAME", panel="Hub")
+    token: str | None = option("Access token. Default: that of hf auth login.", metavar="TEXT", panel="Hub")
+    cache_dir: str | None = option("Cache folder for downloads.", metavar=DIRECTORY, panel="Hub")
 
-    data: str | None = field(
-        None,
+
+class _Sizes:
+    height: int | None = option(f"Height in pixels. {_GRID}", panel=_SAMPLES)
+    width: int | None = option(f"Width in pixels. {_GRID}", panel=_SAMPLES)
+    num_frames: int | None = option("Frames of a video. Default: those of that grid.", panel=_SAMPLES)
+    steps: int | None = option("Denoising steps of a sample. Default: 8.", panel=_SAMPLES)
+
+
+class _Probe:
+    data: str | None = option(
         "Texts (a folder, a JSONL file, a data set's id), images (a folder or digits), or the cache of a training. "
         "Pipelines need none: they generate samples.",
+        metavar="DATA",
+        panel=PROBE,
     )
-    samples: int = field(32, "Number of samples.")
-    batch_size: int = field(4, "Batch size for --data.")
-    seed: int = field(0, "Seed of all random numbers.")
-    device: str = field("auto", DEVICE_HELP, values=_DEVICES)
-    prompts: tuple[str, ...] = field((), "Prompt of a sample; may be repeated.")
+    samples: int | None = option("Number of samples. Default: 32.", panel=PROBE)
+    batch_size: int | None = option("Batch size for --data. Default: 4.", panel=PROBE)
+    seed: Seed = 0
+    device: Device = "auto"
+    prompts: list[str] | None = option(
+        "Prompt of a sample; may be repeated.", "--prompt", metavar="TEXT", panel=_SAMPLES
+    )
 
 
-HUB = options_from(Hub, "Hub", metavars={"revision": "NAME", "token": "TEXT", "cache_dir": DIRECTORY})
-SIZES = options_from(Sizes, _SAMPLES)
-PROBES = options_from(
-    Probe,
-    PROBE,
-    panels={"prompts": _SAMPLES},
-    flags={"prompts": "--prompt"},
-    metavars={"data": "DATA", "prompts": "TEXT"},
-)
+HUB, SIZES, PROBE_OPTIONS = options_of(_Hub), options_of(_Sizes), [*options_of(_Probe), *options_of(_Sizes)]
+"""Options of sources on the Hub, of the samples that a pipeline makes, and of the samples for calibration."""
+
 _LAYOUT = ("blocks", "block_size", "grid")
 _OPERATOR = (
     "feature_map", "rope", "normalizer", "mixing_init", "mixing_heads", "mixing_constraint", "mixing_range",
@@ -332,15 +338,3 @@ DTYPE = option(
     choices=(*DTYPES, "fp32", "bf16", "fp16"),
     values=DTYPES,
 )
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output directory if it exists.")]
-Seed = Annotated[int, option("Seed of all random numbers.", default=...)]
-Device = Annotated[str, option(DEVICE_HELP, default=..., values=_DEVICES)]
-Component = Annotated[
-    str | None,
-    option(
-        "The transformer, in pipelines that have several, such as transformer_2.",
-        default=...,
-        values=("transformer", "transformer_2"),
-    ),
-]

@@ -17,16 +17,12 @@ _DASH = Path("-")
 
 
 def _prepare(context: typer.Context, file: Path | None) -> Path | None:
-    """Refuse a directory before any work; for `-`, keep standard output free for the JSON until the command ends."""
-    if file is None or context.resilient_parsing:
-        return file
-    if file == _DASH:
+    """For `-`, keep standard output free for the JSON until the command ends."""
+    if file == _DASH and not context.resilient_parsing:
         # The context is closed after this, in the order in which these were begun.
         token = _STANDARD_OUTPUT.set(sys.stdout)
         context.call_on_close(lambda: _STANDARD_OUTPUT.reset(token))
         context.with_resource(redirect_stdout(sys.stderr))
-    elif file.is_dir():
-        raise typer.BadParameter(f"{file} is a directory; give a file.")
     return file
 
 
@@ -37,6 +33,8 @@ JsonFile = Annotated[
         metavar="FILE",
         help="Write the figures as JSON to FILE; '-' is standard output, and the rest goes to standard error.",
         callback=_prepare,
+        dir_okay=False,
+        allow_dash=True,
     ),
 ]
 """The option `--json` of a command, for [`write_report`]."""

@@ -10,29 +10,24 @@ import typer
 from ..config import CHOICES, MHLAConfig
 from ..recovery.recipes import STAGES, VARIANTS, DataOptions, recipe_names
 from .options import (
-    AXES,
-    BLOCKS,
     CONVERSION,
     DTYPE,
     FILE,
     HUB,
     LAYERS,
-    PROBES,
-    SIZES,
+    PROBE_OPTIONS,
     Component,
     Device,
-    Hub,
     Overwrite,
-    Probe,
     Quiet,
     Seed,
-    Sizes,
     argument,
     given,
     listed,
     mhla_options,
     option,
     options_from,
+    options_of,
     with_options,
 )
 from .output import JsonFile, progress_bars, say, show_table, write_report
@@ -46,51 +41,56 @@ if TYPE_CHECKING:
 
 _RECIPE = "Recipe"
 # Options of the data have no prefix, as they are named elsewhere.
-_SECTIONS: dict[str, type] = {"": DataOptions, **{f"{name}_": cls for name, cls in STAGES.items()}}
-_OVERRIDES = [
-    parameter
-    for prefix, cls in _SECTIONS.items()
-    for parameter in options_from(cls, f"{_RECIPE}: {prefix.strip('_') or 'data'}", prefix=prefix, default=False)
-]
+_SECTIONS = {
+    name: options_from(cls, f"{_RECIPE}: {name}", prefix="" if name == "data" else f"{name}_", default=False)
+    for name, cls in ({"data": DataOptions} | STAGES).items()
+}
 
 
-@with_options(HUB, options_from(MHLAConfig, BLOCKS, ("blocks", "block_size"), metavars=AXES), _OVERRIDES, last=True)
-def recover_command(
-    source: str = argument("Pipeline of diffusers or model of transformers: directory or Hub id."),
-    output: Path = argument("Directory to write."),
-    *,
+class _Run:
     data: str | None = option(
         "Folder of videos or images with captions or classes; for text a folder of .txt, .md, .rst or .py files, a "
         ".jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original."
-    ),
-    prompts: Path | None = option("Text file with one prompt a line, for --data generated.", metavar=FILE),
+    )
+    prompts: Path | None = option("Text file with one prompt a line, for --data generated.", metavar=FILE)
     recipe: str | None = option(
         "YAML file, or name of a recipe: fast is ReLU, which is faster and recovers less; paper has the settings of "
         "the paper. Default: that of the model's family.",
         values=lambda: [*VARIANTS, *recipe_names()],
-    ),
-    layers: str | None = LAYERS,
+    )
+    layers: str | None = LAYERS
     keep: str | None = option(
         "Share of layers that stays softmax, such as 25%: those that matter most.", metavar="N%", panel=_RECIPE
-    ),
+    )
     window: str | None = option(
         f"Exact softmax attention near each token, beside MHLA: {listed(CHOICES['window'])}.",
         panel=_RECIPE,
         choices=CHOICES["window"],
-    ),
-    budget: float | None = option("Factor on the steps of all stages, such as 0.5 or 2.", panel=_RECIPE),
+    )
+    budget: float | None = option("Factor on the steps of all stages, such as 0.5 or 2.", panel=_RECIPE)
+    dtype: str | None = DTYPE
+    component: Component = None
+    resume: bool = option("Resume the run in OUTPUT.", "--resume", default=False)
+    seed: Seed = 0
+    device: Device = "auto"
+    save_every: int = option("Steps between checkpoints.", default=100)
+
+
+_BLOCKS = [each for each in CONVERSION if each.name in ("blocks", "block_size")]
+_RUN = [*options_of(_Run), *_BLOCKS, *HUB]
+
+
+@with_options(_RUN, *_SECTIONS.values())
+def recover_command(
+    source: str = argument("Pipeline of diffusers or model of transformers: directory or Hub id."),
+    output: Path = argument("Directory to write."),
+    *,
     stages: str | None = option(
         f"Stages to run, separated by commas: {', '.join(STAGES)}. Default: those of the recipe.",
         metavar="NAMES",
         panel=_RECIPE,
         values=STAGES,
     ),
-    dtype: str | None = DTYPE,
-    component: Component = None,
-    resume: bool = option("Resume the run in OUTPUT.", "--resume", default=False),
-    seed: Seed = 0,
-    device: Device = "auto",
-    save_every: int = option("Steps between checkpoints.", default=100),
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -105,37 +105,18 @@ def recover_command(
         mhla-hf recover Qwen/Qwen3-0.6B qwen3-mhla --data code/ --keep 25%
     """
     changes = {
-        f"{prefix.strip('_') or 'data'}.{name}": value
-        for prefix, cls in _SECTIONS.items()
-        for name, value in given(options, cls, prefix).items()
+        f"{section}.{name.removeprefix(f'{section}_')}": value
+        for section, group in _SECTIONS.items()
+        for name, value in given(options, group).items()
     }
-    blocks = mhla_options(None, options)
+    run = given(options, _RUN)
+    MHLAConfig.from_dict(given(options, _BLOCKS))
 
     from ..recovery.recover import recover
     from ..utils.model_cards import CARD
 
-    report = recover(
-        source,
-        output,
-        data,
-        prompts=prompts,
-        recipe=recipe,
-        layers=layers,
-        keep=keep,
-        window=window,
-        dtype=dtype,
-        budget=budget,
-        stages=None if stages is None else [name.strip() for name in stages.split(",")],
-        changes=changes,
-        component=component,
-        resume=resume,
-        seed=seed,
-        device=device,
-        save_every=save_every,
-        progress=not quiet,
-        **blocks,
-        **given(options, Hub),
-    )
+    names = None if stages is None else [name.strip() for name in stages.split(",")]
+    report = recover(source, output, stages=names, changes=changes, progress=not quiet, **run)
     if not (report.output / CARD).exists():
         # A finished run that is resumed keeps its card.
         write_first_card(report.output)
@@ -161,16 +142,22 @@ def _show_recovery(report: "RecoveryReport") -> None:
     say(f"Model: {report.output}; figures: {report.output / 'report.json'}")
 
 
-@with_options(PROBES, SIZES)
+class _Calibration:
+    memory_limit: str = option(
+        "Memory for sums, such as 800MB; with more, calibration takes fewer passes.", metavar="SIZE", default="4GB"
+    )
+    force: bool = option("Calibrate even if already trained or calibrated.", "--force", default=False)
+    overwrite: Overwrite = False
+
+
+_CALIBRATION = [*PROBE_OPTIONS, *options_of(_Calibration)]
+
+
+@with_options(_CALIBRATION)
 def calibrate_command(
     model: Path = argument("Directory that mhla-hf convert wrote."),
     output: Path | None = argument("Directory to write. Default: change MODEL in place.", default=None),
     *,
-    memory_limit: str = option(
-        "Memory for sums, such as 800MB; with more, calibration takes fewer passes.", metavar="SIZE", default="4GB"
-    ),
-    force: bool = option("Calibrate even if already trained or calibrated.", "--force", default=False),
-    overwrite: Overwrite = False,
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -184,10 +171,7 @@ def calibrate_command(
         mhla-hf calibrate wan-mhla
         mhla-hf calibrate minilm-mhla --data texts/
     """
-    probe = {**given(options, Probe), **given(options, Sizes)}
-    report = run_calibration(
-        model, output, quiet, memory_limit=memory_limit, force=force, overwrite=overwrite, **probe
-    )
+    report = run_calibration(model, output, quiet, **given(options, _CALIBRATION))
     write_report(json_file, report.to_dict())
 
 
@@ -222,7 +206,7 @@ def _show_calibration(report: "CalibrationReport", directory: Path) -> None:
     )
 
 
-@with_options(CONVERSION, PROBES, SIZES)
+@with_options(CONVERSION, PROBE_OPTIONS)
 def select_layers_command(
     source: str = argument("Directory of a softmax pipeline or model, or Hub id owner/name."),
     *,
@@ -246,7 +230,7 @@ def select_layers_command(
         mhla-hf select-layers Qwen/Qwen3-0.6B --block-size 128 --data texts/ --keep 25%
     """
     fields = mhla_options(mhla, options)
-    probe = {**given(options, Probe), **given(options, Sizes)}
+    probe = given(options, PROBE_OPTIONS)
     report = run_selection(source, fields, quiet, component=component, keep=keep, latency=latency, probe=probe)
     write_report(json_file, report.to_dict())
     if plot is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..utils.messages import how_to_install
-from .options import FILE, HUB, Component, Hub, Quiet, argument, given, option, with_options
+from .options import FILE, HUB, Component, Quiet, argument, given, option, options_of, with_options
 from .output import JsonFile, say, show_table, write_report
 
 
@@ -84,22 +84,33 @@ def write_first_card(directory: Path, destination: Path | None = None) -> None:
         typer.echo(f"No model card was written: {error}", err=True)
 
 
+class _Push:
+    private: bool | None = option("Make a new repository private.", "--private")
+    revision: str | None = option("Branch; created if absent. Default: the main one.", metavar="NAME")
+    create_pr: bool = option("Open a pull request instead of committing.", "--create-pr", default=False)
+    commit_message: str | None = option("First line of the commit's message.", "--message", metavar="TEXT")
+    token: str | None = option("Access token. Default: that of hf auth login.", metavar="TEXT")
+
+
+class _Contents:
+    max_shard_size: str | None = option(
+        "Largest weight file, such as 5GB. Default: that of the model's library.", metavar="SIZE"
+    )
+    benchmarks: list[Path] | None = _BENCHMARKS
+
+
+_PUSH, _CONTENTS = options_of(_Push), options_of(_Contents)
+
+
+@with_options(_PUSH, _CONTENTS)
 def push_command(
     model: Path = argument("Pipeline or model with MHLA."),
     repository: str = argument("Repository on the Hub, owner/name; created if absent."),
     *,
-    private: bool = option("Make a new repository private.", "--private", default=False),
-    revision: str | None = option("Branch; created if absent. Default: the main one.", metavar="NAME"),
-    create_pr: bool = option("Open a pull request instead of committing.", "--create-pr", default=False),
-    message: str | None = option("First line of the commit's message.", metavar="TEXT"),
-    token: str | None = option("Access token. Default: that of hf auth login.", metavar="TEXT"),
-    max_shard_size: str | None = option(
-        "Largest weight file, such as 5GB. Default: that of the model's library.", metavar="SIZE"
-    ),
-    benchmarks: list[Path] | None = _BENCHMARKS,
     dry_run: bool = option("Check and list the files, and upload nothing.", "--dry-run", default=False),
     json_file: JsonFile = None,
     quiet: Quiet = False,
+    **options: Any,
 ) -> None:
     """Push a converted pipeline or model to the Hub.
 
@@ -113,24 +124,14 @@ def push_command(
     """
     from ..hub.push import prepare_push, push_directory
 
-    options: dict[str, Any] = {"max_shard_size": max_shard_size, "benchmarks": benchmarks or []}
+    contained = given(options, _CONTENTS)
     if dry_run:
-        contents, warnings = prepare_push(model, repository, progress=not quiet, **options)
+        contents, warnings = prepare_push(model, repository, progress=not quiet, **contained)
         write_report(json_file, {"repository": repository, "files": contents.sizes, "warnings": warnings})
         if not quiet:
             _show_files(contents.sizes, contents.left_out, warnings)
         return
-    commit = push_directory(
-        model,
-        repository,
-        private=private or None,
-        revision=revision,
-        create_pr=create_pr,
-        token=token,
-        commit_message=message,
-        progress=not quiet,
-        **options,
-    )
+    commit = push_directory(model, repository, progress=not quiet, **given(options, _PUSH), **contained)
     url = commit.pr_url or commit.repo_url.url
     write_report(
         json_file, {"repository": repository, "url": url, "commit": commit.oid, "pull_request": commit.pr_url}
@@ -171,7 +172,7 @@ def check_lora_command(
     """
     from ..lora_check import check_lora
 
-    report = check_lora(model, lora, component=component, **given(options, Hub))
+    report = check_lora(model, lora, component=component, **given(options, HUB))
     write_report(json_file, report.to_dict())
     if not quiet:
         _show_lora(report)

@@ -167,10 +167,9 @@ def cache_command(
     A cache that was interrupted continues when the command runs again.
     """
     run, cache = _read(config, model=model, cache=output, progress=False if quiet else None, **options)
-    if run.model is None or run.cache is None:
-        raise ValueError(f"{'model' if run.model is None else 'output'} must be given")
-    if cache.data is None:
-        raise ValueError("data must be given: a folder of videos or images, or 'digits'")
+    for name, value in {"model": run.model, "output": run.cache, "data": cache.data}.items():
+        if value is None:
+            raise ValueError(f"{name} must be given")
 
     from ..training.data.cache import make_cache
     from ..training.processes import make_accelerator

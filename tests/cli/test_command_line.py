@@ -143,7 +143,7 @@ def test_unknown_options_are_wrong_usage(words):
         (("convert", "a", "b", "--blocks", "0,2"), "error: --blocks 0,2 must be"),
         (("convert", "a", "b", "--data", "x"), "error: --data has no effect without --calibrate"),
         (("convert", "a", "b", "--dtype", "int8"), "'--dtype': 'int8' is not one of"),
-        (("convert", "a", "b", "--json", "{folder}"), "is a directory; give a file"),
+        (("convert", "a", "b", "--json", "{folder}"), "is a directory"),
         (("recover", "a", "b", "--match-steps", "0"), "'--match-steps': must be at least 1, got 0"),
         (("calibrate", "a", "--samples", "many"), "Invalid value for '--samples'"),
         (("train", "wan", "a", "b", "--learning-rate", "-1"), "'--learning-rate': must be greater than 0"),

@@ -167,7 +167,6 @@ def test_json_on_standard_output(saved):
         ("wan-softmax", (), "has no MHLA model"),
         ("wan", ("--layers", "0"), "--layers names none of the MHLA layers"),
         ("wan", ("--block", "99"), "--block 99 must be"),
-        ("wan", ("--html", "{root}"), "is a directory; give a file"),
         ("wan", ("--component", "vae"), "--component 'vae'"),
         ("wan", ("--original", "{root}/llama-softmax"), "has no softmax model for transformer"),
         ("wan", ("--image", "a.png"), "leave images out"),
