@@ -217,10 +217,6 @@ def make_batch(
 
     Returns:
         The batch, on the CPU.
-
-    Raises:
-        ValueError: If samples of a batch differ in size or lack a tensor, or conditions are to be dropped without
-            `null_condition`.
     """
     numbers = order.sample_numbers(step, micro_step)
 
@@ -254,7 +250,6 @@ def assemble_batch(
         seeds: One seed per sample.
         uniform_of: Gives the uniform draw behind a sample's noise level from (generator, position in the batch).
     """
-    check_null_condition(condition_dropout, null_condition)
     latents, noise, uniform, conditions = [], [], [], []
     for position, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
         sample = dataset[index]
@@ -266,11 +261,11 @@ def assemble_batch(
         noise.append(torch.randn(clean.shape, generator=generator))
         conditions.append(null_condition if dropped and null_condition is not None else sample)
     return Batch(
-        _stack("latents", latents),
-        _stack("latents", noise),
+        torch.stack(latents),
+        torch.stack(noise),
         objective.noise_levels(torch.stack(uniform)),
         {
-            name: _stack(name, [_plain(condition[name]) for condition in conditions])
+            name: torch.stack([_plain(condition[name]) for condition in conditions])
             for name in objective.condition_names
         },
         tuple(indices),
@@ -292,10 +287,3 @@ def check_null_condition(condition_dropout: float, null_condition: Tensors | Non
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     # Samples encoded without `no_grad` carry a graph.
     return (tensor.float() if tensor.is_floating_point() else tensor.long()).detach().cpu()
-
-
-def _stack(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    shapes = {tuple(tensor.shape) for tensor in tensors}
-    if len(shapes) > 1:
-        raise ValueError(f"{name} of one batch must have one shape, got {sorted(shapes)}")
-    return torch.stack(tensors)

@@ -450,9 +450,6 @@ def make_cache(
         del pipeline
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    except KeyboardInterrupt as stop:
-        stop.args = ("stopped; the same command resumes the cache",)
-        raise
     finally:
         if lock is not None:
             lock.close()

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...utils.destinations import take_lock
 from ...utils.files import atomic_file
+from ...utils.messages import shorten_text
 from ..config import GENERATED, CacheConfig
 from .batches import stable_seed
 from .fingerprints import folder_fingerprint, model_fingerprint
@@ -35,13 +36,14 @@ def read_prompts(path: str | Path) -> list[str]:
     Raises:
         ValueError: If the file cannot be read as UTF-8, or has no text.
     """
+    lines, reason = [], "it is empty"
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ValueError(f"prompts: {path} cannot be read as a text file ({error})"[:400]) from error
+        reason = shorten_text(str(error), 300)
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
-        raise ValueError(f"prompts: {path} has no text; give one prompt a line")
+        raise ValueError(f"prompts: {path} must be a text file with one prompt a line ({reason})")
     return prompts
 
 

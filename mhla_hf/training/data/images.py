@@ -156,17 +156,17 @@ def class_images(
     """
     data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width),)
     classes = data.subfolders()
-    if not classes:
-        raise ValueError(f"data: {folder} must have one folder of images per class, and has no folders")
-    labels = folder_labels(folder, [path.name for path in classes], known_labels, num_classes)
-    placed: list[tuple[int, int, DataSample]] = []
-    for directory in classes:
-        name = directory.name
-        files = data.files(IMAGE_SUFFIXES, directory)
-        if not files:
-            raise ValueError(f"data: {directory} has no images ({', '.join(IMAGE_SUFFIXES)})")
-        for place, (path, problem) in enumerate(files):
-            placed.append((place, labels[name], _sample(path, problem, data, labels[name], sizes, name)))
+    files = {path.name: data.files(IMAGE_SUFFIXES, path) for path in classes}
+    empty = [name for name, found in files.items() if not found]
+    if empty or not files:
+        lacking = f"these have none: {shorten_list(empty)}" if empty else "it has no folders"
+        raise ValueError(f"data: {folder} must have one folder of images per class; {lacking}")
+    labels = folder_labels(folder, files, known_labels, num_classes)
+    placed = [
+        (place, labels[name], _sample(path, problem, data, labels[name], sizes, name))
+        for name, found in files.items()
+        for place, (path, problem) in enumerate(found)
+    ]
     return [sample for _, _, sample in sorted(placed, key=lambda entry: entry[:2])]
 
 

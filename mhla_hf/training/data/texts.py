@@ -76,14 +76,13 @@ class TextCorpus:
             self._folder = DataFolder(self.path)
             # Of a large folder only a part is read: it must not be the beginning of the alphabet.
             self.files = sorted(self._folder.files(TEXT_SUFFIXES), key=lambda entry: self._place(entry[0]))
-            if not self.files:
-                raise ValueError(f"data: {self.path} has no text files ({', '.join(TEXT_SUFFIXES)})")
-        elif suffix not in RECORD_SUFFIXES if self.path.is_file() else not is_hub_id(self.data.partition(":")[0]):
+        is_records = suffix in RECORD_SUFFIXES if self.path.is_file() else is_hub_id(self.data.partition(":")[0])
+        if not self.files and (self.path.is_dir() or not is_records):
             raise ValueError(
                 f"data: {shorten_text(self.data)} is neither a folder of {', '.join(TEXT_SUFFIXES)} files, a .jsonl "
                 "or .parquet file, nor the id of a data set (owner/name)"
             )
-        elif importlib.util.find_spec("datasets") is None:
+        if not self.files and importlib.util.find_spec("datasets") is None:
             raise ValueError(f"data: {self.data} is no folder; records need datasets: {how_to_install('train')}")
 
     def identity(self) -> dict[str, Any]:

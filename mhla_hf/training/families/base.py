@@ -348,15 +348,15 @@ class PipelineSizes:
         """
         for bucket in self.buckets(config):
             where = f" in bucket {bucket}" if config.buckets is not None else ""
-            sides = (("height", bucket.height), ("width", bucket.width))
-            for (name, length), patch in zip(sides, self.patch_size, strict=True):
-                multiple = self.spatial_factor * patch
-                if length % multiple or not 8 <= length <= LONGEST_SIDE:
-                    raise ValueError(f"{name} must be a multiple of {multiple} for this pipeline, got {length}{where}")
-            if (bucket.num_frames - 1) % self.temporal_factor or bucket.num_frames > MOST_FRAMES:
-                raise ValueError(
-                    f"num_frames must be a multiple of {self.temporal_factor} plus 1, got {bucket.num_frames}{where}"
-                )
+            (rows, columns), factor = self.patch_size, self.spatial_factor
+            for name, length, multiple, rest, most in (
+                ("height", bucket.height, factor * rows, 0, LONGEST_SIDE),
+                ("width", bucket.width, factor * columns, 0, LONGEST_SIDE),
+                ("num_frames", bucket.num_frames, self.temporal_factor, 1, MOST_FRAMES),
+            ):
+                if (length - rest) % multiple or length > most:
+                    allowed = "plus 1" if rest else "for this pipeline"
+                    raise ValueError(f"{name} must be a multiple of {multiple} {allowed}, got {length}{where}")
 
     def buckets(self, config: CacheConfig) -> tuple[Bucket, ...]:
         """Return the sizes of the options of a cache; one where they name no buckets."""

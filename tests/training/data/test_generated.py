@@ -94,10 +94,10 @@ def test_mistakes_are_named(wan, tmp_path):
         CacheConfig(data="digits", prompts="a.txt")
     with pytest.raises(ValueError, match="data='generated' has one size"):
         CacheConfig(data="generated", buckets="32,32;32,64")
-    with pytest.raises(ValueError, match="prompts: .*missing.txt cannot be read"):
+    with pytest.raises(ValueError, match="prompts: .*missing.txt must be a text file .*No such file"):
         read_prompts(tmp_path / "missing.txt")
     (tmp_path / "empty.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match="empty.txt has no text; give one prompt a line"):
+    with pytest.raises(ValueError, match="empty.txt must be a text file with one prompt a line .it is empty"):
         read_prompts(tmp_path / "empty.txt")
 
 

@@ -122,7 +122,7 @@ class TestFolders:
         with pytest.raises(ValueError, match="one folder of images per class"):
             classes()
         (tmp_path / "empty").mkdir()
-        with pytest.raises(ValueError, match="empty has no images"):
+        with pytest.raises(ValueError, match="these have none: empty"):
             classes()
 
     def test_classes_alternate(self, tmp_path):

@@ -270,7 +270,6 @@ def test_offloaded_layers_are_refused():
         ({"original_parameters": {"nothing": torch.zeros(1)}}, "the model has no nothing of shape"),
         ({"teacher": "softmax", "original_parameters": {}}, "not both"),
         ({"batches": []}, "at least one batch"),
-        ({"batches": [[1, 2]]}, "batch 0 must be a dict"),
         ({"batches": lambda index: {}}, "num_batches=None must be a whole number"),
         ({"steps": 0}, "steps=0"),
         ({"train": "lora"}, "train='lora' is not one of 'full', 'mhla'"),

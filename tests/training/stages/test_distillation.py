@@ -147,8 +147,6 @@ class TestLosses:
         assert gradient[:, 4:].abs().sum() > 0
         without = noise_distillation_losses(output[:, :4], target[:, :4], noisy, steps, schedule)
         torch.testing.assert_close(without, (output[:, :4] - target[:, :4]).square().mean((1, 2, 3)))
-        with pytest.raises(ValueError, match="target must be shaped like model_output"):
-            noise_distillation_losses(output, target[:, :4], noisy, steps, schedule)
 
     @every_family
     def test_of_the_stage(self, name):

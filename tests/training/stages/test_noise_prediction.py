@@ -146,10 +146,6 @@ def test_shapes_that_do_not_fit_are_refused():
     ours = schedule()
     clean, noise = batch()
     timesteps = torch.zeros(4, dtype=torch.long)
-    with pytest.raises(ValueError, match="noise must be shaped like clean"):
-        add_noise(clean, noise[:, :1], timesteps, ours)
-    with pytest.raises(ValueError, match="and timesteps like its first axis; got"):
-        add_noise(clean, noise, timesteps[:2], ours)
     with pytest.raises(ValueError, match="3 channels, or 6"):
         noise_prediction_losses(torch.randn(4, 4, 8, 8), noise, clean, clean, timesteps, ours)
 
