@@ -136,7 +136,7 @@ def _component(
         where = f"{name} of {base.location}"
     else:
         how = "--config (config=), or the pipeline it belongs to as --base (base=)"
-        found = read_config(family_for(UPSTREAM).load_class(), weights.shapes, weights.where, how)
+        found = read_config(family_for(UPSTREAM).load_class(), weights.shapes, how, weights.where)
         where = ""
     class_name = found.get("_class_name", UPSTREAM)
     if class_name != UPSTREAM and not (is_mhla_class(class_name) and family_for(class_name).upstream == UPSTREAM):
@@ -193,14 +193,11 @@ def _torch_entries(path: Path) -> list[TensorEntry]:
     """Read the tensors of a file of `torch.save`, alone or under one of the usual keys."""
     try:
         content = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds more than tensors and could run code when read, or is not a torch file; "
-            "save its state dict alone."
-        ) from error
     # A damaged archive may end in any kind of error.
     except Exception as error:
         reason = shorten_text(str(error) or type(error).__name__, 200)
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it holds more than tensors and could run code when read; save its state dict only"
         raise ValueError(f"{path} cannot be read as a torch file ({reason}).") from error
     # The keys may be nested; a dict may hold itself.
     for _ in range(2 * len(_NESTED)):

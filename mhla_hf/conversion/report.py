@@ -18,7 +18,6 @@ from ..config import MHLAConfig
 from ..models.registry import MHLA_CLASSES
 from ..models.source import CONVERSION_RECORD
 from ..utils.files import write_staged_json
-from ..utils.json_files import read_json
 from ..utils.machine import installed_versions
 
 
@@ -143,9 +142,9 @@ def advice(report: ConversionReport) -> str | None:
     fresh = {name: part for name, part in report.components.items() if part.initialised}
     if not fresh:
         return None
-    commands = {_training_command(report.destination, name, part) for name, part in fresh.items()}
-    command = commands.pop() if len(commands) == 1 else None
-    how = "the model" if command is None else f"with {command}"
+    names = {MHLA_CLASSES[part.target_class].name for part in fresh.values() if part.target_class in MHLA_CLASSES}
+    trained = names.intersection(_TRAINED_FAMILIES)
+    how = f"with mhla-hf train {trained.pop()}" if len(names) == 1 and trained else "the model"
     families = [(part, MHLA_CLASSES.get(part.target_class)) for part in fresh.values()]
     if all(
         family is not None and family.load_class().starts_as_upstream(MHLAConfig.from_dict(part.mhla))
@@ -157,22 +156,6 @@ def advice(report: ConversionReport) -> str | None:
         f"The new parameters are untrained. Run mhla-hf calibrate {report.destination}, or mhla-hf recover {original} "
         f"OUTPUT to convert, calibrate and train in one go, or fine-tune {how}."
     )
-
-
-def _training_command(destination: Path, name: str, part: ComponentReport) -> str | None:
-    """The command that trains a component; `None` without one for its kind, such as distilled models."""
-    family = MHLA_CLASSES.get(part.target_class)
-    if family is None or family.name not in _TRAINED_FAMILIES:
-        return None
-    # A bare model has no component folder.
-    folder = destination / name if (destination / name).is_dir() else destination
-    config = read_json(folder / "config.json", "the model's configuration")
-    # The default of Wan alone is not the number of its inputs.
-    outputs = config.get("out_channels", 16 if family.name == "wan" else None)
-    inputs = config.get("in_channels", outputs)
-    # Image-to-video models take the channels of an image besides; DiT may predict variances.
-    same = outputs in (None, inputs) or (family.name == "dit" and outputs == 2 * (inputs or 0))
-    return f"mhla-hf train {family.name}" if same and not config.get("guidance_embeds") else None
 
 
 def describe_file(path: Path) -> dict[str, Any]:

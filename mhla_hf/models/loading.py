@@ -110,12 +110,7 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
     check_new_size({key: shape for key, shape in shapes.items() if key not in fresh}, shapes)
     # Told that the fresh keys are there, upstream neither warns about them nor touches them.
     call.arguments["loaded_keys"] = [*loaded_keys, *fresh]
-    try:
-        result = load_weights(load, call)
-    except ValueError as error:
-        if ".mhla." not in str(error):
-            raise
-        raise ValueError(f"The mhla options do not fit the MHLA weights of {name}: {error}") from error
+    result = load_weights(load, call)
     if fresh:
         if initialize_fresh(model, fresh, call.arguments):
             # The index is in the offload folder, as upstream leaves it.

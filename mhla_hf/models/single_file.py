@@ -15,7 +15,7 @@ import torch
 from ..config import MHLAConfig
 from ..utils.compat.diffusers import fp32_parts, loads_single_files
 from ..utils.hub import hub_downloads
-from ..utils.messages import LIST_LENGTH, shorten_list, shorten_text
+from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import SafetensorsReader, TensorEntry, gguf_entries
 from .bounds import check_layer_count, check_model_config
 from .converting import FLOATS, convert_model
@@ -105,23 +105,24 @@ def load_single_file(
         weights = {entry.name: entry.load() for entry in read_entries(find_single_file(location, **options))[0]}
     try:
         names = mhla_class.original_names(weights)
-    except ValueError as error:
-        raise ValueError(f"{called}: {error}") from error
-    if names is None:
-        model = _load_upstream(stock, weights, called, {**options, "config": config})
-    else:
-        weights = {name: weights[original] for name, original in names.items()}
-        if config is not None:
-            content = _load_config(mhla_class, config, options)
+        if names is None:
+            model = stock.from_single_file(weights, **{**options, "config": config})
         else:
-            shapes = {name: tuple(value.shape) for name, value in weights.items()}
-            content = read_config(mhla_class, shapes, called, "config")
-        stored = content.pop("mhla", None)
-        if stored is not None and not isinstance(mhla, MHLAConfig):
-            mhla = merge_options(stored, mhla or {})
-        model = _assign(stock, content, weights, dtype, called)
-        if options.get("device") is not None:
-            model = model.to(options["device"])
+            weights = {name: weights[original] for name, original in names.items()}
+            if config is not None:
+                content = _load_config(mhla_class, config, options)
+            else:
+                content = read_config(
+                    mhla_class, {name: tuple(value.shape) for name, value in weights.items()}, "config"
+                )
+            stored = content.pop("mhla", None)
+            if stored is not None and not isinstance(mhla, MHLAConfig):
+                mhla = merge_options(stored, mhla or {})
+            model = _assign(stock, content, weights, dtype).to(options.get("device") or "cpu")
+    # Upstream fails on a missing weight with its name, or with a parameter that stayed on the meta device.
+    except (KeyError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{called} does not fit {stock.__name__}: {shorten_text(reason, 400)}") from error
     return convert_model(model, mhla, called)
 
 
@@ -147,21 +148,20 @@ def read_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
     return SafetensorsReader(path).entries(), {}
 
 
-def read_config(mhla_class: Any, shapes: Mapping[str, tuple[int, ...]], called: str, argument: str) -> dict[str, Any]:
+def read_config(
+    mhla_class: Any, shapes: Mapping[str, tuple[int, ...]], argument: str, called: str = "the weights"
+) -> dict[str, Any]:
     """Return the configuration of the softmax model, read off its weights.
 
     Args:
         mhla_class: An MHLA class that knows the original names.
         shapes: Shapes by name in the softmax model.
-        called: Name of the weights in errors.
         argument: Argument by which the user gives a configuration instead.
+        called: Name of the weights in errors.
 
     Raises:
-        ValueError: If it cannot be told.
+        ValueError: If the weights do not tell it.
     """
-    empty = [name for name, shape in shapes.items() if 0 in shape]
-    if empty:
-        raise ValueError(f"{called} holds {empty[0]} without elements.")
     try:
         return mhla_class.original_config(shapes)
     except ValueError as error:
@@ -170,56 +170,30 @@ def read_config(mhla_class: Any, shapes: Mapping[str, tuple[int, ...]], called: 
 
 def _load_config(mhla_class: Any, config: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:
     hub = {key: options[key] for key in ("token", "local_files_only", "cache_dir", "subfolder") if key in options}
-    try:
-        content = mhla_class.load_config(str(config), revision=options.get("config_revision"), **hub)
-    except OSError as error:
-        reason = shorten_text(str(error), LIST_LENGTH)
-        raise ValueError(f"config={str(config)!r} has no configuration that can be read: {reason}") from error
-    content = from_stored(content)
+    content = from_stored(mhla_class.load_config(str(config), revision=options.get("config_revision"), **hub))
     return {**content, **{key: value for key, value in options.items() if key in content}}
 
 
-def _assign(
-    stock: Any, config: Mapping[str, Any], weights: dict[str, torch.Tensor], dtype: torch.dtype, called: str
-) -> Any:
+def _assign(stock: Any, config: Mapping[str, Any], weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
     """Build a softmax model from weights, which are not copied if they have the right dtype."""
     from accelerate import init_empty_weights
 
-    # Before anything is built: a wrong size may ask for more memory than there is.
-    check_model_config(stock, config, f"the configuration for {called}")
+    # Before the model is built: a wrong size may ask for more memory than there is.
+    check_model_config(stock, config, "the configuration")
     if "num_layers" in config:
-        check_layer_count(config["num_layers"], weights, f"the configuration for {called}")
+        check_layer_count(config["num_layers"], weights, "the configuration")
     with init_empty_weights():
         model = stock.from_config({**config, "_class_name": stock.__name__})
-    names = set(model.state_dict())
-    missing, surplus = sorted(names - set(weights)), sorted(set(weights) - names)
-    if missing:
-        raise ValueError(
-            f"{called} lacks {len(missing)} weight(s) of {stock.__name__}, for example {', '.join(missing[:3])}. It "
-            "is damaged or belongs to another model."
-        )
+    surplus = set(weights) - set(model.state_dict())
     if surplus:
-        logger.warning("%s has weights that %s does not know: %s", called, stock.__name__, shorten_list(surplus))
-    # As `from_pretrained`: what is to stay in float32 does.
+        logger.warning("%s does not know the weights %s", stock.__name__, shorten_list(surplus))
+    # As in `from_pretrained`: parameters that the class keeps in float32 stay in it.
     kept = fp32_parts(stock)
-    for name in names:
-        weights[name] = weights[name].to(torch.float32 if kept & set(name.split(".")) else dtype)
-    try:
-        model.load_state_dict({name: weights[name] for name in names}, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"{called} does not fit {stock.__name__}: {shorten_text(str(error), LIST_LENGTH)}") from error
-    # Weights that are assigned keep their own setting, and those read from files have none.
+    cast = {
+        name: tensor.to(torch.float32 if kept & set(name.split(".")) else dtype)
+        for name, tensor in weights.items()
+        if name not in surplus
+    }
+    model.load_state_dict(cast, assign=True)
+    # Assigned weights keep their own setting, and those read from files have none.
     return model.requires_grad_(True).eval()
-
-
-def _load_upstream(stock: Any, weights: dict[str, torch.Tensor], called: str, options: Mapping[str, Any]) -> Any:
-    try:
-        return stock.from_single_file(weights, **options)
-    except (KeyError, NotImplementedError) as error:
-        # Upstream fails on a missing weight with its name, or with a parameter that stayed on the meta device.
-        reason = f", for example {error.args[0]}" if isinstance(error, KeyError) else ""
-        raise ValueError(
-            f"{called} lacks weights of {stock.__name__}{reason}: it is damaged or belongs to another model."
-        ) from error
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{called} does not fit {stock.__name__}: {shorten_text(str(error), LIST_LENGTH)}") from error

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
 from ..utils.messages import shorten_list, shorten_text
-from ..utils.tensor_files import SafetensorsReader, check_safetensors, read_header
+from ..utils.tensor_files import SafetensorsReader, check_safetensors
 
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -116,13 +116,12 @@ class FileNames:
                 sets.append(WeightSet(match["variant"], (path,)))
         if not sets:
             pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix in _OTHER_FORMATS]
-            remedy = f"Load the {self.holder} with from_pretrained and write it with save_pretrained first."
+            problem = f"no {self.stem}*.safetensors; weights in other formats are not read"
             if pickles:
-                raise ValueError(
-                    f"{folder} has its weights only as {shorten_list(pickles)}; those can run code when read. {remedy}"
-                )
+                problem = f"its weights only as {shorten_list(pickles)}; those can run code when read"
             raise ValueError(
-                f"{folder} has no {self.stem}*.safetensors; weights in other formats are not read. {remedy}"
+                f"{folder} has {problem}. Load the {self.holder} with from_pretrained and write it with "
+                "save_pretrained first."
             )
         if variant is not None:
             found = [weights.variant or "(none)" for weights in sets]
@@ -161,15 +160,7 @@ def check_weights(folder: Path) -> int:
     Raises:
         ValueError: If one of them is truncated or damaged; the message names it.
     """
-    tensors = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        if not path.is_file():
-            raise ValueError(f"weights {path} are not a regular file")
-        try:
-            tensors += len(read_header(path)[0])
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"weights {path} are damaged ({error}): copy or download them again") from error
-    return tensors
+    return sum(len(check_safetensors(path)[0]) for path in sorted(folder.glob("*.safetensors")))
 
 
 def check_loaded_files(files: Iterable[str | os.PathLike[str]], location: Any, *, pickles: bool) -> None:

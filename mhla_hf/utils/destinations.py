@@ -21,7 +21,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -227,12 +227,11 @@ class Destination:
             if not self.overwrite:
                 raise self._filled()
             old.mkdir()
-            try:
+            with ExitStack() as stack:
+                stack.callback(self._empty_into_place, old)
                 for name in content:
                     os.rename(self.path / name, old / name)
-            except BaseException:
-                self._empty_into_place(old)
-                raise
+                stack.pop_all()
         os.rename(new, moving)
         self._empty_into_place(moving)
         if content:

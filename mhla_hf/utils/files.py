@@ -47,9 +47,8 @@ def atomic_file(destination: Path) -> Iterator[Path]:
             yield temporary
             flush_to_disk(temporary)
         os.replace(temporary, real)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_json(destination: Path, value: Any) -> None:
@@ -175,11 +174,12 @@ def list_files(root: Path) -> list[Path]:
                 found.append(path.relative_to(root))
                 continue
             real = os.path.realpath(path)
-            if real in ancestors:
-                raise ValueError(f"{path} is a link to a folder that it is in ({real}); remove the link.")
             visits[real] += 1
-            if visits[real] > MAX_VISITS:
-                raise ValueError(f"{path} is one of more than {MAX_VISITS} links to the same folder ({real}).")
+            if real in ancestors or visits[real] > MAX_VISITS:
+                raise ValueError(
+                    f"{path} is a link to a folder that it is in, or one of more than {MAX_VISITS} links to the same "
+                    f"folder ({real}); remove the link."
+                )
             folders.append((path, (*ancestors, real)))
         waiting += reversed(folders)
     return found

@@ -102,11 +102,6 @@ def find_directory(
     origin: dict[str, Any] = {"location": str(location)}
     if subfolder:
         origin["subfolder"] = subfolder
-    if Path(location).expanduser().is_file():
-        raise ValueError(
-            f"source {location} is a file; give a directory of diffusers or transformers, a Hub id, or a file of "
-            "weights (.safetensors, .gguf; for the checkpoints of MHLA's authors: mhla-hf import-official)."
-        )
     path = local_directory(location, "source")
     if path is not None:
         # The name alone: records are published, and the rest of the path is private.

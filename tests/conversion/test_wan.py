@@ -550,7 +550,7 @@ def test_refuses_wrong_options(transformer_dir, tmp_path):
 
 def test_refuses_what_is_no_source(transformer_dir, tmp_path):
     refused(tmp_path / "nowhere", tmp_path, "is neither a directory nor a Hub id")
-    refused(transformer_dir / "config.json", tmp_path, "is a file; .* import-official")
+    refused(transformer_dir / "config.json", tmp_path, "is neither a directory nor a Hub id")
     refused("someone/nothing", tmp_path, "nor a Hub repository that can be read", local_files_only=True)
 
 
