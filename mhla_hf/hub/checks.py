@@ -242,14 +242,14 @@ class DirectoryCheck:
 
     def _check_component(self, index: Path, name: str, library: str, class_name: str) -> None:
         folder = named_file(self.root, name, str(index))
-        if not folder.is_dir():
-            raise ValueError(f"names the component {shorten_text(name)}, whose folder is missing; save it again.")
         found = _find_class(library, class_name)
+        if not folder.is_dir():
+            self._note(index, f"names the component {shorten_text(name)}, whose folder is missing; save it again.")
+            return
         if found is None:
-            raise ValueError(
-                f"calls {shorten_text(name)} a {shorten_text(class_name)} of {shorten_text(library)}, which is not "
-                "installed here or unknown."
-            )
+            what = f"{shorten_text(name)} a {shorten_text(class_name)} of {shorten_text(library)}"
+            self._note(index, f"calls {what}, which is not installed here or unknown.")
+            return
         bases = {base.__name__ for base in found.__mro__}
         if bases & {"ModelMixin", "PreTrainedModel"}:
             self._check_model(folder, class_name)
@@ -269,21 +269,14 @@ class DirectoryCheck:
         with self._noting(path):
             types: dict[str, Types] = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
             config = read_json(path, "the configuration", optional=types)
-            if not all(isinstance(entry, str) for entry in config.get("architectures") or []):
-                raise ValueError("'architectures' must be a list of class names.")
-            if not {"_class_name", "model_type"} & set(config):
-                raise ValueError("does not say which model it is, by _class_name (diffusers) or model_type.")
             component = Component("model" if named is None else folder.name, folder, config)
-            if named is None:
-                self.class_name = component.class_name
-            elif not component.is_transformers and current_class(named, config) != component.class_name:
-                raise ValueError(
-                    f"says {shorten_text(component.class_name)}, but {PIPELINE_INDEX} calls {component.name} a "
-                    f"{shorten_text(named)}."
-                )
             sets = self._read_weights(component)
+            problem = _contradiction(component, named, sets)
+            if problem is not None:
+                self._note(path, problem)
+                return
+            self.class_name = self.class_name or component.class_name
             self._describe(component, sets)
-            _check_options(component, sets)
             if any(part.get("quantization_config") for part in _parts(config)):
                 self._note(path, "describes quantised weights, whose names and shapes are not checked.", "warning")
                 return
@@ -297,46 +290,41 @@ class DirectoryCheck:
         sets = []
         with self._noting(component.folder):
             found = component.weight_sets()
-            variants = [weights.variant for weights in found]
-            if None not in variants:
-                self._note(
-                    component.folder,
-                    f"has weights of {shorten_list(f'variant={name!r}' for name in variants)} alone, which "
-                    "from_pretrained reads where that is given; write them without a variant for others to load.",
-                    "warning",
-                )
+            if all(weights.variant for weights in found):
+                advice = "write them without a variant for others to load."
+                self._note(component.folder, f"has weights of variant={found[0].variant!r} alone; {advice}", "warning")
             for weights in found:
                 owner = weights.index or weights.files[0]
-                left_out = [path for path in weights.files if path.is_file() and path not in self.files]
+                left_out = [path.name for path in weights.files if path.is_file() and path not in self.files]
                 if left_out:
-                    self._note(owner, f"lists {shorten_list(path.name for path in left_out)}, which is not uploaded.")
+                    self._note(owner, f"lists {shorten_list(left_out)}, which is not uploaded.")
                 with self._noting(owner):
-                    readers = weights.open(floats_only=False)
-                    shapes = {name: shape for reader in readers for name, shape in reader.shapes.items()}
-                    dtypes = {name: dtype for reader in readers for name, dtype in reader.dtypes.items()}
-                    sets.append((owner, {name: (dtypes[name], tuple(shape)) for name, shape in shapes.items()}))
+                    tensors: dict[str, Any] = {}
+                    for reader in weights.open(floats_only=False):
+                        tensors |= {name: (reader.dtypes[name], tuple(shape)) for name, shape in reader.shapes.items()}
+                    sets.append((owner, tensors))
         return sets
 
     def _describe(self, component: Component, sets: list[tuple[Path, dict[str, Any]]]) -> None:
         config, tensors = component.config, sets[0][1] if sets else {}
-        options = config.get("mhla")
-        values = [math.prod(shape) for _, shape in tensors.values()]
-        self.models.append(
-            ModelDescription(
-                name=component.name,
-                class_name=component.class_name,
-                mhla_layers=len({match[1] for match in map(_MHLA_LAYER.match, tensors) if match}),
-                num_layers=next((config[key] for key in LAYER_COUNTS if isinstance(config.get(key), int)), None),
-                options=options if isinstance(options, dict) else None,
-                parameters=sum(values),
-                dtypes=dict(Counter(str(dtype).removeprefix("torch.") for dtype, _ in tensors.values()).most_common()),
-                nbytes=sum(count * dtype.itemsize for count, (dtype, _) in zip(values, tensors.values())),
-            )
+        sizes = [(dtype, math.prod(shape)) for dtype, shape in tensors.values()]
+        types = Counter(str(dtype).removeprefix("torch.") for dtype, _ in sizes)
+        description = ModelDescription(
+            name=component.name,
+            class_name=component.class_name,
+            mhla_layers=len({match[1] for match in map(_MHLA_LAYER.match, tensors) if match}),
+            num_layers=next((config[key] for key in LAYER_COUNTS if isinstance(config.get(key), int)), None),
+            options=config["mhla"] if isinstance(config.get("mhla"), dict) else None,
+            parameters=sum(count for _, count in sizes),
+            dtypes=dict(types.most_common()),
+            nbytes=sum(dtype.itemsize * count for dtype, count in sizes),
         )
+        self.models.append(description)
 
     def _compare(self, owner: Path, component: Component, model: Any, tensors: Mapping[str, Any]) -> None:
         """Compare the tensors of the files with those of the model."""
         state = model.state_dict()
+        optional: set[str] = set()
         if component.is_transformers:
             names = StoredNames(model, list(tensors))
             unknown = [name for name in tensors if name not in names.loaded]
@@ -345,39 +333,37 @@ class DirectoryCheck:
             found = {target: tensors[name][1] for name, target in names.written.items()}
             optional = {*names.may_be_missing, *filter(_OPTIONAL.search, expected)}
             floats = {name for name in tensors if name in names.loaded and names.is_float(name)}
-            ignored = [re.compile(pattern) for pattern in ignored_names(model, "load_unexpected")]
+            ignored = ignored_names(model, "load_unexpected")
         else:
             expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
             found = {name: shape for name, (_, shape) in tensors.items()}
             unknown = [name for name in tensors if name not in expected]
-            optional = set()
             floats = {name for name in tensors if name in state and state[name].is_floating_point()}
-            ignored = [re.compile(re.escape(part)) for part in declared(model, "_keys_to_ignore_on_load_unexpected")]
-        unknown = [name for name in unknown if not any(pattern.search(name) for pattern in ignored)]
-        missing = [name for name in expected if name not in found and name not in optional]
-        shapes = [
-            f"{shorten_text(name)} {found[name]} instead of {shape}"
-            for name, shape in expected.items()
-            if found.get(name, shape) != shape
-        ]
-        dropped = [name for name in unknown if component.is_mhla and ".mhla." in name]
+            ignored = [re.escape(part) for part in declared(model, "_keys_to_ignore_on_load_unexpected")]
+        unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
         integers = [f"{name} ({tensors[name][0]})" for name in floats if not tensors[name][0].is_floating_point]
-        untrained = [text for text in integers if ".mhla." in text]
-        regenerate = "take config.json from the directory that the weights were written to."
-        errors = {
-            "lacks {}; write or download the weights again.": missing,
-            "has tensors of other shapes than config.json describes: {}; the two do not belong together.": shapes,
-            f"has trained MHLA tensors that 'mhla' in config.json leaves out: {{}}; {regenerate}": dropped,
-            "holds MHLA parameters that are not of a floating-point type: {}.": untrained,
+        shapes = {name: shape for name, shape in expected.items() if found.get(name, shape) != shape}
+        problems = {
+            "lacks {}; write or download the weights again.": set(expected) - set(found) - optional,
+            "has tensors of other shapes than config.json describes: {}; the two do not belong together.": [
+                f"{shorten_text(name)} {found[name]} instead of {shape}" for name, shape in shapes.items()
+            ],
+            "has trained MHLA tensors that 'mhla' in config.json leaves out: {}; take config.json from the directory "
+            "that the weights were written to.": [name for name in unknown if component.is_mhla and ".mhla." in name],
+            "holds MHLA parameters that are not of a floating-point type: {}.": [
+                text for text in integers if ".mhla." in text
+            ],
         }
-        warnings = {
-            "holds other types in place of floating-point parameters: {}.": set(integers) - set(untrained),
-            "has tensors that the model does not know: {}.": set(unknown) - set(dropped),
-        }
-        for message, names_found in {**errors, **warnings}.items():
+        reported = [name for names_found in problems.values() for name in names_found]
+        for message, names_found in problems.items():
             if names_found:
-                level = "error" if message in errors else "warning"
-                self._note(owner, message.format(shorten_list(names_found)), level)
+                self._note(owner, message.format(shorten_list(names_found)))
+        for message, others in (
+            ("holds other types in place of floating-point parameters: {}.", set(integers) - set(reported)),
+            ("has tensors that the model does not know: {}.", set(unknown) - set(reported)),
+        ):
+            if others:
+                self._note(owner, message.format(shorten_list(others)), "warning")
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -385,44 +371,49 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, *(part for part in config.values() if isinstance(part, Mapping))]
 
 
-def _check_options(component: Component, sets: list[tuple[Path, dict[str, Any]]]) -> None:
-    """Check the entry `mhla` of a configuration against the class and the weights."""
-    given = [part["mhla"] for part in _parts(component.config) if part.get("mhla") is not None]
+def _contradiction(component: Component, named: str | None, sets: list[tuple[Path, dict[str, Any]]]) -> str | None:
+    """Return what in a configuration contradicts the pipeline's index or the weights; `None` if nothing does."""
+    config = component.config
+    if not all(isinstance(entry, str) for entry in config.get("architectures") or []):
+        return "'architectures' must be a list of class names."
+    if not {"_class_name", "model_type"} & set(config):
+        return "does not say which model it is, by _class_name (diffusers) or model_type."
+    class_name = shorten_text(component.class_name)
+    if named is not None and not component.is_transformers and current_class(named, config) != component.class_name:
+        return f"says {class_name}, but {PIPELINE_INDEX} calls {component.name} a {shorten_text(named)}."
+    given = [part["mhla"] for part in _parts(config) if part.get("mhla") is not None]
     for options in given:
         # The entry of a model of several towers may hold options for each.
         if not (isinstance(options, Mapping) and any(isinstance(value, Mapping) for value in options.values())):
             MHLAConfig.from_dict(options)
     has_weights = any(".mhla." in name for _, tensors in sets for name in tensors)
     if has_weights and not given:
-        raise ValueError(
+        return (
             "has no entry 'mhla', although the weights hold MHLA parameters; take config.json from the directory that "
             "the weights were written to."
         )
     if has_weights and not component.is_mhla:
-        name = FAMILIES[component.class_name].mhla_class if component.class_name in FAMILIES else "an MHLA class"
-        raise ValueError(
-            f"says _class_name={component.class_name!r}, which would drop the MHLA weights; it should say {name}."
-        )
+        target = FAMILIES[component.class_name].mhla_class if component.class_name in FAMILIES else "an MHLA class"
+        return f"says _class_name={class_name!r}, which would drop the MHLA weights; it should say {target}."
     if component.is_mhla and sets and not has_weights:
-        raise ValueError("describes an MHLA model, but the weights hold no MHLA parameters; convert it again.")
+        return "describes an MHLA model, but the weights hold no MHLA parameters; convert it again."
+    return None
 
 
 def _build(component: Component, named: str | None, sets: list[tuple[Path, dict[str, Any]]]) -> Any:
     """Build a model without memory for its weights."""
     where = str(component.folder / "config.json")
-    library = "transformers" if component.is_transformers else "diffusers"
-    class_name = named if named is not None and component.is_transformers else component.class_name
-    uses_own = named is None and component.is_transformers
-    model_class = component.load_class() if uses_own else _find_class(library, class_name)
-    if model_class is None:
-        raise ValueError(f"is for {shorten_text(class_name)}, which {library} does not have.")
     # A wrong size may ask for more memory than there is.
     check_sizes(component.config, where)
     if component.is_transformers:
+        model_class = component.load_class() if named is None else _find_class("transformers", named)
         config = component.load_config()
         with torch.device("meta"):
             return model_class(config)
-    if model_class.__name__ in {**FAMILIES, **MHLA_CLASSES}:
+    model_class = _find_class("diffusers", component.class_name)
+    if model_class is None:
+        raise ValueError(f"is for {shorten_text(component.class_name)}, which diffusers does not have.")
+    if component.class_name in {**FAMILIES, **MHLA_CLASSES}:
         check_model_config(model_class, component.config, where)
         for _, tensors in sets:
             check_layer_count(component.config.get("num_layers", 0), tensors, where)

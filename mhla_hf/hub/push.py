@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -118,9 +118,10 @@ class Contents:
             with byte_progress(total, progress) as (describe, advance):
                 describe("sharding")
                 for folder, shards in self.shards:
-                    target = scratch / folder
-                    write_shards(target, shards, advance)
-                    self.files |= {(folder / path.name).as_posix(): path for path in target.glob("*.*")}
+                    write_shards(scratch / folder, shards, advance)
+            self.files |= {
+                path.relative_to(scratch).as_posix(): path for path in scratch.rglob("*.*") if path.is_file()
+            }
             yield
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -213,6 +214,8 @@ def prepare_push(
 ) -> tuple[Contents, list[str]]:
     """Check a directory and collect what would be uploaded, without the network; arguments as in [`push_directory`].
 
+    Configurations name the stub for `trust_remote_code=True`, which is added.
+
     Returns:
         The files, and warnings.
 
@@ -234,13 +237,26 @@ def prepare_push(
     if errors:
         more = f" And {len(errors) - 1} more: mhla-hf doctor lists them." if len(errors) > 1 else ""
         raise ValueError(f"{directory} is not pushed. {errors[0]}{more}")
-    contents = collect_contents(
-        directory,
-        uploaded,
-        max_shard_size=max_shard_size,
-        card=lambda: card_for_repository(directory, repo_id, benchmarks),
-    )
+    stub = stub_files(read_source(directory))
+    if not stub:
+        raise ValueError(f"{directory} has no MHLA model; push others with push_to_hub of their library.")
+    contents = Contents(directory, {path.as_posix(): directory / path for path in uploaded})
     contents.left_out = [path.as_posix() for path in files if path not in uploaded]
+    pickles = [name for name in contents.files if name.endswith(PICKLES)]
+    if pickles:
+        raise ValueError(
+            f"{directory / pickles[0]} is a pickle, which can run code when read; remove it, or keep its tensors as "
+            "safetensors."
+        )
+    for name in [name for name in contents.files if name.endswith(".json")]:
+        content = read_json_value(directory / name, "the file")
+        public = _public(name, parse_json(stub[name], name) if name in stub else content)
+        if public != content:
+            contents.files[name] = (json.dumps(public, indent=2, sort_keys=True) + "\n").encode()
+    contents.files |= {name: text.encode() for name, text in stub.items() if name.endswith(".py")}
+    if not is_own_card(directory):
+        contents.files[CARD] = card_for_repository(directory, repo_id, benchmarks).encode()
+    _plan_shards(contents, parse_size(max_shard_size))
     warnings = [str(problem) for problem in problems]
     if card_data(directory).license is None:
         warnings.append(
@@ -249,51 +265,15 @@ def prepare_push(
     return contents, warnings
 
 
-def collect_contents(
-    directory: Path,
-    files: Sequence[Path],
-    *,
-    max_shard_size: int | str | None = None,
-    card: Callable[[], str] | None = None,
-) -> Contents:
-    """Collect the files of a repository.
-
-    Configurations name the stub for `trust_remote_code=True`, which is added. Absolute paths in records, and in the
-    fields of configurations that say what was loaded, are shortened to their last part.
-
-    Args:
-        directory: A pipeline or model with MHLA.
-        files: Its files, relative to it.
-        max_shard_size: See [`push_directory`].
-        card: Makes the model card, unless the user wrote one; `None` leaves the card unchanged.
-
-    Raises:
-        ValueError: If the directory has no MHLA model, holds pickles, or something in it is damaged.
-    """
-    stub = stub_files(read_source(directory))
-    if not stub:
-        raise ValueError(f"{directory} has no MHLA model; push others with push_to_hub of their library.")
-    contents = Contents(directory, {path.as_posix(): directory / path for path in files})
-    for name in list(contents.files):
-        if name.endswith(PICKLES):
-            raise ValueError(
-                f"{directory / name} is a pickle, which can run code when read; remove it, or keep its tensors as "
-                "safetensors."
-            )
-        is_record = PurePosixPath(name).name in _RECORDS
-        if is_record or _CONFIGURATION.fullmatch(name):
-            content = parse_json(stub[name], name) if name in stub else read_json_value(directory / name, "the file")
-            public = _shortened(content, None if is_record else _LOCATIONS)
-            if is_record and isinstance(public, dict) and isinstance(public.get("source"), dict):
-                # Of use on this machine alone.
-                public["source"] = {k: v for k, v in public["source"].items() if k not in ("path", "path_code")}
-            if name in stub or public != content:
-                contents.files[name] = (json.dumps(public, indent=2, sort_keys=True) + "\n").encode()
-    contents.files |= {name: text.encode() for name, text in stub.items() if name.endswith(".py")}
-    if card is not None and not is_own_card(directory):
-        contents.files[CARD] = card().encode()
-    _plan_shards(contents, parse_size(max_shard_size))
-    return contents
+def _public(name: str, content: Any) -> Any:
+    """Shorten absolute paths in records, and in fields of configurations that say what was loaded."""
+    if PurePosixPath(name).name not in _RECORDS:
+        return _shortened(content, _LOCATIONS) if _CONFIGURATION.fullmatch(name) else content
+    public = _shortened(content, None)
+    if isinstance(public, dict) and isinstance(public.get("source"), dict):
+        # Of use on this machine alone.
+        public["source"] = {key: value for key, value in public["source"].items() if key not in ("path", "path_code")}
+    return public
 
 
 def is_working_file(name: str) -> bool:

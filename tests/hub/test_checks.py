@@ -279,7 +279,7 @@ WARNINGS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "variant-only": (
         "llama-mhla",
         lambda root: (root / "model.safetensors").rename(root / "model.fp16.safetensors"),
-        "the directory: has weights of variant='fp16' alone, which from_pretrained reads where that is given",
+        "the directory: has weights of variant='fp16' alone; write them without a variant",
     ),
     "integers": (
         "bare",
