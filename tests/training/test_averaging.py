@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The moving average of the weights: its values, in checkpoints, in validation samples and in what a run exports."""
 
-import copy
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -58,22 +56,6 @@ def test_interrupted_runs_keep_the_same_average(tmp_path):
     assert same(whole.model.state_dict(), again.model.state_dict())
 
 
-def test_files_of_checkpoints(tmp_path):
-    result = make_trainer(tmp_path, train="full", **EMA).run()
-    newest = list_checkpoints(tmp_path / "checkpoints")[-1]
-    averages, weights = (load_file(newest / f"{name}.safetensors") for name in ("ema", "model"))
-    assert same(averages, result.model.state_dict()) and not same(averages, weights)
-    # The matching stage before has none: its weights are not what the run ends with.
-    assert not list((tmp_path / "checkpoints").glob("transfer-*/ema.safetensors"))
-    # Without the option the weights are the result; with it again, the average begins where the weights are.
-    plain = make_trainer(tmp_path, train="full").run()
-    assert same(weights, plain.model.state_dict())
-    file = newest / "ema.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="ema.safetensors is missing or not what was written; --resume previous"):
-        make_trainer(tmp_path, train="full", **EMA).run()
-
-
 def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
     from mhla_hf.training import validation
 
@@ -110,28 +92,3 @@ def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
     assert sorted(seen) == [2, 3] and same(exported, seen[3]) and not same(exported, seen[2])
     weights = load_file(list_checkpoints(tmp_path / "run" / "checkpoints")[-1] / "model.safetensors")
     assert not same(weights, exported)
-
-
-def test_a_sharded_model_has_a_sharded_average():
-    import torch.distributed as distributed
-    from torch.distributed.fsdp import fully_shard
-
-    plain = torch.nn.Linear(3, 2)
-    model = copy.deepcopy(plain)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
-        averages = [WeightAverage(each, ["weight", "bias"], TrainingConfig(**EMA)) for each in (plain, model)]
-        for _ in range(3):
-            for each, average in zip((plain, model), averages):
-                with torch.no_grad():
-                    each.weight.mul_(1.5)
-                average.step()
-        assert all(hasattr(value, "full_tensor") for value in averages[1].ema.shadow_params)
-        (mine, steps), (theirs, _) = averages[1].collect(), averages[0].collect()
-        assert steps == 3 and same(mine, theirs)
-        with averages[1].applied():
-            assert torch.equal(model.weight.full_tensor(), theirs["weight"])
-        assert torch.equal(model.weight.full_tensor(), plain.weight)
-    finally:
-        distributed.destroy_process_group()

@@ -76,27 +76,6 @@ class TestCheckpoints:
             self.save(tmp_path, stage, step, total_limit=2)
         assert [path.name for path in list_checkpoints(tmp_path)] == ["transfer-00000002", "finetune-00000001"]
 
-    def test_sharded_parameters_are_saved_whole(self, tmp_path):
-        """Under FSDP2 parameters and moments are DTensors; a checkpoint has whole tensors, and goes back to shards."""
-        import torch.distributed as distributed
-        from torch.distributed.fsdp import fully_shard
-
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-        try:
-            path = self.save(tmp_path)
-            model, _, names = self.trained(steps=0)
-            fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (1,)))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            load_weights(path, model, names)
-            load_optimizer(path, model, optimizer, names)
-            weights, moments = collect_state(model, optimizer, names)
-        finally:
-            distributed.destroy_process_group()
-        for file, tensors in (("model", weights), ("optimizer", moments)):
-            saved = load_file(path / f"{file}.safetensors")
-            assert saved.keys() == tensors.keys()
-            assert all(torch.equal(saved[name], tensors[name]) for name in saved)
-
     def test_foreign_or_damaged_checkpoints_are_refused(self, tmp_path):
         path = self.save(tmp_path)
         model, optimizer, names = self.trained()

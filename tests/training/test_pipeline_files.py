@@ -2,11 +2,9 @@
 """Damaged JSON of pipelines and of records, as training, the demo and benchmarks read it."""
 
 import json
-import os
 
 import pytest
 
-from mhla_hf.demo import DemoConfig, run_demo
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.data.images import pipeline_labels
 from mhla_hf.training.loading import PipelineSource
@@ -82,15 +80,6 @@ def test_pipelines(directory, family, name, changes, message):
         assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [INDEX, SCHEDULER, VAE])
-def test_what_is_no_file_is_not_waited_for(directory, name):
-    path = directory("dit", INDEX, {})
-    (path / name).unlink()
-    os.mkfifo(path / name)
-    with pytest.raises(ValueError, match="is not a regular file"):
-        check(path)
-
-
 class TestMetrics:
     ROW = '{"stage": "finetune", "step": 1, "loss": 1.0}\n'
 
@@ -102,23 +91,3 @@ class TestMetrics:
         metrics = MetricsFile(path, None)
         metrics.close()
         assert read_metrics(path) == []
-
-    @pytest.mark.parametrize(
-        ("line", "message"),
-        [
-            ("[1]", "is not a JSON object but a list"),
-            ('{"stage": "finetune", "step": "1", "loss": 1.0}', "'step' must be an integer"),
-            ('{"stage": "fine', "is not valid JSON"),
-        ],
-    )
-    def test_other_damage_is_named(self, line, message, tmp_path):
-        path = tmp_path / "metrics.jsonl"
-        path.write_text(self.ROW + line + "\n" + self.ROW)
-        with pytest.raises(ValueError, match=rf"line 2 of .*metrics\.jsonl.*{message}"):
-            read_metrics(path)
-
-
-def test_damaged_options_of_the_demo(tmp_path):
-    (tmp_path / "options.json").write_text('{"a": ' * 500)
-    with pytest.raises(ValueError, match=r"the demo's options \(--no-resume starts again\): .*options\.json"):
-        run_demo(DemoConfig(output=str(tmp_path)))

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
-from mhla_hf.training.checkpoints import list_checkpoints, read_state
+from mhla_hf.training.checkpoints import read_state
 from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
-from mhla_hf.training.data.fingerprints import folder_fingerprint
 from mhla_hf.training.run import read_metrics
 from mhla_hf.utils.files import write_json
 
@@ -107,33 +106,6 @@ class TestDamage:
         # The damaged one was made again.
         assert read_state(checkpoint(output))["step"] == 3
 
-    def test_no_whole_one_is_left(self, output, resume):
-        for path in list_checkpoints(output / "checkpoints"):
-            self.truncated(path)
-        with pytest.raises(ValueError, match="remove it to start again"):
-            resume()
-        with pytest.raises(ValueError, match="no complete checkpoint before the newest"):
-            resume("previous")
-
-    def test_a_renamed_checkpoint_is_refused(self, output, resume):
-        checkpoint(output).rename(checkpoint(output, 2000))
-        with pytest.raises(ValueError, match="finetune-00002000 was renamed: its state.json says finetune, step 3"):
-            resume(max_steps=2500)
-
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            ("[]", "is not a JSON object but a list"),
-            ('{"stage": [], "step": 3, "files": {}}', "'stage' must be a string"),
-            ("[" * 100_000, "nested too deeply"),
-        ],
-    )
-    def test_a_record_of_another_shape(self, content, message, output, resume):
-        (checkpoint(output) / "state.json").write_text(content)
-        with pytest.raises(ValueError, match=message) as error:
-            resume()
-        assert "state.json" in one_line(error)
-
 
 def start_from_files(folder, resume):
     config = options(
@@ -210,18 +182,6 @@ def write_cache(directory, seed=0):
         "latent_shape": [16, 2, 4, 4],
     }
     write_json(directory / MANIFEST, manifest)
-
-
-class TestFingerprints:
-    @pytest.mark.parametrize("tensor", [0, 30])
-    def test_a_change_of_any_tensor_of_a_large_file_is_noticed(self, tensor, tmp_path):
-        tensors = {f"layer.{number:02d}": torch.zeros(40_000) for number in range(64)}
-        save_file(tensors, tmp_path / "model.safetensors")
-        assert (tmp_path / "model.safetensors").stat().st_size > 8 * 2**20
-        before = folder_fingerprint(tmp_path)
-        tensors[f"layer.{tensor:02d}"] += 1e-3
-        save_file(tensors, tmp_path / "model.safetensors")
-        assert folder_fingerprint(tmp_path) != before
 
 
 class TestTracking:

@@ -86,13 +86,6 @@ def test_processes_shard_where_the_configuration_says_so(runs):
     assert [runs[name]["kind"] for name in ("two", "one to two", "two whole")] == ["FSDP", "FSDP", "MULTI_CPU"]
 
 
-def test_every_process_names_the_sample_that_one_of_them_had(runs):
-    damaged, errors = runs["broken"]["damaged"], runs["broken"]["errors"]
-    assert errors[0] == errors[1] and errors[0].startswith(
-        f"the loss is nan in finetune step 2, batch of sample {damaged} of the data set; --resume finetune-00000001"
-    )
-
-
 class TestConfigurations:
     @pytest.mark.parametrize(
         ("name", "kind"), [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("deepspeed_zero3", "DEEPSPEED")]
@@ -135,16 +128,3 @@ class TestConfigurations:
         plugin.zero_stage = 2
         with pytest.raises(ValueError, match="zero_stage must be 3 in accelerate's configuration"):
             check_distribution(accelerator, config)
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"distill_steps": 1}, "distill_steps cannot be used under FSDP: run that stage first, without sharding"),
-            ({"train": "lora"}, "train='lora' cannot be used under FSDP"),
-        ],
-    )
-    def test_what_does_not_run_sharded_is_refused(self, options, message):
-        accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True)
-        check_distribution(accelerator, TrainingConfig())
-        with pytest.raises(ValueError, match=message):
-            check_distribution(accelerator, TrainingConfig(**options))

@@ -10,11 +10,9 @@ import time
 import pytest
 import torch
 import typer
-from accelerate.utils.other import get_free_port
 
 from mhla_hf.cli.errors import friendly_errors
 from mhla_hf.training.checkpoints import list_checkpoints
-from mhla_hf.training.processes import StopSignals
 from tests import ROOT
 
 from .training_process import make_trainer
@@ -62,17 +60,6 @@ class TestOneProcess:
         assert resumed.losses == whole.losses
         for name, value in whole.model.state_dict().items():
             assert torch.equal(value, resumed.model.state_dict()[name]), name
-
-    def test_a_second_ctrl_c_ends_at_once(self):
-        with StopSignals() as signals:
-            os.kill(os.getpid(), signal.SIGINT)
-            # The same press, handed on by a launcher.
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert signals.received == signal.SIGINT
-            time.sleep(0.3)
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_lost_process_is_one_line(capsys):
@@ -132,40 +119,3 @@ def test_two_processes_stop_together(launcher, number, whom, tmp_path):
     process = start(0)
     assert process.wait(timeout=300) == 0, process.stderr.read()
     assert (output / "final.pt").exists()
-
-
-MEETING = """
-import sys, torch
-from mhla_hf.cli.errors import run_script
-from mhla_hf.training import TrainingConfig
-from mhla_hf.training.processes import make_accelerator
-
-def meet(minutes: float):
-    accelerator = make_accelerator(TrainingConfig(device="cpu", startup_timeout=minutes))
-    print(int(accelerator.reduce(torch.ones(1)).item()))
-
-run_script(meet)
-"""
-
-
-def meet(rank, minutes, port):
-    environment = {**ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    return subprocess.Popen(
-        [sys.executable, "-c", MEETING, str(minutes)],
-        env={**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-class TestStart:
-    def test_one_that_does_not_come_is_one_line(self):
-        began = time.monotonic()
-        process = meet(0, 0.05, get_free_port())
-        errors = process.communicate(timeout=120)[1]
-        assert process.returncode != 0 and time.monotonic() - began < 100
-        # torch's own sockets warn besides.
-        assert "Traceback" not in errors
-        (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
-        assert "did not find one another within 0.05 minutes (startup_timeout)" in line and len(line) < 500

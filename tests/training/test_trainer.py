@@ -5,20 +5,16 @@ import copy
 import json
 import re
 import shutil
-from functools import partial
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from mhla_hf import MHLAWanTransformer3DModel, convert
-from mhla_hf.training import DiffusionTrainer, TrainingConfig, WanObjective, evaluate
+from mhla_hf.training import DiffusionTrainer, TrainingConfig, evaluate
 from mhla_hf.training.checkpoints import list_checkpoints
-from mhla_hf.training.data.batches import DataOrder, make_batch
 from mhla_hf.training.loading import PipelineSource
-from mhla_hf.training.loop import MicroBatches, load_micro_batches
 from mhla_hf.training.matching.layers import find_projections, mhla_layers
 from mhla_hf.training.matching.teacher import shared_teacher
 from mhla_hf.training.parameters import (
@@ -29,8 +25,6 @@ from mhla_hf.training.parameters import (
     trainable_names,
 )
 from mhla_hf.training.run import read_metrics
-from mhla_hf.training.stages.prediction import DiffusionStage
-from mhla_hf.utils.locations import find_pipeline
 
 from .. import tiny
 from .cases import CASES
@@ -40,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 
 MHLA = {"blocks": (1, 2, 2), "output_gate": True}
-WAN = WanObjective()
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +55,6 @@ def teacher(case):
 @pytest.fixture
 def student(case, teacher):
     return case.student(teacher)
-
-
-every_family = pytest.mark.parametrize("case", list(CASES), indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +111,6 @@ class TestParameters:
         set_trainable(student, names)
         assert [name for name, parameter in student.named_parameters() if parameter.requires_grad] == names
 
-    def test_a_softmax_model_has_nothing_of_mhla(self, teacher):
-        with pytest.raises(ValueError, match="leaves nothing to train"):
-            trainable_names(teacher, "mhla")
-
 
 def wan_records(student, teacher, inputs):
     """The student's layers, and what the self-attention of the teacher saw in a forward pass."""
@@ -154,25 +140,6 @@ class TestTransfer:
             torch.testing.assert_close(records[name].output, output, atol=1e-5, rtol=1e-4)
         assert all(torch.equal(value, before[name]) for name, value in student.state_dict().items())
         assert not student.blocks[1].attn1._forward_hooks and "forward" not in vars(student.blocks[1].attn1.mhla)
-
-    @pytest.mark.parametrize("mode", ["lora", "full"])
-    def test_records_in_memory_and_on_disk_are_one(self, mode, case, tmp_path):
-        teacher, results = case.make_teacher(), []
-        for cache in ("memory", "disk"):
-            result = DiffusionTrainer(
-                options(
-                    transfer_steps=3, max_steps=0, train=mode, lora_rank=2, transfer_cache=cache,
-                    output=str(tmp_path / cache),
-                ),
-                case.student(teacher),
-                case.dataset(),
-                teacher=copy.deepcopy(teacher),
-                null_condition=case.null_condition,
-            ).run()  # fmt: skip
-            assert not (tmp_path / cache / "transfer" / "activations").exists()
-            results.append((result.losses["transfer"], result.model.state_dict()))
-        assert results[0][0] == results[1][0]
-        assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
 
 
 class TestInProcess:
@@ -257,19 +224,6 @@ class TestInProcess:
         with pytest.raises(ValueError, match="needs output"):
             DiffusionTrainer(options(report_to="tensorboard"), student, dataset)
 
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_batches_can_be_built_ahead(self, workers):
-        class Stage:
-            def make_batch(self, order, step, micro_step):
-                return step, micro_step, order.sample_numbers(step, micro_step)
-
-        order = DataOrder(dataset_size=5, batch_size=2, accumulation_steps=2, seed=0, stage="finetune")
-        state = torch.get_rng_state()
-        batches = load_micro_batches(MicroBatches(Stage(), order), first=1, steps=4, workers=workers)
-        places = [(step, micro_step) for step in range(1, 4) for micro_step in range(2)]
-        assert list(batches) == [(*place, order.sample_numbers(*place)) for place in places]
-        assert torch.equal(torch.get_rng_state(), state)
-
 
 class Interrupted(Exception):
     """Stands for a crash at a given step."""
@@ -347,51 +301,6 @@ class TestResuming:
         assert len(result.losses["finetune"]) == 6
 
 
-# Nothing changes what a unit returns in place.
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("case", ["wan", "dit"], indirect=True)
-def test_sharded_models_train_in_low_precision(case, teacher, dataset, monkeypatch):
-    """Shards as accelerate does: the units that the module names, then what is left."""
-    import torch.distributed as distributed
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = case.student(teacher)
-    model.requires_grad_(True)
-    order = DataOrder(dataset_size=5, batch_size=2, seed=0, stage="finetune")
-    stage = DiffusionStage(options(), model, case.objective, partial(make_batch, dataset, objective=case.objective))
-    batch = stage.make_batch(order, 0, 0)
-    module, accelerator = stage.module(), Accelerator(cpu=True)
-    with torch.no_grad():
-        expected = stage.loss(module, batch, accelerator).item()
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        shared = {
-            "mesh": distributed.device_mesh.init_device_mesh("cpu", (1,)),
-            "mp_policy": MixedPrecisionPolicy(*[torch.bfloat16] * 3),
-        }
-        units = [part for part in module.modules() if type(part).__name__ in module._no_split_modules]
-        assert len(units) >= len(module._no_split_modules) > 0
-        for part in reversed(units):
-            fully_shard(part, **shared)
-        fully_shard(module, **shared)
-        levels = []
-        predict = type(case.objective).predict
-
-        def remember(self, model, noisy, told, condition):
-            levels.append(told)
-            return predict(self, model, noisy, told, condition)
-
-        monkeypatch.setattr(type(case.objective), "predict", remember)
-        loss = stage.loss(module, batch, accelerator)
-        loss.backward()
-    finally:
-        distributed.destroy_process_group()
-    assert loss.item() == pytest.approx(expected, rel=0.01)
-    # Those of the noise that the model sees, and not rounded to bfloat16.
-    assert len(levels) == 1 and torch.equal(levels[0], batch.levels)
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 class TestFiles:
     def test_a_run_from_files_writes_a_pipeline(self, pipeline_directory, cache_directory, tmp_path):
         config = options(
@@ -447,27 +356,6 @@ class TestFiles:
         with pytest.raises(ValueError, match="MHLA already"):
             PipelineSource(result.pipeline).load_model(MHLA)
         assert type(PipelineSource(result.pipeline).load_model()) is MHLAWanTransformer3DModel
-
-    def test_bad_sources_are_named(self, pipeline_directory, tmp_path):
-        with pytest.raises(ValueError, match=r"model_index\.json"):
-            find_pipeline(str(tmp_path), "model")
-        with pytest.raises(ValueError, match="ordinary"):
-            PipelineSource(pipeline_directory).load_model()
-        with pytest.raises(ValueError, match="has no transformer_2"):
-            PipelineSource(pipeline_directory, "transformer_2").load_model()
-        with pytest.raises(ValueError, match="is a AutoencoderKLWan"):
-            PipelineSource(pipeline_directory, "vae").load_model()
-        images = tmp_path / "images"
-        tiny.wan_transformer(image_to_video=True).save_pretrained(images / "transformer")
-        with pytest.raises(ValueError, match="image-to-video"):
-            PipelineSource(images).load_model(MHLA)
-        converted = tmp_path / "converted"
-        tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=MHLA).save_pretrained(converted / "transformer")
-        with pytest.raises(ValueError, match="teacher must be given"):
-            _ = PipelineSource(converted).teacher
-        (converted / "conversion.json").write_text('{"source": {"location": "/nowhere/at/all"}}')
-        with pytest.raises(ValueError, match="is not there"):
-            _ = PipelineSource(converted).teacher
 
     def test_the_teacher_is_found_beside_what_was_converted(self, pipeline_directory, tmp_path):
         from mhla_hf.conversion import convert_pretrained

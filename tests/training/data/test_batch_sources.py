@@ -2,13 +2,11 @@
 """Batches to recover on: text, images and latents."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 import mhla_hf
 from mhla_hf.training.data.batch_sources import Latents, image_batches, text_batches
@@ -66,19 +64,6 @@ def test_the_model_takes_them(sources, name):
     assert len(output) == 2 and torch.isfinite(output).all()
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "vit", "wan"])
-def test_two_processes_see_what_one_sees(sources, name):
-    source = sources[name]
-    for step in (0, 7):
-        whole = source.batch("match", step, 4)
-        parts = [source.batch("match", step, 2, rank, 2) for rank in range(2)]
-        key = next(iter(whole))
-        for rank, part in enumerate(parts):
-            # Each is as wide as its own texts.
-            width = part[key].shape[-1]
-            assert torch.equal(part[key], whole[key][2 * rank : 2 * rank + 2][..., :width])
-
-
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
 def test_every_sample_once_in_an_epoch_and_none_of_the_held_out(sources, name):
     source = sources[name]
@@ -92,58 +77,6 @@ def test_every_sample_once_in_an_epoch_and_none_of_the_held_out(sources, name):
     steps = len(source) if name != "bert" else 32
     seen = [row for step in range(steps) for row in rows(source.batch("match", step, 1))]
     assert len(set(seen)) == min(steps, len(source)) and not held_out & set(seen)
-
-
-def test_passages_have_like_lengths(sources):
-    source = sources["bert"]
-    padding = [1 - source.batch("match", step, 4)["attention_mask"].float().mean().item() for step in range(32)]
-    assert sum(padding) / len(padding) < 0.05
-    lengths = [source.batch("match", step, 4)["input_ids"].shape[1] for step in range(32)]
-    assert lengths != sorted(lengths)
-
-
-def test_tokens_are_kept(tmp_path):
-    directory = model_directory("llama", tmp_path / "model")
-    texts, cache = text_folder(tmp_path / "texts"), tmp_path / "cache"
-    options = {"samples": 30, "held_out": 4, "length": 16, "cache": cache}
-    model = converted("llama")
-    first = text_batches(model, directory, str(texts), **options)
-    (kept,) = cache.iterdir()
-    written = kept.stat().st_mtime_ns
-    assert equal(text_batches(model, directory, str(texts), **options).batch("x", 0, 2), first.batch("x", 0, 2))
-    assert kept.stat().st_mtime_ns == written and len(load_file(kept)["tokens"]) == 34 * 16
-    # Other texts are another file.
-    (texts / "more.txt").write_text("and one more text that is new", encoding="utf-8")
-    assert text_batches(model, directory, str(texts), **options).fingerprint != first.fingerprint
-    assert len(list(cache.iterdir())) == 2
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path, caplog):
-    folder = text_folder(tmp_path / "texts")
-    (folder / "empty.txt").write_text(" \n")
-    (folder / "binary.md").write_bytes(b"some text\0and zeros")
-    (folder / "latin.rst").write_bytes("für".encode("latin-1") * 9)
-    (folder / "broken.py").write_text("def (")
-    (tmp_path / "secret.txt").write_text("a secret of somebody else, which is not in the folder")
-    (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
-    (folder / "__init__.py").write_text("")
-    corpus = TextCorpus(str(folder))
-    texts = list(corpus.passages())
-    corpus.report_skipped()
-    assert len(texts) == 48 and not any("secret" in text for text in texts)
-    for reason in ("empty.txt is empty", "binary.md is binary", "latin.rst is not UTF-8 text (byte 1)",
-                   "broken.py is not valid Python", "link.txt is a link out of"):  # fmt: skip
-        assert reason in caplog.text
-    assert "__init__" not in caplog.text and len(corpus.skipped) == 5
-
-
-def test_passages_of_python_files_are_their_docstrings(tmp_path):
-    source = (
-        '"""What the module is for, in one line.\n\n    >>> code(1) and some more of it\n"""\nvalue = "text " * 9\n'
-    )
-    (tmp_path / "module.py").write_text(source)
-    assert list(TextCorpus(str(tmp_path)).passages()) == ["What the module is for, in one line."]
-    assert list(TextCorpus(str(tmp_path)).documents()) == [source]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -177,18 +110,6 @@ def test_data_set_of_the_hub(monkeypatch):
     assert asked == [{"path": "owner/name", "name": "config", "split": "train", "streaming": True}]
     with pytest.raises(ValueError, match="data: owner/nothing cannot be read: no such thing and much more"):
         list(TextCorpus("owner/nothing").documents())
-
-
-def test_data_that_are_not_there(monkeypatch, tmp_path):
-    for data in ("nowhere", "nowhere.jsonl"):
-        with pytest.raises(ValueError, match=f"{data} is neither a folder of .txt, .* files, a .jsonl or .parquet"):
-            TextCorpus(data)
-    # Folders of plain text need no further library.
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert list(TextCorpus(str(text_folder(tmp_path / "texts", files=1, paragraphs=1))).documents())
-    with pytest.raises(ValueError, match=r"owner/name is no folder; records need datasets: .*\[train\]"):
-        TextCorpus("owner/name")
 
 
 def test_mistakes_name_what_to_do(tmp_path):

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from mhla_hf.cli.main import app
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig, evaluate
 from mhla_hf.training.data.batches import DataOrder
-from mhla_hf.training.data.folders import Bucket, UnusableSampleError, nearest_bucket, parse_buckets
-from mhla_hf.training.data.videos import captioned_videos, write_video
+from mhla_hf.training.data.folders import Bucket, parse_buckets
 from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.families.base import PipelineSizes
 
@@ -37,30 +36,6 @@ class TestSizes:
     def test_mistakes_are_named(self, text):
         with pytest.raises(ValueError, match="buckets must be like '480,832;832,480'.* got '"):
             CacheConfig(data="x", buckets=text)
-
-    @pytest.mark.parametrize(
-        ("size", "expected"),
-        [
-            ((1080, 1920, 100), (480, 832, 81)),
-            ((1080, 1920, 80), (480, 832, 17)),
-            ((1920, 1080, 100), (832, 480, 81)),
-            ((500, 520, 17), (256, 256, 17)),
-            ((600, 600, 17), (512, 512, 17)),
-            ((1080, 1920, 16), None),
-        ],
-    )
-    def test_the_nearest(self, size, expected):
-        buckets = [(480, 832, 81), (832, 480, 81), (480, 832, 17), (256, 256, 17), (512, 512, 17)]
-        found = nearest_bucket([Bucket(*bucket) for bucket in buckets], *size)
-        assert found == (None if expected is None else Bucket(*expected))
-
-    def test_options_are_completed(self):
-        config = VIDEO_SIZES.complete(CacheConfig(data="x", buckets="480,832;832,480,17", num_frames=49))
-        assert config.buckets == "480,832,49;832,480,17"
-        assert (config.height, config.width, config.num_frames) == (480, 832, 49)
-        assert VIDEO_SIZES.complete(config) == config
-        assert VIDEO_SIZES.buckets(config) == (Bucket(480, 832, 49), Bucket(832, 480, 17))
-        assert IMAGE_SIZES.complete(CacheConfig(data="x", buckets="512,256")).width == 256
 
     @pytest.mark.parametrize(
         ("sizes", "options", "message"),
@@ -99,30 +74,6 @@ class TestOrder:
         # The turns of the buckets are mixed: in the long run none comes twice in a row all the time.
         turns = [BUCKETS[batch(order(), step)[0]] for step in range(110)]
         assert turns != sorted(turns) and turns[:55] != turns[55:]
-
-    @pytest.mark.parametrize("step", [7, 10**9])
-    def test_it_depends_on_nothing_but_seed_and_step(self, step):
-        walked = order()
-        for earlier in range(min(step, 20)):
-            batch(walked, earlier)
-        assert batch(walked, step) == batch(order(), step)
-        assert [batch(order(), step + more) for more in range(9)] != [
-            batch(order(seed=1), step + more) for more in range(9)
-        ]
-
-    @pytest.mark.parametrize("accumulation_steps", [1, 2])
-    def test_two_processes_see_what_one_with_the_doubled_batch_sees(self, accumulation_steps):
-        shared = {"accumulation_steps": accumulation_steps}
-        for step in range(12):
-            for micro_step in range(accumulation_steps):
-                ranks = [batch(order(2, world_size=2, rank=rank, **shared), step, micro_step) for rank in range(2)]
-                assert ranks[0] + ranks[1] == batch(order(4, **shared), step, micro_step)
-
-    def test_one_bucket_is_as_none(self):
-        plain = DataOrder(dataset_size=11, batch_size=3, seed=0, stage="finetune")
-        for buckets in (None, [4] * 11):
-            ours = order(buckets=buckets)
-            assert [batch(ours, step) for step in range(9)] == [batch(plain, step) for step in range(9)]
 
 
 class Sizes(list):
@@ -196,22 +147,3 @@ class TestCaches:
         assert result.exit_code == 1 and "was made with buckets '64,64;64,128;128,64'" in " ".join(
             result.output.split()
         )
-
-    def test_videos(self, tmp_path):
-        for name, (frames, height, width) in {
-            "a": (9, 16, 32),
-            "b": (5, 32, 16),
-            "c": (7, 16, 32),
-            "d": (3, 16, 32),
-        }.items():
-            write_video(tmp_path / f"{name}.mp4", np.full((frames, height, width, 3), 90, np.uint8))
-            (tmp_path / f"{name}.txt").write_text("grey")
-        buckets = parse_buckets("16,32,9;16,32,5;32,16,5")
-        samples = captioned_videos(tmp_path, num_frames=9, height=16, width=32, buckets=buckets)
-        assert [tuple(sample.load().shape) for sample in samples[:3]] == [
-            (3, 9, 16, 32),
-            (3, 5, 32, 16),
-            (3, 5, 16, 32),
-        ]
-        with pytest.raises(UnusableSampleError, match=r"d\.mp4 has fewer frames that can be read than 9 or 5 or 5"):
-            samples[3].load()

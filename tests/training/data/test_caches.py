@@ -3,7 +3,6 @@
 
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.data import cache as caching
 from mhla_hf.training.data.cache import build_cache, cache_settings, finish_cache, make_cache, start_cache
-from mhla_hf.training.data.fingerprints import folder_fingerprint
 from mhla_hf.training.data.folders import DataSample, UnusableSampleError
 from mhla_hf.training.data.images import fit, to_tensor
 from mhla_hf.training.families import FAMILIES
@@ -139,28 +137,6 @@ class TestContent:
         with pytest.raises(ValueError, match="format 99"):
             LatentDataset(tmp_path)
 
-    def test_sizes_have_defaults_and_must_fit_the_pipeline(self, source):
-        sizes = PipelineSource(source).sizes
-        for options, expected in (
-            ({}, (480, 832, 81, 512)),
-            ({"data": "digits", "width": 32, "max_sequence_length": 9}, (32, 32, 17, 9)),
-        ):
-            config = sizes.complete(CacheConfig(**options))
-            assert (config.height, config.width, config.num_frames, config.max_sequence_length) == expected
-        for changes, message in (
-            ({"height": 40}, "height must be a multiple of 16"),
-            ({"num_frames": 6}, "num_frames must be a multiple of 4 plus 1"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                sizes.complete(self.config.replace(**changes))
-
-    def test_fingerprints_notice_changed_weights(self, tmp_path):
-        save_file({"weight": torch.zeros(2 * 10**6), "small": torch.zeros(3)}, tmp_path / "model.safetensors")
-        before = folder_fingerprint(tmp_path)
-        assert folder_fingerprint(tmp_path) == before
-        save_file({"weight": torch.zeros(2 * 10**6), "small": torch.ones(3)}, tmp_path / "model.safetensors")
-        assert folder_fingerprint(tmp_path) != before
-
 
 class TestLock:
     @pytest.fixture(autouse=True)
@@ -202,24 +178,6 @@ class TestLock:
         assert "changed while" in metadata(cache / "samples" / "000000.safetensors")["condition"]
         with pytest.raises(ValueError, match="has changed since it was opened; start again"):
             opened.lock()
-
-    def test_two_processes_with_different_data_do_not_mix(self, source, videos, tmp_path, monkeypatch):
-        """Both find no cache; one makes its own, the other one is refused."""
-        other = shutil.copytree(videos, tmp_path / "others")
-        begin = caching.start_cache
-
-        def begin_late(directory, *arguments, main_process=True):
-            found = begin(directory, *arguments, main_process=main_process)
-            if not main_process:
-                # Meanwhile the first one makes it.
-                monkeypatch.setattr(caching, "start_cache", begin)
-                make(source, videos, directory)
-            return found
-
-        monkeypatch.setattr(caching, "start_cache", begin_late)
-        with pytest.raises(ValueError, match="was made with data .*videos' not .*others'"):
-            make(source, other, tmp_path / "cache")
-        assert metadata(tmp_path / "cache" / "samples" / "000000.safetensors")["condition"] == "it turns red"
 
 
 class TestHostileFiles:
@@ -265,19 +223,3 @@ class TestHostileFiles:
             save_file(damaged, path)
             with pytest.raises(ValueError, match=message):
                 LatentDataset(cache)[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("text_encoder/config.json", b"[]", "is not a JSON object but a list"),
-        ("vae/diffusion_pytorch_model.safetensors", None, "is truncated or not a safetensors file"),
-    ],
-)
-def test_damaged_encoders_are_named(name, content, message, source, videos, tmp_path):
-    damaged = shutil.copytree(source, tmp_path / "pipeline")
-    path = damaged / name
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if content is None else content)
-    with pytest.raises(ValueError, match=message) as error:
-        make(damaged, videos, tmp_path / "cache")
-    assert str(path) in str(error.value) and "\n" not in str(error.value)

@@ -12,7 +12,7 @@ from mhla_hf.training.data import generated
 from mhla_hf.training.data.batch_sources import PackedText
 from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.data.cache import make_cache
-from mhla_hf.training.data.generated import generate_text, read_prompts
+from mhla_hf.training.data.generated import generate_text
 from mhla_hf.training.processes import make_accelerator
 from tests import tiny
 from tests.integrations.transformers.tiny_models import softmax_model
@@ -87,20 +87,6 @@ def test_latents_are_those_the_original_pipeline_ends_with(wan, tmp_path, monkey
     assert len(DiffusionTrainer(config).run().losses["distill"]) == 2
 
 
-def test_mistakes_are_named(wan, tmp_path):
-    with pytest.raises(ValueError, match="prompts, a text file with one prompt a line, must be given"):
-        cached(tmp_path / "cache", wan / "softmax", **SIZES)
-    with pytest.raises(ValueError, match="prompts is for data='generated' only"):
-        CacheConfig(data="digits", prompts="a.txt")
-    with pytest.raises(ValueError, match="data='generated' has one size"):
-        CacheConfig(data="generated", buckets="32,32;32,64")
-    with pytest.raises(ValueError, match="prompts: .*missing.txt must be a text file .*No such file"):
-        read_prompts(tmp_path / "missing.txt")
-    (tmp_path / "empty.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match="empty.txt must be a text file with one prompt a line .it is empty"):
-        read_prompts(tmp_path / "empty.txt")
-
-
 class TestTexts:
     def test_rows_are_sampled_from_the_original(self, tmp_path):
         softmax = softmax_model("llama")
@@ -115,28 +101,3 @@ class TestTexts:
         assert rows[0, 1] == first
         batch = PackedText(table, held_out=2).batch("distill", 0, 2)
         assert batch["input_ids"].shape == (2, 9)
-
-    def test_what_is_there_is_kept(self, tmp_path, monkeypatch):
-        model = softmax_model("llama")
-        whole = generate_text(model, tmp_path, rows=12, length=5)
-        (folder,) = tmp_path.iterdir()
-        files = sorted(folder.glob("*.safetensors"))
-        assert [file.name for file in files] == ["rows-00000000.safetensors", "rows-00000008.safetensors"]
-        files[0].unlink()
-        drawn = []
-        row = generated._row
-        monkeypatch.setattr(generated, "_row", lambda *arguments: drawn.append(1) or row(*arguments))
-        again = generate_text(model, tmp_path, rows=12, length=5)
-        assert torch.equal(again.tokens, whole.tokens) and len(drawn) == 8
-        assert again.fingerprint == whole.fingerprint
-
-    def test_prompts(self, tmp_path):
-        model = softmax_model("gpt2")
-        table = generate_text(model, tmp_path, rows=3, length=6, prompts=[[5, 6], [7]])
-        assert table[0][:2].tolist() == [5, 6] == table[2][:2].tolist() and table[1][0] == 7
-        with pytest.raises(ValueError, match="prompts must be given, with a token each"):
-            generate_text(model, tmp_path, rows=2, length=4, prompts=[[]])
-
-    def test_models_that_do_not_generate_are_named(self, tmp_path):
-        with pytest.raises(ValueError, match="needs a model that generates, and BertForMaskedLM does not"):
-            generate_text(softmax_model("bert"), tmp_path, rows=2, length=4)

@@ -13,15 +13,12 @@ from PIL import Image
 
 from mhla_hf.training import LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
-from mhla_hf.training.data.cache import make_cache, open_samples
-from mhla_hf.training.data.digits import DIGIT_WORDS, digit_images, load_scans
+from mhla_hf.training.data.cache import make_cache
 from mhla_hf.training.data.folders import UnusableSampleError
 from mhla_hf.training.data.images import (
     captioned_images,
     class_images,
-    folder_labels,
     image_grid,
-    pipeline_labels,
     read_image,
 )
 from mhla_hf.training.families import FAMILIES
@@ -76,22 +73,6 @@ class TestReading:
         assert image.shape == (8, 4, 3)
         assert image[:4].min() == 255 and image[4:].max() == 0
 
-    def test_every_mode_becomes_rgb(self, tmp_path):
-        for mode in ("L", "P", "RGBA", "1", "CMYK"):
-            path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
-            Image.new("RGB", (6, 5), (255, 255, 255)).convert(mode).save(path)
-            image = read_image(path)
-            assert image.shape == (5, 6, 3) and image.dtype == np.uint8 and image.min() == 255
-        Image.fromarray(np.array([[0, 0x0100, 0x80FF, 0xFFFF]], np.uint16)).save(tmp_path / "grey.png")
-        assert read_image(tmp_path / "grey.png")[0, :, 2].tolist() == [0, 1, 128, 255]
-
-    def test_a_grid_has_all_images(self):
-        images = np.stack([np.full((2, 3, 3), 10 * number, np.uint8) for number in range(1, 6)])
-        grid = image_grid(images)
-        assert grid.shape == (4, 9, 3)
-        assert grid[::2, ::3, 0].tolist() == [[10, 20, 30], [40, 50, 0]]
-        assert np.array_equal(image_grid(images[:1]), images[0])
-
 
 class TestFolders:
     def test_captions_beside_the_images(self, tmp_path):
@@ -124,68 +105,6 @@ class TestFolders:
         (tmp_path / "empty").mkdir()
         with pytest.raises(ValueError, match="these have none: empty"):
             classes()
-
-    def test_classes_alternate(self, tmp_path):
-        for name in ("dog/2.png", "dog/1.png", "cat/x/1.png", "cat/2.webp", "cat/3.png", ".hidden/1.png"):
-            save_image(tmp_path / name)
-        (tmp_path / "cat" / "notes.txt").write_text("no image")
-        samples = class_images(tmp_path, height=8, width=8, known_labels={}, num_classes=1000)
-        assert [(sample.key.split(":")[0], sample.condition, sample.class_name) for sample in samples] == [
-            ("cat/2.webp", 0, "cat"),
-            ("dog/1.png", 1, "dog"),
-            ("cat/3.png", 0, "cat"),
-            ("dog/2.png", 1, "dog"),
-            ("cat/x/1.png", 0, "cat"),
-        ]
-
-    @pytest.mark.parametrize(
-        ("names", "stored", "expected"),
-        [
-            (["b", "a", "c"], None, [0, 1, 2]),
-            (["10", "2", "7"], None, [10, 2, 7]),
-            (["magpie", "tabby_cat"], None, [30, 20]),
-            (["goldfish"], None, [7]),
-            (["magpie", "other"], {"magpie": 1, "other": 2, "absent": 3}, [1, 2]),
-        ],
-        ids=["sorted", "numbers", "known to the pipeline", "synonym", "classes.json"],
-    )
-    def test_numbers_of_classes(self, names, stored, expected, directories, tmp_path, caplog):
-        if stored is not None:
-            (tmp_path / "classes.json").write_text(json.dumps(stored))
-        labels = folder_labels(tmp_path, names, pipeline_labels(PipelineSource(directories["dit"])), 1000)
-        assert [labels[name] for name in sorted(names)] == expected
-        assert ("they are numbered 0 to 2 in the order of the names" in caplog.text) == ("c" in names)
-
-    @pytest.mark.parametrize(
-        ("names", "stored", "message"),
-        [
-            (["a", "b", "c", "d"], None, "different numbers from 0 to 2, as the model has 3 classes; got .*'d' 3"),
-            (["01", "1"], None, "different numbers .*; got '01' 1, '1' 1"),
-            (["first", "a"], None, "knows 1 of the 2 classes of .*, but not a; rename"),
-            (["a", "b"], '{"a": 0, "b": "1"}', "it has none for b"),
-            (["a"], "{", "not valid JSON"),
-        ],
-    )
-    def test_bad_classes_are_named(self, names, stored, message, tmp_path):
-        if stored is not None:
-            (tmp_path / "classes.json").write_text(stored)
-        with pytest.raises(ValueError, match=message):
-            folder_labels(tmp_path, names, {"first": 0}, 3)
-
-
-def test_digits_are_the_scans():
-    scans, digits = load_scans("train", 24)
-    for captions in (True, False):
-        samples = digit_images(20, 24, captions=captions)
-        assert len(samples) == 20
-        for number in (0, 7, 19):
-            image = samples[number].load()
-            assert image.shape == (3, 24, 24)
-            assert torch.allclose(image[1] / 2 + 0.5, torch.from_numpy(scans[number]), atol=1e-6)
-            word = DIGIT_WORDS[digits[number]]
-            assert samples[number].condition == (f"the digit {word}" if captions else digits[number])
-            assert samples[number].class_name == (None if captions else word)
-    assert len(digit_images(5000, 8, captions=True, split="held_out")) == 299
 
 
 def transformer_inputs(pipeline, **call):
@@ -228,12 +147,6 @@ class TestEncoding:
             assert torch.allclose(own["prompt_embeds"], inputs["encoder_hidden_states"][row, :length], atol=1e-6)
         other = family.encode_condition(pipeline, "a four", config)
         assert not torch.equal(other["prompt_embeds"], texts[1]["prompt_embeds"])
-
-    def test_classes_are_what_the_pipeline_gives_the_transformer(self, pipelines):
-        labels = transformer_inputs(pipelines["dit"], class_labels=[20])["class_labels"]
-        family, config = FAMILIES["dit"], CacheConfig()
-        own = family.encode_condition(None, 20, config), family.encode_null_condition(None, config, 1000)
-        assert labels.tolist() == [each["class_label"] for each in own]
 
 
 def options(directory, tmp_path, **changes):
@@ -278,21 +191,6 @@ class TestCache:
         repaired = LatentDataset(directory)
         assert len(repaired) == 3 and repaired.manifest["skipped"] == []
         assert {path.name: path.stat().st_mtime_ns for path in samples.iterdir()}.items() >= times.items()
-
-    def test_classes_of_images(self, directories, tmp_path):
-        for name in ("magpie/1.png", "magpie/2.png", "tabby_cat/1.png"):
-            save_image(tmp_path / "data" / name)
-        config, cache_config = options(directories["dit"], tmp_path), CacheConfig(data=str(tmp_path / "data"))
-        dataset = LatentDataset(make_cache(config, cache_config, Accelerator(cpu=True)))
-        assert [int(dataset[index]["class_label"]) for index in range(3)] == [20, 30, 30]
-        assert dataset[0]["class_label"].shape == () and dataset[0]["class_label"].dtype == torch.int64
-        assert dataset[0]["latents"].shape == (4, 8, 8)
-        assert int(dataset.null_condition["class_label"]) == 1000
-        assert dataset.manifest["classes"] == {"magpie": 30, "tabby_cat": 20}
-        # The first samples have all classes.
-        fewer = cache_config.replace(num_samples=2)
-        _, samples, _ = open_samples(PipelineSource(directories["dit"]), fewer, 0, torch.device("cpu"))
-        assert {sample.condition for sample in samples} == {20, 30}
 
 
 class TestValidation:
@@ -341,14 +239,3 @@ class TestValidation:
             assert np.abs(images[0] - expected * 255).max() <= 1
             assert images[0].std() > 0 and not np.array_equal(images[0], images[1])
             assert np.array_equal(read_image(paths[0]), image_grid(images))
-
-    @pytest.mark.parametrize(
-        ("changes", "cache", "message"),
-        [
-            ({"validation_prompts": "elephant"}, {}, "must be classes, by number .*got 'elephant'"),
-            ({"validation_prompts": "4"}, {"height": 24}, "makes images of 16x16 only, and the cache has 24x24"),
-        ],
-    )
-    def test_what_cannot_be_made_is_refused(self, changes, cache, message, directories, tmp_path):
-        with pytest.raises(ValueError, match=message):
-            self.validator("dit", directories, tmp_path, cache, **changes)

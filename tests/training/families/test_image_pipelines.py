@@ -27,7 +27,6 @@ runner = CliRunner()
 
 PIPELINES = {"sana": tiny_images.sana_pipeline, "dit": tiny_images.dit_pipeline}
 SIZES = {"sana": 128, "dit": 16}
-EVERY_FAMILY = pytest.mark.parametrize("family", list(PIPELINES))
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 
@@ -150,30 +149,6 @@ def test_lora_loads_into_a_converted_pipeline(family, sources, tmp_path):
         assert torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-4)
         fresh.transformer.unload_lora()
         assert not torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-4)
-
-
-def test_dits_of_older_days_train(sources, tmp_path):
-    directory = tmp_path / "old"
-    shutil.copytree(sources["dit"] / "source", directory)
-    config, index = directory / "transformer" / "config.json", directory / "model_index.json"
-    for path in (config, index):
-        path.write_text(path.read_text().replace("DiTTransformer2DModel", "Transformer2DModel"))
-    source = PipelineSource(directory)
-    student, teacher = source.load_model({"blocks": (2, 2)}), source.teacher.load()
-    assert (type(student).__name__, type(teacher).__name__) == ("MHLADiTTransformer2DModel", "DiTTransformer2DModel")
-    result = invoke(
-        "dit", directory, tmp_path / "run", "--cache", sources["dit"] / "cache", "--mhla", '{"blocks": [2, 2]}',
-        "--max-steps", 1, "--match-steps", 1, "--quiet", "--device", "cpu",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    generate(tmp_path / "run" / "pipeline", "dit")
-
-
-def test_the_wrong_command_is_named(sources, tmp_path):
-    result = invoke("dit", sources["sana"] / "source", tmp_path / "run", "--data", "digits")
-    assert result.exit_code == 2
-    assert "MODEL is a SanaTransformer2DModel: use `mhla-hf train sana`" in " ".join(result.output.split())
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import copy
-import json
 
-import accelerate
 import pytest
 import torch
 
 import mhla_hf
 from mhla_hf.training import TrainingConfig
-from mhla_hf.training.matching.activations import DiskCache, pack, total_size
-from mhla_hf.training.matching.layers import find_projections, mhla_layers, record_calls
+from mhla_hf.training.matching.layers import find_projections, mhla_layers
 from mhla_hf.training.matching.matching import match_layers, matching_losses
 from mhla_hf.training.stages.matching import layer_optimizer, trained_names
 from tests.integrations.transformers.mhla_models import default_options
@@ -183,49 +180,7 @@ def test_records_in_memory_on_disk_and_made_on_line_are_one(name, tmp_path):
         assert losses == results[0][0] and equal(values, results[0][1])
 
 
-@pytest.mark.parametrize("name", ["wan", "llama", "bert"])
-def test_calls_on_disk_are_what_was_recorded(name, tmp_path):
-    _, model, batch = models(name)
-    layers = find_projections(model, mhla_layers(model), batch)
-    calls = record_calls(model, layers, batch)
-    record = pack(calls)
-    # Rotary tables and masks are there once, whatever the number of layers.
-    one = pack({layers[0].name: calls[layers[0].name]})
-    assert sum(key.startswith("shared.") for key in record.tensors) <= len(one.tensors) - 2 + len(layers)
-    json.dumps(record.structure)
-    cache = DiskCache(tmp_path / "cache", "this")
-    assert cache.missing([0, 1]) == [0, 1]
-    cache.put(1, record)
-    assert DiskCache(tmp_path / "cache", "this").missing([0, 1]) == [0]
-    with torch.no_grad():
-        for layer in layers:
-            call, stored = calls[layer.name], cache.call(1, layer.name)
-            assert torch.equal(stored.hidden_states, call.hidden_states) and torch.equal(stored.output, call.output)
-            assert torch.equal(
-                layer(stored.arguments, stored.hidden_states), layer(call.arguments, call.hidden_states)
-            )
-            assert (stored.valid is None) == (call.valid is None)
-    with pytest.raises(ValueError, match="activations of another model, data or type"):
-        DiskCache(tmp_path / "cache", "other")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").touch()
-    with pytest.raises(ValueError, match="is no cache of activations"):
-        DiskCache(tmp_path / "mine", "this")
-    path = tmp_path / "cache" / "record-00000001.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    assert cache.missing([1]) == [1]
-
-
 class TestWhereRecordsGo:
-    def test_the_size_is_stated_before(self):
-        student, _ = pair("bert")
-        data = [inputs("bert", batch=4, length=length) for length in (20, 10, 5)]
-        report = match_layers(student, data, steps=3)
-        tokens, width, layers = 4 * 35, student.config.hidden_size, 3
-        assert report.cache_bytes >= tokens * width * 2 * layers * 2
-        assert report.cache_bytes == pytest.approx(tokens * width * 2 * layers * 2, rel=0.1)
-        assert total_size(100, data, [0, 1, 2]) == 175
-
     def test_a_limit(self, tmp_path):
         student, _ = pair("bert")
         before = weights(student)
@@ -252,13 +207,6 @@ def test_mixing_weights_learn_at_a_rate_of_their_size(rate, mixing):
     assert rates[id(layer.mhla.mixing)] == pytest.approx(expected)
     assert rates[id(layer.attention.query.weight)] == rates[id(layer.projection.weight)] == 7e-3
     assert rates[id(layer.mhla.feature_map_query.weight)] == rate
-
-
-def test_offloaded_layers_are_refused():
-    student, _ = pair("bert")
-    accelerate.cpu_offload(student, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"layer.0.attention.self is offloaded: load the model on the CPU"):
-        match_layers(student, batches("bert"), steps=1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 
@@ -103,28 +102,6 @@ def test_a_signal_stops_after_the_step_and_the_same_call_goes_on(cache, tmp_path
         run(None, cache=cache, progress=stop_at)
 
 
-def test_a_layer_that_is_ahead_does_not_mind_a_stop(tmp_path):
-    """As after a kill between the checkpoints of two layers that train side by side."""
-    whole = run(tmp_path / "whole", cache="none")
-    output = tmp_path / "stopped"
-    for step in (1, 2):
-        with pytest.raises(TrainingStopped, match=rf"after step {step} of 5; .*continues from there"):
-            run(output, cache="none", progress=lambda *step: os.kill(os.getpid(), signal.SIGTERM))
-        shutil.rmtree(output / "layers" / "000")
-        shutil.copytree(tmp_path / "whole" / "layers" / "000", output / "layers" / "000")
-    assert same(run(output, cache="none"), whole)
-
-
-def test_another_run_is_refused(tmp_path):
-    run(tmp_path / "out", steps=2)
-    with pytest.raises(ValueError, match="holds a matching run with another learning_rate, steps; use the same"):
-        run(tmp_path / "out", steps=3, learning_rate=1e-3)
-    other = student()
-    torch.nn.init.normal_(other.bert.encoder.layer[0].attention.self.query.weight)
-    with pytest.raises(ValueError, match="holds a matching run with another model or data"):
-        run(tmp_path / "out", other, steps=2, original_parameters={})
-
-
 def in_two_processes(tmp_path, action):
     """Runs something in two processes of a gloo group; returns their exit codes."""
 
@@ -153,11 +130,3 @@ def test_two_processes_equal_one(cache, tmp_path):
         assert same(torch.load(tmp_path / f"{rank}.pt"), whole)
     # Another number of processes goes on where two were.
     assert same(run(tmp_path / "shared", cache=cache), whole)
-
-
-def test_a_model_in_half_precision_trains_in_fp32():
-    model = student().to(torch.bfloat16)
-    report = match_layers(model, BATCHES, steps=40, mixed_precision="bf16")
-    losses = report.mean_losses()
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -21,11 +21,7 @@ from mhla_hf.training.stages.transformers import (
     TransformersObjective,
     TransformersStage,
     divergences,
-    head_of,
     language_losses,
-    next_tokens,
-    relative_errors,
-    token_states,
 )
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
@@ -34,7 +30,6 @@ from tests.recovery.sources import model_directory
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
-LANGUAGE_MODELS = [name for name, family in FAMILIES.items() if family.generates]
 CASES = [
     ("llama", "logits"), ("bert", "hidden_states"), ("bert", "pooled"), ("bert", "logits"), ("vit", "pooled"),
 ]  # fmt: skip
@@ -104,10 +99,6 @@ class TestLosses:
         centred = (student - teacher) - (student - teacher).mean(-1, keepdim=True)
         torch.testing.assert_close(hot.grad, centred / 7, rtol=1e-2, atol=1e-3)
 
-    def test_relative_errors(self):
-        target = torch.tensor([[3.0, 4.0], [30.0, 40.0]])
-        torch.testing.assert_close(relative_errors(target * 1.1, target), torch.tensor([0.01, 0.01]))
-
     def test_chunks_change_nothing_and_bound_the_memory(self):
         temperature = 2.0
         generator = torch.Generator().manual_seed(0)
@@ -130,39 +121,6 @@ class TestLosses:
         expected = divergences(head(states), teacher_head(target), temperature).sum()
         torch.testing.assert_close(results[0][0], expected)
         torch.testing.assert_close(results[0][1], F.cross_entropy(head(states), labels, reduction="sum"))
-
-    @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-    def test_the_head_is_the_models_own(self, name):
-        """Scales, soft caps and biases of logits included."""
-        model = softmax_model(name)
-        batch = inputs(name, padding="right")
-        with torch.no_grad():
-            expected = model(**batch, use_cache=False).logits
-            states = token_states(model, batch)
-            got = head_of(model)(states.flatten(0, 1)).unflatten(0, expected.shape[:2])
-        torch.testing.assert_close(got, expected)
-        assert "forward" not in model.get_decoder().__dict__
-
-    def test_where_tokens_are_predicted(self):
-        tokens = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]])
-        where, labels = next_tokens({"input_ids": tokens, "attention_mask": (tokens > 0).long()})
-        assert where.tolist() == [[True, True, False], [True, True, True]] and labels.tolist() == [6, 7, 6, 7, 8]
-        given = torch.tensor([[5, -100, 7, 0], [5, 6, 7, 8]])
-        where, labels = next_tokens({"input_ids": tokens, "labels": given})
-        assert labels.tolist() == [7, 0, 6, 7, 8]
-
-
-class TestObjective:
-    def test_classifiers_match_logits(self):
-        from transformers import BertForSequenceClassification, ViTForImageClassification
-
-        for name, model_class in (("bert", BertForSequenceClassification), ("vit", ViTForImageClassification)):
-            objective = TransformersObjective.of(model_class(FAMILIES[name].config(num_labels=3)))
-            assert (objective.target, objective.predicts_tokens) == ("logits", False)
-
-    def test_models_without_logits_are_named(self):
-        with pytest.raises(ValueError, match="distill_target='logits' needs a model with logits, but ViTModel has no"):
-            TransformersObjective.of(softmax_model("vit"), "logits")
 
 
 class TestStages:
@@ -226,25 +184,6 @@ class TestStages:
             losses.append(errors.mean())
         return torch.stack(losses).mean()
 
-    def test_the_task_of_language_models_is_theirs(self):
-        softmax = softmax_model("llama")
-        student, source, accelerator = converted("llama", softmax), Source("llama"), Accelerator(cpu=True)
-        objective = TransformersObjective.of(student)
-        order = DataOrder(dataset_size=32, batch_size=2, seed=0, stage="distill")
-        tuning = TransformersStage(options(max_steps=1), student, objective, source)
-        batch = tuning.make_batch(order, 0, 0)
-        labels = batch.inputs["input_ids"].masked_fill(batch.inputs["attention_mask"] == 0, -100)
-        own = student(**batch.inputs, labels=labels).loss
-        torch.testing.assert_close(tuning.loss(tuning.module(), batch, accelerator), own, rtol=1e-4, atol=1e-5)
-
-        def distill(share):
-            stage = TransformersStage(
-                options(distill_ratio=share), student, objective, source, lambda: SharedTeacher(student)
-            )
-            return stage.loss(stage.module(), batch, accelerator)
-
-        torch.testing.assert_close(distill(0.25), 0.25 * distill(1.0) + 0.75 * own, rtol=1e-4, atol=1e-5)
-
 
 class TestTrainer:
     @pytest.mark.parametrize(
@@ -281,24 +220,6 @@ class TestTrainer:
             assert torch.equal(value, cut.model.state_dict()[key]), key
         assert not [key for key in whole.model.state_dict() if "lora" in key or "base_layer" in key]
         assert (whole.teacher_memory["stored"] == 0) == (mode != "full")
-
-    def test_mistakes_are_named(self):
-        student, source = converted("llama", softmax_model("llama")), Source("llama")
-        for changes, message in (
-            ({"transfer_steps": 1}, "transfer_steps and validation_prompts are for diffusion models"),
-            ({"flow_shift": 1.0}, "flow_shift is not an option of transformers models"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                TransformersTrainer(options(**changes), source, student)
-        with pytest.raises(ValueError, match="model must be given"):
-            TransformersTrainer(options(), source)
-        with pytest.raises(ValueError, match="distill_steps needs teacher"):
-            TransformersTrainer(options(), source, student).run()
-        teacher = SharedTeacher(student)
-        with torch.no_grad():
-            student.get_parameter("model.norm.weight").fill_(float("nan"))
-        with pytest.raises(FloatingPointError, match="loss is nan in distill step 1, batch of sample 0, 1"):
-            TransformersTrainer(options(), source, student, teacher=teacher).run()
 
 
 class TestFiles:
