@@ -14,8 +14,3 @@ def test_advice():
     assert "mhla-hf calibrate out" in text and "mhla-hf recover model OUTPUT" in text
     assert "fine-tune with mhla-hf train wan." in text
     assert "fine-tune the model." in advice(report("LlamaForCausalLM"))
-
-
-def test_no_advice_without_new_parameters():
-    part = ComponentReport("WanTransformer3DModel", "MHLAWanTransformer3DModel")
-    assert advice(ConversionReport("convert", "out", {}, {"transformer": part})) is None

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel, convert, convert_pretrained, load_pipeline
+from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained, load_pipeline
 from mhla_hf.cli.main import app
 from tests import tiny
 from tests.models.adapter_checks import TARGETS, randomize_lora
@@ -131,61 +131,6 @@ def test_mistakes_are_refused_before_any_work(convert_them, mhla, message, softm
     assert not (tmp_path / "mhla").exists()
 
 
-def test_a_mistake_for_one_expert_leaves_both_as_they_are():
-    pipeline = tiny.wan_pipeline(second_transformer=True)
-    for options in ({"layers": [7]}, {"bloks": [1, 2, 2]}):
-        with pytest.raises(ValueError):
-            convert(pipeline, {"transformer": FIRST, "transformer_2": options})
-    assert type(pipeline.transformer) is type(pipeline.transformer_2) is WanTransformer3DModel
-
-
-def test_a_pipeline_with_one_transformer_has_no_second(tmp_path):
-    pipeline = tiny.wan_pipeline()
-    with pytest.raises(ValueError, match="names 'transformer_2', .* can be MHLA: transformer\\."):
-        convert(pipeline, BOTH)
-    assert type(pipeline.transformer) is WanTransformer3DModel
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--component", "transformer_3"], "can be MHLA: transformer, transformer_2"),
-        (["--mhla", '{"transformer": '], "--mhla is not valid JSON"),
-        (["--mhla", "[1]"], "--mhla is not a JSON object but a list"),
-        (["--mhla", "absent.json"], "absent.json is missing"),
-        (["--component", "transformer", "--mhla", '{"transformer_2": {}}'], "options for other components only"),
-    ],
-    ids=["component", "json", "list", "file", "contradiction"],
-)
-def test_command_names_mistakes(arguments, message, softmax_dir, tmp_path):
-    result = CliRunner().invoke(app, ["convert", str(softmax_dir), str(tmp_path / "out"), *arguments])
-    assert result.exit_code in (1, 2) and message in " ".join(result.output.split())
-
-
-def test_command_lays_options_of_components_over_those_of_all(softmax_dir, tmp_path):
-    (tmp_path / "mhla.json").write_text('{"transformer": {}, "transformer_2": {"blocks": [1, 2, 2]}}')
-    arguments = ["--blocks", "2,1,2", "--output-gate", "--mhla", str(tmp_path / "mhla.json"), "--quiet"]
-    result = CliRunner().invoke(app, ["convert", str(softmax_dir), str(tmp_path / "mhla"), *arguments])
-    assert result.exit_code == 0, result.output
-    options = [json.loads((tmp_path / "mhla" / name / "config.json").read_text())["mhla"] for name in EXPERTS]
-    assert [entry["blocks"] for entry in options] == [[2, 1, 2], [1, 2, 2]]
-    assert all(entry["output_gate"] for entry in options)
-
-
-def test_mhla_config_objects_by_component(softmax_dir):
-    pipeline = load_pipeline(softmax_dir, mhla={name: MHLAConfig(**options) for name, options in BOTH.items()})
-    assert [getattr(pipeline, name).mhla_config.blocks for name in EXPERTS] == [(2, 1, 2), (1, 2, 2)]
-
-
-def test_components_passed_in(softmax_dir):
-    """An expert without options may be passed in as anything; one with options may not."""
-    softmax = tiny.wan_transformer()
-    pipeline = load_pipeline(softmax_dir, mhla={"transformer": FIRST}, transformer_2=softmax)
-    assert pipeline.transformer_2 is softmax and type(pipeline.transformer) is MHLAWanTransformer3DModel
-    with pytest.raises(ValueError, match="mhla options have no effect on transformer_2"):
-        load_pipeline(softmax_dir, mhla=BOTH, transformer_2=softmax)
-
-
 # LoRA
 
 
@@ -241,16 +186,6 @@ def test_a_timestep_for_each_token(with_image, tmp_path):
     assert pipeline.config.expand_timesteps and type(pipeline.transformer) is MHLAWanTransformer3DModel
     assert pipeline.transformer_2 is None
     generate(pipeline, **({"image": image()} if with_image else {}))
-
-
-def test_equal_timesteps_of_tokens_are_one_timestep():
-    model, inputs = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=FIRST), tiny.wan_inputs(batch=2)
-    with torch.no_grad():
-        expected = model(**inputs)[0]
-        expanded = model(**{**inputs, "timestep": torch.full((2, 3 * 2 * 4), 500.0)})[0]
-        other = model(**{**inputs, "timestep": torch.linspace(0, 999, 24).repeat(2, 1)})[0]
-    torch.testing.assert_close(expanded, expected)
-    assert (other - expected).abs().max() > 1e-3 and other.isfinite().all()
 
 
 def test_conversion_copies_the_other_expert_byte_for_byte(softmax_dir, tmp_path):

@@ -2,7 +2,6 @@
 """Original Wan weights in one file, loaded by `from_single_file` and converted by command; SANA's loaded."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from mhla_hf import (
-    MHLADiTTransformer2DModel,
     MHLASanaTransformer2DModel,
     MHLAWanTransformer3DModel,
     convert,
@@ -89,38 +87,6 @@ def test_configuration_given(tmp_path):
     assert again.mhla_config.blocks == (1, 2, 2) and again.mhla_config.output_gate
 
 
-def test_types_are_those_of_from_pretrained(tmp_path):
-    softmax = write_original(tmp_path / "wan.safetensors")
-    softmax.save_pretrained(tmp_path / "softmax")
-    model = MHLAWanTransformer3DModel.from_single_file(
-        tmp_path / "wan.safetensors", mhla=MHLA, torch_dtype=torch.bfloat16
-    )
-    expected = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "softmax", mhla=MHLA, torch_dtype=torch.bfloat16)
-    types = {name: parameter.dtype for name, parameter in expected.named_parameters()}
-    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == types
-    assert_same_parameters(model, expected)
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [({"num_layers": 10**6}, "num_layers=1000000 is more than"), ({"ffn_dim": 96}, "shape|size")],
-)
-@pytest.mark.parametrize("way", ["from_single_file", "command"])
-def test_a_configuration_that_contradicts_the_weights(way, entries, message, tmp_path):
-    softmax = write_original(tmp_path / "wan.safetensors")
-    softmax.save_config(tmp_path / "config")
-    stored = json.loads((tmp_path / "config" / "config.json").read_text())
-    (tmp_path / "config" / "config.json").write_text(json.dumps({**stored, **entries}))
-    with pytest.raises(ValueError, match=message) as caught:
-        if way == "command":
-            convert_pretrained(
-                tmp_path / "wan.safetensors", tmp_path / "out", MHLA, config=tmp_path / "config", progress=False
-            )
-        else:
-            MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", config=tmp_path / "config")
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
-
-
 def changed(path, change):
     weights = load_file(path)
     change(weights)
@@ -160,37 +126,6 @@ def test_damaged_weights_are_named_in_one_line(case, way, tmp_path):
     text = str(caught.value)
     assert "\n" not in text and len(text) < 500 and "wan.safetensors" in text
     assert not (tmp_path / "mhla").exists()
-
-
-def test_files_that_are_none(tmp_path):
-    write_original(tmp_path / "wan.safetensors")
-    content = (tmp_path / "wan.safetensors").read_bytes()
-    for length in (0, 5, 100, len(content) - 1):
-        (tmp_path / "cut.safetensors").write_bytes(content[:length])
-        with pytest.raises(ValueError, match="cut.safetensors .*truncated"):
-            MHLAWanTransformer3DModel.from_single_file(tmp_path / "cut.safetensors")
-        with pytest.raises(ValueError, match="cut.safetensors .*truncated"):
-            convert_pretrained(tmp_path / "cut.safetensors", tmp_path / "mhla", MHLA, progress=False)
-    for load in (MHLAWanTransformer3DModel.from_single_file, lambda path: convert_pretrained(path, tmp_path / "mhla")):
-        with pytest.raises(ValueError, match="absent.safetensors is neither a file nor the address"):
-            load(tmp_path / "absent.safetensors")
-    with pytest.raises(ValueError, match="takes no quantization_config"):
-        MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", quantization_config=object())
-    with pytest.raises(ValueError, match="torch_dtype=.* must be torch.float32"):
-        MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", torch_dtype="bfloat16")
-    torch.save({"x": torch.ones(1)}, tmp_path / "wan.pt")
-    for load in (MHLAWanTransformer3DModel.from_single_file, lambda path: convert_pretrained(path, tmp_path / "mhla")):
-        with pytest.raises(ValueError, match="wan.pt is not read: only .safetensors and .gguf files are"):
-            load(tmp_path / "wan.pt")
-    with pytest.raises(ValueError, match="owner/name cannot be read from the Hub"):
-        address = "https://huggingface.co/owner/name/blob/main/wan.safetensors"
-        MHLAWanTransformer3DModel.from_single_file(address, local_files_only=True)
-
-
-def test_models_that_diffusers_has_no_conversion_for(tmp_path):
-    write_original(tmp_path / "wan.safetensors")
-    with pytest.raises(ValueError, match="no conversion of original weights for DiTTransformer2DModel"):
-        MHLADiTTransformer2DModel.from_single_file(tmp_path / "wan.safetensors")
 
 
 # The command
@@ -265,47 +200,6 @@ def test_experts_go_into_a_pipeline_one_after_the_other(wan22, tmp_path):
     assert anew.transformer.mhla_config.blocks == (1, 1, 2)
     assert_same_parameters(anew.transformer, tiny.wan_transformer(seed=11), only_common=True)
     assert_same_parameters(anew.transformer_2, two.transformer_2)
-
-
-def test_configuration_of_a_directory_or_file(wan22, tmp_path):
-    for number, config in enumerate(
-        (wan22 / "base", wan22 / "base/transformer", wan22 / "base/transformer/config.json")
-    ):
-        result = command(wan22 / "high.safetensors", tmp_path / f"{number}", "--config", config, "--blocks", "1,2,2")
-        assert result.exit_code == 0, result.output
-        model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / f"{number}")
-        assert_same_parameters(model, tiny.wan_transformer(seed=10), only_common=True)
-
-
-@pytest.mark.parametrize(
-    ("source", "arguments", "message"),
-    [
-        ("high.safetensors", [], "high.safetensors: its width 24 is not a multiple of 128.*--config.*--base"),
-        ("high.safetensors", ["--base", "base/transformer"], "base .* is not a pipeline directory"),
-        ("high.safetensors", ["--base", "base", "--component", "vae"], "of base .*: transformer, transformer_2"),
-        ("high.safetensors", ["--config", "base/vae"], "config.json is of a AutoencoderKLWan"),
-        ("high.safetensors", ["--config", "absent"], "absent is missing"),
-        ("high.safetensors", ["--variant", "fp16"], "--variant 'fp16' has no effect: .* original weights"),
-        ("high.safetensors", ["--subfolder", "x"], "--subfolder 'x' has no effect: .* is a file"),
-        ("base", ["--base", "base"], "--base .* has no effect: .* comes with its configuration"),
-        ("high.safetensors", ["--mhla", '{"transformer_2": {}}'], "names 'transformer_2'.*: transformer"),
-    ],
-)
-def test_options_that_do_not_fit(source, arguments, message, wan22, tmp_path):
-    arguments = [str(wan22 / word) if (wan22 / word).exists() else word for word in arguments]
-    result = command(wan22 / source, tmp_path / "out", *arguments)
-    text = " ".join(result.output.split())
-    assert result.exit_code in (1, 2) and not (tmp_path / "out").exists()
-    assert re.search(message, text), text
-
-
-def test_a_base_of_other_sizes(wan22, tmp_path):
-    write_original(tmp_path / "wide.safetensors")
-    with pytest.raises(
-        ValueError, match="wide.safetensors has tensors of another shape: blocks.0.cross_attn"
-    ) as caught:
-        convert_pretrained(tmp_path / "wide.safetensors", tmp_path / "out", base=wan22 / "base", progress=False)
-    assert len(str(caught.value)) < 600
 
 
 # SANA, by the conversion of diffusers

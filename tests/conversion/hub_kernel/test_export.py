@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -75,17 +74,6 @@ def test_folder_is_what_the_library_and_its_builder_expect(kernel):
     card = (kernel / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: kernels\nlicense: apache-2.0\n") and "OWNER" not in card
     assert (kernel / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-
-
-def test_operators_are_registered_the_way_the_builder_checks(kernel):
-    for path, text in files(kernel / "torch-ext").items():
-        names = re.findall(r"custom_op\(\s*(.*?)[,)]", text.decode())
-        assert all(name.startswith('add_op_namespace_prefix("') for name in names), path
-
-
-def test_same_sources_give_the_same_folder(kernel, tmp_path):
-    export_kernel(tmp_path / "again", repo_id="user/mhla")
-    assert files(tmp_path / "again") == files(kernel)
 
 
 def test_other_sources_give_another_namespace(kernel, tmp_path):
@@ -197,20 +185,6 @@ def test_its_own_tests_pass(kernel, tmp_path):
     assert re.search(r"^10 passed", output, re.MULTILINE), output
 
 
-def test_early_releases_find_it_too(kernel, tmp_path):
-    program = f"""
-        import importlib.util
-        file = {str(kernel / "build/torch-cpu/mhla/__init__.py")!r}
-        spec = importlib.util.spec_from_file_location("mhla_of_a_build", file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        print(module.mhla_attention.__module__, len(module.__all__))
-    """
-    name = json.loads((kernel / "build/torch-cpu/metadata.json").read_text())["id"]
-    output = run(sys.executable, "-c", WITHOUT_PACKAGE + textwrap.dedent(program), cwd=tmp_path)
-    assert re.fullmatch(rf"{name}\.ops\.dispatch \d+\n", output)
-
-
 def test_commands_of_the_documentation_publish_it_and_the_card_uses_it(kernel, tmp_path):
     page = (ROOT / "docs" / "share.md").read_text().partition("## As a kernel on the Hub")[2]
     commands = [shlex.split(line) for line in re.findall(r"^hf upload .*$", page.replace("\\\n", " "), re.MULTILINE)]
@@ -249,13 +223,6 @@ def test_replaces_its_own_folder_alone(tmp_path):
     with pytest.raises(ValueError, match="foreign"):
         export_kernel(foreign)
     assert files(foreign) == {"build.toml": b"[general]\n"}
-
-
-@pytest.mark.parametrize("repo_id", ["mhla", "you/MHLA", "you/mhla/x", "you/-mhla", "", "you/ops"])
-def test_names_that_no_kernel_has(repo_id, tmp_path):
-    with pytest.raises(ValueError, match="repo_id="):
-        export_kernel(tmp_path / "kernel", repo_id=repo_id)
-    assert not (tmp_path / "kernel").exists()
 
 
 def test_command_says_one_line_for_a_mistake(tmp_path):

@@ -66,23 +66,6 @@ def test_operators_move_to_the_namespace_of_the_build(collect):
     assert sources["ops/b.py"] == "one = 1"
 
 
-def test_references_and_examples_lose_the_package(collect):
-    text = (
-        '"""See [`mhla_hf.ops.attend`].\n\n    >>> from mhla_hf import attend, Layout\n'
-        '    >>> lazy("mhla_hf")\n"""\n\nraise_("see mhla_hf.ops.deep.state")\n'
-    )
-    sources = collect("from . import a", a=text)
-    assert sources["a.py"] == (
-        '"""See [`attend`].\n\n    >>> attend, Layout = mhla.attend, mhla.Layout\n    >>> lazy("mhla")\n"""\n\n'
-        'raise_("see state")\n'
-    )
-
-
-def test_other_texts_may_name_the_package(collect):
-    text = '"""Registers mhla_hf::attend."""\n\nFOLDER = home / "mhla_hf"\nrun(name="mhla_hf check")  # of mhla_hf\n'
-    assert collect("from . import a", a=text)["a.py"] == text
-
-
 @pytest.mark.parametrize(
     "text, message",
     [

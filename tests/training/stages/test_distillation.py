@@ -11,10 +11,12 @@ from accelerate import Accelerator
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
 from mhla_hf.training.data.batches import DataOrder, make_batch
+from mhla_hf.training.families.dit import DEFAULT_SCHEDULER
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.parameters import is_mhla_parameter
+from mhla_hf.training.stages.noise_prediction import NoiseSchedule, noise_distillation_losses
 from mhla_hf.training.stages.prediction import DiffusionStage
 from tests import tiny
 from tests.layers.test_original import kept, models
