@@ -232,30 +232,27 @@ class _Probe:
                 f"{part.folder} is a transformer alone: give the pipeline that it belongs to, or samples=0 "
                 "(--samples 0) to inspect its weights only."
             )
-        main = model.main_input_name
-        for given, name, what in ((self.prompts, "input_ids", "prompt"), (self.images, "pixel_values", "image")):
-            if given and main != name:
-                raise ValueError(f"{what}: a {type(model).__name__} takes {main}.")
+        main, wanted = model.main_input_name, "pixel_values" if self.images else "input_ids"
+        if main not in ("input_ids", "pixel_values") or ((self.images or self.prompts) and main != wanted):
+            raise ValueError(
+                f"A {type(model).__name__} takes {main}: leave prompts (texts) or images out, or use samples=0 "
+                "(--samples 0) to inspect its weights only."
+            )
         if self.images:
             processor = _processor("AutoImageProcessor", part.folder)
             found = [processor(images=read_image(path), return_tensors="pt") for path in self.images]
             return [{"pixel_values": each["pixel_values"]} for each in found], pluralize(len(found), "image")
         generator = torch.Generator().manual_seed(self.seed)
         vision = getattr(model.config, "vision_config", model.config)
-        side = getattr(vision, "image_size", None)
+        side = getattr(vision, "image_size", 224)
         pixels: list[Batch] = [{}] * (len(self.prompts) or self.samples)
         # Models that compare texts with images, such as CLIP, take both.
-        if side is not None and (main == "pixel_values" or hasattr(model, "get_text_features")):
+        if main == "pixel_values" or hasattr(model, "get_text_features"):
             height, width = side if isinstance(side, (list, tuple)) else (side, side)
             shape = (1, getattr(vision, "num_channels", 3), height, width)
             pixels = [{"pixel_values": torch.randn(shape, generator=generator)} for _ in pixels]
-        if main == "pixel_values" and side is not None:
+        if main == "pixel_values":
             return pixels, "images of noise"
-        if main != "input_ids":
-            raise ValueError(
-                f"A {type(model).__name__} takes {main}, for which there are no random inputs; use samples=0 "
-                "(--samples 0) to inspect its weights only."
-            )
         texts, words = self._texts(model, part.folder, generator)
         return [{"input_ids": ids, **others} for ids, others in zip(texts, pixels)], words
 
@@ -279,13 +276,9 @@ class _Probe:
         found = [
             tokenizer(text, truncation=True, max_length=longest, return_tensors="pt")["input_ids"] for text in texts
         ]
-        for text, ids in zip(texts, found):
-            if ids.shape[1] < 2:
-                raise ValueError(f"prompt {text!r:.60} has {ids.shape[1]} tokens; at least 2 are needed.")
-            if int(ids.max()) >= config.vocab_size:
-                raise ValueError(
-                    f"{folder}: the tokenizer has a token {int(ids.max())}, the model {config.vocab_size}."
-                )
+        largest = max(int(ids.max()) for ids in found)
+        if largest >= config.vocab_size:
+            raise ValueError(f"{folder}: the tokenizer has a token {largest}, the model {config.vocab_size}.")
         return found, pluralize(len(prompts), "prompt") if prompts else "source code of Python's standard library"
 
 

@@ -17,8 +17,8 @@ from ..layouts.blocks import BlockLayout, is_integer
 from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
 from ..training.matching.teacher import shared_teacher
 from .matrices import KINDS, LayerTokens
-from .recording import Sample, attention_modules, query_rows, recorded_attention
-from .statistics import MixingSummary, attention_statistics, mean_and_std, mixing_summary
+from .recording import MatrixStatistics, Sample, attention_modules, query_rows, recorded_attention
+from .statistics import MixingSummary, mean_and_std, mixing_summary
 
 
 DEFAULT_TOKENS = 512
@@ -26,28 +26,24 @@ DEFAULT_TOKENS = 512
 
 
 @dataclass
-class AttentionSummary:
+class AttentionSummary(MatrixStatistics):
     """Statistics of a layer's attention matrices on the probe.
 
     Attributes:
         tokens: Tokens of a sample (the most, if samples differ).
         rows: Query tokens of a sample that the matrices were computed for; ranks are at most this.
         samples: Number of samples.
-        grid: Token grid of the first sample.
-        blocks: Its blocks.
         rank_bound: Bound of the rank of MHLA: min(rows, Σ_b min(n_b, d)); `None` for causal attention and with a
             softmax window.
+        grid: Token grid of the first sample.
+        blocks: Its blocks.
         linear_bound: Bound of the rank of linear attention; `None` for causal attention.
         statistics: Mean and standard deviation over samples and heads, by kind of attention and statistic, see
             [`attention_statistics`][mhla_hf.analysis.attention_statistics].
     """
 
-    tokens: int = 0
-    rows: int = 0
-    samples: int = 0
     grid: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
-    rank_bound: int | None = None
     linear_bound: int | None = None
     statistics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
@@ -115,7 +111,11 @@ class ModelInspection:
 def plain(value: Any) -> Any:
     """Convert a report to plain JSON types; tensors are left out, and numbers that are not finite become `None`."""
     if is_dataclass(value):
-        return {name: plain(each) for name, each in vars(value).items() if not isinstance(each, torch.Tensor)}
+        return {
+            name: plain(each)
+            for name, each in vars(value).items()
+            if name[0] != "_" and not isinstance(each, torch.Tensor)
+        }
     if isinstance(value, BlockLayout):
         return {"blocks": list(value.blocks), "prefix_tokens": value.num_prefix_tokens}
     if isinstance(value, Mapping):
@@ -188,20 +188,15 @@ def inspect_model(
         if progress is not None:
             progress(done, total)
 
-    values: dict[str, dict[str, dict[str, list[torch.Tensor]]]] = {}
     with evaluating(model), torch.no_grad():
-        observe = partial(_add_sample, wanted=wanted, values=values, tokens=tokens, seed=seed)
+        observe = partial(_add_sample, wanted=wanted, tokens=tokens, seed=seed)
         for batch in batches:
             with recorded_attention(model, {name: modules[name] for name in wanted}, observe):
                 run(model, on_device(batch, model))
             advance()
-        for name, kinds in values.items():
-            summary = wanted[name].attention
-            assert summary is not None
-            summary.statistics = {
-                kind: {statistic: mean_and_std(torch.stack(heads)) for statistic, heads in statistics.items()}
-                for kind, statistics in kinds.items()
-            }
+        for layer in wanted.values():
+            if layer.attention is not None:
+                layer.attention.statistics = {kind: layer.attention.summary(kind) for kind in KINDS}
         if batches:
             _note_grids(wanted, report.notes)
         if batches and base is not None:
@@ -209,41 +204,21 @@ def inspect_model(
     return report
 
 
-def _add_sample(
-    name: str,
-    sample: Sample,
-    *,
-    wanted: Mapping[str, LayerInspection],
-    values: dict[str, dict[str, dict[str, list[torch.Tensor]]]],
-    tokens: int,
-    seed: int,
-) -> None:
-    """Add the statistics of one sample of a layer, head by head."""
+def _add_sample(name: str, sample: Sample, *, wanted: Mapping[str, LayerInspection], tokens: int, seed: int) -> None:
+    """Add the statistics of one sample of a layer."""
     assert isinstance(sample, LayerTokens)
     layer, layout = wanted[name], sample.layout
-    rows = query_rows(sample, tokens, "tokens", seed)
     if layer.attention is None:
         layer.attention = AttentionSummary(grid=layout.grid, blocks=layout.blocks)
         mixing = layer.mixing
         if mixing is not None and mixing.grid is None and mixing.layout.blocks == layout.blocks:
             # The probe tells the tokens of mixing weights whose options name none.
             layer.mixing = replace(mixing, layout=layout, grid=layout.grid)
-    summary = layer.attention
-    summary.samples += 1
-    summary.tokens = max(summary.tokens, sample.num_tokens)
-    summary.rows = max(summary.rows, sample.num_tokens if rows is None else len(rows))
+    layer.attention.add(sample, query_rows(sample, tokens, "tokens", seed), KINDS)
+    if not layer.attention.is_finite:
+        raise ValueError(f"layer {name}: attention of the probe is not finite.")
     if not sample.causal:
-        summary.linear_bound = min(summary.rows, sample.num_features)
-    if sample.rank_bound is not None:
-        summary.rank_bound = min(summary.rows, sample.rank_bound)
-    for kind in KINDS:
-        gathered = values.setdefault(name, {}).setdefault(kind, {})
-        for head in range(sample.num_heads):
-            matrix = sample.matrix(kind, head=head, rows=rows)
-            if not torch.isfinite(matrix).all():
-                raise ValueError(f"layer {name}: {kind} attention of the probe is not finite.")
-            for statistic, value in attention_statistics(matrix, visible=sample.visible(rows)).items():
-                gathered.setdefault(statistic, []).append(value.cpu())
+        layer.attention.linear_bound = min(layer.attention.rows, sample.num_features)
 
 
 def _note_grids(layers: Mapping[str, LayerInspection], notes: list[str]) -> None:
@@ -272,10 +247,7 @@ def _compare(
     """Compute the errors of the layers' and of the model's outputs against the base model."""
     errors: dict[str, list[float]] = {name: [] for name in wanted}
     outputs = []
-    try:
-        teacher = shared_teacher(model, base)
-    except ValueError as error:
-        raise ValueError(f"base: {error}") from error
+    teacher = shared_teacher(model, base)
     layers = find_projections(model, mhla_layers(model), on_device(next(iter(batches)), model))
     for batch in (on_device(batch, model) for batch in batches):
         calls = teacher.record(layers, batch, only=list(wanted))

@@ -212,7 +212,7 @@ class SoftmaxTokens(AttentionTokens):
     bias: torch.Tensor | None = None
 
     def matrix(
-        self, kind: str = "original", *, head: int | None = None, rows: torch.Tensor | None = None
+        self, kind: str | None = None, *, head: int | None = None, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute the attention matrix `[R, T]`, or `[H, R, T]` for all heads."""
         heads, bias = _slice(head), self.bias
@@ -271,7 +271,9 @@ class LayerTokens(AttentionTokens):
             return None
         return rank_bound(self.layout, self.num_features)
 
-    def matrix(self, kind: str = "mhla", *, head: int | None = None, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def matrix(
+        self, kind: str | None = None, *, head: int | None = None, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Compute an attention matrix, by which the values are multiplied.
 
         For MHLA it includes the normaliser, the scale that an output norm gives to each row, and the softmax window
@@ -279,7 +281,7 @@ class LayerTokens(AttentionTokens):
         output gate and the weights of an output norm act on channels and are left out.
 
         Args:
-            kind: `"original"`, `"mhla"` or `"linear"`.
+            kind: `"original"`, `"mhla"` (the default) or `"linear"`.
             head: One head; `None` for all.
             rows: Query tokens to compute, LongTensor `[R]`; `None` for all T.
 
@@ -289,8 +291,8 @@ class LayerTokens(AttentionTokens):
         Raises:
             ValueError: If there is no such kind.
         """
+        kind, heads = kind or "mhla", _slice(head)
         check_choice("kind", kind, KINDS)
-        heads = _slice(head)
         if kind == "mhla":
             matrix = self._mhla(heads, rows)
         elif kind == "linear":

@@ -8,8 +8,9 @@ implementation (`eager`, FlashAttention) switch to that one while they are obser
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..training.data.batches import stable_seed
 from ..training.matching.layers import Batch, evaluating, on_device, run, trunk_for
 from ..training.sharding import is_fully_sharded
 from .matrices import LayerTokens, SoftmaxTokens, layer_tokens, softmax_tokens
+from .statistics import attention_statistics, mean_and_std
 
 
 MAX_BYTES = 4 * 2**30
@@ -159,6 +161,50 @@ def query_rows(sample: Sample, most: int, option: str, seed: int = 0) -> torch.T
         return None
     generator = torch.Generator().manual_seed(stable_seed(seed, "rows", tokens))
     return torch.randperm(tokens, generator=generator)[:most].sort().values
+
+
+@dataclass
+class MatrixStatistics:
+    """Statistics of a layer's attention matrices on a probe, gathered head by head.
+
+    Attributes:
+        tokens: Tokens of a sample (the most, if samples differ).
+        rows: Query tokens of a sample that the matrices were computed for; ranks are at most this.
+        samples: Number of samples.
+        rank_bound: Bound of the rank of MHLA: min(rows, Σ_b min(n_b, d)); `None` for causal attention and with a
+            softmax window.
+        is_finite: Whether all matrices are.
+    """
+
+    tokens: int = 0
+    rows: int = 0
+    samples: int = 0
+    rank_bound: int | None = None
+    is_finite: bool = True
+    _values: dict[str | None, dict[str, list[float]]] = field(default_factory=dict)
+
+    def add(self, sample: Sample, rows: torch.Tensor | None, kinds: Sequence[str] = ()) -> None:
+        """Add a sample: the matrix of what the layer computes, or those of some kinds."""
+        count = sample.num_tokens if rows is None else len(rows)
+        self.tokens, self.rows = max(self.tokens, sample.num_tokens), max(self.rows, count)
+        self.samples += 1
+        if sample.rank_bound is not None:
+            self.rank_bound = max(self.rank_bound or 0, min(sample.rank_bound, count))
+        for kind in kinds or (None,):
+            values = self._values.setdefault(kind, {})
+            for head in range(sample.num_heads):
+                matrix = sample.matrix(kind, head=head, rows=rows)
+                if torch.isfinite(matrix).all():
+                    for name, value in attention_statistics(matrix, visible=sample.visible(rows)).items():
+                        values.setdefault(name, []).append(value.item())
+                else:
+                    self.is_finite = False
+
+    def summary(self, kind: str | None = None) -> dict[str, dict[str, float]]:
+        """Return mean and standard deviation of each statistic over samples and heads, for one kind of attention."""
+        return {
+            name: mean_and_std(torch.tensor(values, dtype=torch.double)) for name, values in self._values[kind].items()
+        }
 
 
 class _SoftmaxCalls(TorchFunctionMode):

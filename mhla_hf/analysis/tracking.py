@@ -26,9 +26,8 @@ from ..utils.files import write_json
 from ..utils.json_files import check_fields, read_json
 from ..utils.messages import shorten_value
 from .matrices import LayerTokens
-from .recording import Sample, observe_batch, query_rows
+from .recording import MatrixStatistics, Sample, observe_batch, query_rows
 from .signatures import FailureSignature, probe_figures, probe_signatures, weight_signatures
-from .statistics import attention_statistics
 
 
 logger = logging.getLogger(__name__)
@@ -310,40 +309,29 @@ class TrackingCallback(TrainerCallback):
 
 
 class _LayerRecord:
-    """Statistics of one layer on a probe."""
+    """One layer on a probe."""
 
     def __init__(self, kind: str) -> None:
-        self.facts: dict[str, Any] = {"kind": kind, "tokens": 0, "rows": 0, "rank_bound": None}
-        self.values: dict[str, list[float]] = {}
-        self.is_finite = True
+        self.kind, self.statistics = kind, MatrixStatistics()
+        self.figures: dict[str, list[float]] = {}
         self.mhla: MHLA | None = None
         # Of all rows of the longest sample.
         self.bound: int | None = None
 
     def add(self, sample: Sample, rows: torch.Tensor | None) -> None:
-        facts, tokens = self.facts, sample.num_tokens
-        count = tokens if rows is None else len(rows)
-        if sample.rank_bound is not None:
-            facts["rank_bound"] = max(facts["rank_bound"] or 0, min(sample.rank_bound, count))
-            if tokens > facts["tokens"]:
-                self.bound = sample.rank_bound
-        facts["tokens"], facts["rows"] = max(facts["tokens"], tokens), max(facts["rows"], count)
+        if sample.num_tokens > self.statistics.tokens:
+            self.bound = sample.rank_bound
+        self.statistics.add(sample, rows)
         if isinstance(sample, LayerTokens):
             self.mhla = sample.mhla
             for name, figure in probe_figures(sample, rows).items():
-                self.values.setdefault(name, []).append(figure)
-        for head in range(sample.num_heads):
-            matrix = sample.matrix(head=head, rows=rows)
-            if not torch.isfinite(matrix).all():
-                self.is_finite = False
-                continue
-            for name, value in attention_statistics(matrix, visible=sample.visible(rows)).items():
-                self.values.setdefault(name, []).append(value.item())
+                self.figures.setdefault(name, []).append(figure)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a layer's entry in the history."""
-        means = {name: torch.tensor(values, dtype=torch.double).mean().item() for name, values in self.values.items()}
-        found = {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
-        if not self.is_finite:
-            found.update(dict.fromkeys(STATISTICS))
-        return {"kind": self.facts["kind"], **found, **self.facts}
+        found = self.statistics
+        means = {name: value["mean"] for name, value in found.summary().items()}
+        means |= {} if found.is_finite else dict.fromkeys(STATISTICS, math.nan)
+        means |= {name: sum(values) / len(values) for name, values in self.figures.items()}
+        facts = {"kind": self.kind, "tokens": found.tokens, "rows": found.rows, "rank_bound": found.rank_bound}
+        return facts | {name: mean if math.isfinite(mean) else None for name, mean in means.items()}

@@ -185,7 +185,7 @@ def test_mistakes(monkeypatch):
         inspect_model(model, layers="0,7")
     with pytest.raises(ValueError, match="tokens=1 must be"):
         inspect_model(model, tokens=1)
-    with pytest.raises(ValueError, match="base: teacher has MHLA layers"):
+    with pytest.raises(ValueError, match="teacher has MHLA layers"):
         inspect_model(model, batches, base=copy.deepcopy(model))
     monkeypatch.setattr("mhla_hf.analysis.recording.MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="tokens=512 of 24 tokens need 0.0 GiB"):
@@ -193,7 +193,7 @@ def test_mistakes(monkeypatch):
     with torch.no_grad():
         model.blocks[1].attn1.to_q.weight.fill_(float("nan"))
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="layer blocks.1.attn1: original attention of the probe is not finite"):
+    with pytest.raises(ValueError, match="layer blocks.1.attn1: attention of the probe is not finite"):
         inspect_model(model, batches)
     with torch.no_grad():
         model.blocks[0].attn1.mhla.mixing.fill_(float("inf"))
