@@ -228,43 +228,32 @@ def models_command(
     """
     import dataclasses
 
-    from ..models.registry import ModelFamily, TransformersFamily, describe, refused_families, supported_models
+    from ..models.registry import ModelFamily, describe, refused_families, supported_models
     from ..presets import PRESETS
 
     if presets and refused:
         raise ValueError("presets and refused are both given; give one of them.")
-    tables: dict[str, dict[str, Any]]
+    # Titles of tables, and in each the entries with their cells by name.
+    tables: dict[str, dict[str, tuple[Any, tuple[str, ...]]]]
     if presets:
         tables = {"presets": {key: (preset, (preset.description,)) for key, preset in PRESETS.items()}}
     else:
-        families = refused_families() if refused else supported_models()
-        tables = {
-            title: {
-                key: (family, (family.kind, describe(family)))
-                for key, family in families.items()
-                if isinstance(family, library)
-            }
-            for title, library in (("diffusers", ModelFamily), ("transformers", TransformersFamily))
-        }
+        tables = {"diffusers": {}, "transformers": {}}
+        for key, family in (refused_families() if refused else supported_models()).items():
+            title = "diffusers" if isinstance(family, ModelFamily) else "transformers"
+            tables[title][key] = family, (family.kind, describe(family))
     wanted = (name or "").lower()
-    found = {
-        title: {key: entry for key, entry in entries.items() if wanted in " ".join((key, *entry[1])).lower()}
-        for title, entries in tables.items()
-    }
+    shown = []
+    for title, entries in tables.items():
+        found = {key: entry for key, entry in entries.items() if wanted in " ".join((key, *entry[1])).lower()}
+        shown += [({"name": key} if presets else {}) | dataclasses.asdict(entry) for key, (entry, _) in found.items()]
+        if not json_output:
+            count = f"{len(found)} of {len(entries)}" if wanted else str(len(entries))
+            columns = ("preset", "model") if presets else ("model", "kind", "reason" if refused else "note")
+            show_table(columns, [(key, *cells) for key, (_, cells) in found.items()], title=f"{title}: {count}")
     if json_output:
-        shown = [
-            ({"name": key} if presets else {}) | dataclasses.asdict(entry)
-            for entries in found.values()
-            for key, (entry, _) in entries.items()
-        ]
         typer.echo(json.dumps(shown, indent=2))
-        return
-    for title, entries in found.items():
-        total = len(tables[title])
-        count = f"{len(entries)} of {total}" if wanted else str(total)
-        columns = ("preset", "model") if presets else ("model", "kind", "reason" if refused else "note")
-        show_table(columns, [(key, *cells) for key, (_, cells) in entries.items()], title=f"{title}: {count}")
-    if not any(found.values()):
+    elif not shown:
         typer.echo(f"No model here contains {name!r}; mhla-hf models --refused lists those without MHLA.")
 
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .options import HUB, Device, argument, given, option, with_options
-from .output import JsonFile, say, show_table, write_report
+from .output import JsonFile, say, write_report
 
 
 if TYPE_CHECKING:
     from ..hub.checks import DirectoryCheck, Problem
 
 
-@with_options(HUB, last=True)
+@with_options(HUB)
 def doctor_command(
     model: str | None = argument("Directory or Hub id of a pipeline or model to check. Default: none.", default=None),
     *,
@@ -107,18 +107,12 @@ def _show_problems(problems: "list[Problem]") -> None:
 
 
 def _check_installation(kernels: bool, device: str, json_file: JsonFile) -> None:
-    from ..ops.diagnosis import (
-        check_kernels,
-        describe_errors,
-        describe_installation,
-        forget_failures,
-        markdown_table,
-    )
+    from ..ops.diagnosis import check_kernels, describe_environment, forget_failures, markdown_table
     from ..utils.machine import choose_device
 
     chosen = choose_device(device)
-    report = describe_installation(chosen)
-    _show_installation(report)
+    report = describe_environment(chosen)
+    _show_environment(report)
     write_report(json_file, report, final=not kernels)
     if not kernels:
         return
@@ -126,7 +120,7 @@ def _check_installation(kernels: bool, device: str, json_file: JsonFile) -> None
 
     rows: list[dict[str, Any]] = []
     report["results"] = rows
-    # To the terminal alone: what is piped into a file is the tables.
+    # To the terminal alone: what is piped into a file is the table.
     with Console(stderr=True).status("Compiling and running kernels: this takes minutes.") as status:
         for row in check_kernels(chosen):
             rows.append(row)
@@ -134,63 +128,34 @@ def _check_installation(kernels: bool, device: str, json_file: JsonFile) -> None
             write_report(json_file, report, final=False)
             status.update(f"{row['family']} kernels, {row['direction']}, {row['dtype']}, width {row['width']}")
     write_report(json_file, report)
-    names = ("family", "direction", "dtype", "width", "status")
-    show_table(
-        ("kernels", "direction", "type", "width", "status", "largest relative errors"),
-        [(*(row[name] for name in names), describe_errors(row)) for row in rows],
-    )
-    machine = report["machine"]
-    facts = ("capability", "cuda", "torch", "triton", "mhla-hf", "kernels")
-    known = ", ".join(f"{name} {machine[name]}" for name in facts if machine.get(name) is not None)
-    typer.echo(f"To paste into an issue:\n\n{machine['device']}: {known}\n\n{markdown_table(rows)}")
     failed = sum(row["status"] == "failed" for row in rows)
-    typer.echo(f"\n{len(rows) - failed} of {len(rows)} runs passed.")
+    typer.echo(f"\n{markdown_table(rows)}\n\n{len(rows) - failed} of {len(rows)} runs passed.")
     if failed:
         raise typer.Exit(1)
     # Failures of before are mended.
     forget_failures(chosen)
 
 
-def _show_installation(report: dict[str, Any]) -> None:
-    from ..conversion.options import format_bytes
-
-    machine, checks = report["machine"], report["checks"]
-    for name, value in machine.items():
-        if name not in ("date", "memory_bytes") and value is not None:
-            say(f"{name:<14} {value}")
-    if "memory_bytes" in machine:
-        say(f"{'memory':<14} {format_bytes(machine['memory_bytes'])}")
-    for name, value in report["environment"].items():
-        say(f"{name} = {value}")
-    for name, reason in report["kernels"].items():
-        say(f"{name:<14} {'kernels' if reason is None else f'plain torch: {reason}'}")
-    state = "none on this device"
-    if checks["on"]:
-        kept = (
-            "without a home directory to keep verdicts" if checks["file"] is None else f"verdicts in {checks['file']}"
-        )
-        state = f"before the first use of each family; {kept}"
-    say(f"{'kernel checks':<14} {state}")
-    for name, text in checks["failed"].items():
-        say(f"failed {name}: {text}", style="red")
-
-
 def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:
     """Show versions and settings for a bug report, as Markdown."""
-    from ..conversion.options import format_bytes
     from ..ops.diagnosis import describe_environment
     from ..utils.machine import choose_device
 
     report = describe_environment(choose_device(device))
     write_report(json_file, report)
-    machine = report["machine"]
+    _show_environment(report)
+
+
+def _show_environment(report: dict[str, Any]) -> None:
+    from ..conversion.options import format_bytes
+
+    machine, checks, accelerate = report["machine"], report["checks"], report["accelerate"]
     name = str(machine["device"])
     if "capability" in machine:
         name += f", compute capability {machine['capability']}, {format_bytes(machine['memory_bytes'])}"
     kernels: dict[str, list[str]] = {}
     for dtype, reason in report["kernels"].items():
         kernels.setdefault(reason or "run", []).append(dtype)
-    accelerate = report["accelerate"]
     is_configured = isinstance(accelerate, dict)
     facts = {
         "Platform": report["platform"],
@@ -199,10 +164,12 @@ def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:
         "CUDA": machine["cuda"] or "none",
         **{package: version or "not installed" for package, version in report["packages"].items()},
         "Kernels": "; ".join(f"{', '.join(dtypes)}: {reason}" for reason, dtypes in kernels.items()),
-        **{f"Failed check of {kernel}": text for kernel, text in report["checks"]["failed"].items()},
+        **({"Verdicts of kernel checks": checks["file"] or "not kept"} if checks["on"] else {}),
+        **{f"Failed check of {kernel}": text for kernel, text in checks["failed"].items()},
         **{variable: f"`{value}`" for variable, value in report["environment"].items()},
         "accelerate config": "" if is_configured else accelerate or "none",
     }
-    lines = [f"- {fact}: {' '.join(str(value).split())}".rstrip() for fact, value in facts.items()]
-    settings = accelerate.items() if is_configured else ()
-    typer.echo("\n".join([*lines, *(f"    - {setting}: {value}" for setting, value in settings)]))
+    for fact, value in facts.items():
+        typer.echo(f"- {fact}: {' '.join(str(value).split())}".rstrip())
+    for setting, value in accelerate.items() if is_configured else ():
+        typer.echo(f"    - {setting}: {value}")

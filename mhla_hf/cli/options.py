@@ -163,14 +163,11 @@ def options_from(
     return parameters
 
 
-def with_options(
-    *groups: Iterable[inspect.Parameter], last: bool = False
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(*groups: Iterable[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command groups of options in place of its `**` parameter.
 
     Args:
         groups: The options.
-        last: Whether they come after the command's own options in the help, and not before.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -178,8 +175,7 @@ def with_options(
         added = [parameter for group in groups for parameter in group]
         arguments = [parameter for parameter in own if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
         options = [parameter for parameter in own if parameter.kind == inspect.Parameter.KEYWORD_ONLY]
-        every = options + added if last else added + options
-        parameters = arguments + sorted(every, key=_is_advanced)
+        parameters = arguments + sorted(added + options, key=_is_advanced)
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command

@@ -220,31 +220,34 @@ def serve_command(context: typer.Context) -> None:
 
     if not is_serve_available():
         raise ModuleNotFoundError(f"the server needs packages that are missing: {how_to_install('serve')}")
-    if "--continuous-batching" in context.args:
-        raise ValueError(
-            "--continuous-batching keeps keys and values in pages, and MHLA caches summaries of blocks: leave it out, "
-            "and requests are answered one after the other."
-        )
     from transformers.cli.serve import Serve
 
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     # As a program, it would handle Ctrl-C and mistakes in another way than `mhla-hf`.
     parsed: Any = typer.main.get_command(app).make_context("mhla-hf serve", list(context.args))
-    _check_model(parsed.params["force_model"], parsed.params["trust_remote_code"])
+    if "--continuous-batching" in context.args:
+        problem: str | None = (
+            "--continuous-batching keeps keys and values in pages, and MHLA caches summaries of blocks: leave it out, "
+            "and requests are answered one after the other."
+        )
+    else:
+        problem = _obstacle(parsed.params["force_model"], parsed.params["trust_remote_code"])
+    if problem is not None:
+        raise ValueError(problem)
     with parsed:
         parsed.command.invoke(parsed)
 
 
-def _check_model(model: str | None, trust_remote_code: bool) -> None:
-    """Refuse models for which the server would start, and then fail on every request."""
+def _obstacle(model: str | None, trust_remote_code: bool) -> str | None:
+    """Why the server would start with a model, and then fail on every request; `None` if it would not."""
     import transformers
 
     if model is None:
-        raise ValueError("a model must be given, directory or Hub id: mhla-hf serve MODEL")
+        return "a model must be given, directory or Hub id: mhla-hf serve MODEL"
     if model.endswith(".gguf"):
         # These files hold their configuration, and are never MHLA.
-        return
+        return None
     location, _, revision = model.partition("@")
     config = transformers.AutoConfig.from_pretrained(
         location, revision=revision or None, trust_remote_code=trust_remote_code
@@ -252,5 +255,6 @@ def _check_model(model: str | None, trust_remote_code: bool) -> None:
     names = config.architectures or [config.model_type]
     model_class = getattr(transformers, names[0], None)
     # The server loads classes from a repository's code.
-    if model_class is not None and not model_class.can_generate():
-        raise ValueError(f"{model} is a {names[0]}, which generates no text; serve a language model")
+    if model_class is None or model_class.can_generate():
+        return None
+    return f"{model} is a {names[0]}, which generates no text; serve a language model"
