@@ -125,11 +125,9 @@ def _plan_import(
 ) -> ComponentPlan:
     entries: dict[str, TensorEntry] = {}
     for entry in found:
-        if entry.name in entries:
-            raise ValueError(f"{checkpoint} holds {shorten_text(entry.name)} twice.")
-        if 0 in entry.shape:
-            shape = shorten_value(tuple(entry.shape))
-            raise ValueError(f"{checkpoint} holds {shorten_text(entry.name)} of shape {shape}, which is empty.")
+        if entry.name in entries or 0 in entry.shape:
+            problem = "twice" if entry.name in entries else f"of shape {shorten_value(entry.shape)}, which is empty"
+            raise ValueError(f"{checkpoint} holds {shorten_text(entry.name)} {problem}.")
         entries[entry.name] = entry
     stripped = strip_prefixes(entries)
     shapes = {name: entries[original].shape for name, original in stripped.items()}

@@ -202,13 +202,13 @@ def check_entry(path: Path, root: Path) -> os.stat_result:
     roots = _allowed_roots(root)
     if not any(real == allowed or allowed in real.parents for allowed in roots):
         raise ValueError(f"{path} leads by a link to {real}, outside {root}; put a copy there or remove the link.")
-    try:
+    problem = f"does not exist or is a link to nothing ({real})"
+    if path.exists():
         status = path.stat()
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist or is a link to nothing ({real}).") from None
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        raise ValueError(f"{path} is neither a regular file nor a folder; remove it.")
-    return status
+        if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+            return status
+        problem = "is neither a regular file nor a folder; remove it"
+    raise ValueError(f"{path} {problem}.")
 
 
 def named_file(root: Path, name: Any, where: str) -> Path:

@@ -22,12 +22,11 @@ def choose_device(name: str | None) -> torch.device:
     """
     has_gpu = torch.cuda.is_available()
     name = None if name == "auto" else name
-    try:
-        device = torch.device(name or ("cuda" if has_gpu else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r} must be cpu or cuda.") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not has_gpu):
+    name = name or ("cuda" if has_gpu else "cpu")
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not has_gpu):
         raise ValueError(f"device={name!r} must be cpu{' or cuda' if has_gpu else ': there is no GPU here'}.")
+    device = torch.device(name)
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
     return device

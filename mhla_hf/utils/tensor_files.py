@@ -87,12 +87,10 @@ def read_tensors(path: Path, remedy: str, names: tuple[str, ...] = ()) -> dict[s
     """
     try:
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({shorten_text(str(error), 200)}); {remedy}") from error
-    missing = [name for name in names if name not in tensors]
-    if missing:
-        raise ValueError(f"{path} has no tensor {', '.join(missing)}; {remedy}")
-    return tensors
+        return {**{name: tensors[name] for name in names}, **tensors}
+    except (OSError, SafetensorError, KeyError) as error:
+        reason = f"it has no tensor {error}" if isinstance(error, KeyError) else shorten_text(str(error), 200)
+        raise ValueError(f"{path} cannot be read ({reason}); {remedy}") from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -246,10 +244,7 @@ def gguf_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
         raise ValueError(f"GGUF files need the gguf package: {how_to_install('gguf')}") from error
 
     def load(tensor: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        try:
-            return torch.tensor(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
-        except NotImplementedError as error:
-            raise ValueError(f"{path} holds {tensor.name} in a type that gguf cannot dequantise: {error}") from error
+        return torch.tensor(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
 
     entries, kinds = [], Counter[str]()
     try:

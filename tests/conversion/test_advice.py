@@ -4,8 +4,11 @@
 from mhla_hf.conversion.report import ComponentReport, ConversionReport, advice
 
 
-def report(*classes, **fields):
-    parts = {name: ComponentReport("", name, initialised={"mixing": {"shape": [1]}}, **fields) for name in classes}
+def report(*classes):
+    parts = {
+        name: ComponentReport("", name, initialised={"mixing": {"shape": [1]}}, mhla={"blocks": [4, 4]})
+        for name in classes
+    }
     return ConversionReport("convert", "out", {"location": "model"}, parts)
 
 

@@ -43,14 +43,12 @@ def check_version(library: str) -> None:
     required = f"{library}{SUPPORTED[library]}"
     try:
         installed = version(library)
+        if SpecifierSet(SUPPORTED[library]).contains(installed, prereleases=True):
+            return
+        problem = f", but {installed} is installed"
     except PackageNotFoundError:
-        raise UnsupportedVersionError(
-            f"mhla_hf needs {required} for this, which is not installed: pip install '{required}'"
-        ) from None
-    if not SpecifierSet(SUPPORTED[library]).contains(installed, prereleases=True):
-        raise UnsupportedVersionError(
-            f"mhla_hf needs {required}, but {installed} is installed: pip install '{required}'"
-        )
+        problem = " for this, which is not installed"
+    raise UnsupportedVersionError(f"mhla_hf needs {required}{problem}: pip install '{required}'")
 
 
 def unknown_shape(library: str, expected: str) -> UnsupportedVersionError:
