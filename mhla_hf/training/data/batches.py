@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -79,36 +80,33 @@ class DataOrder:
         return [members[bucket] for bucket in sorted(members)]
 
     @cached_property
-    def _remembered(self) -> dict[Any, list]:
-        """Turns of an epoch and permutations of buckets."""
+    def _remembered(self) -> dict[tuple[str, int], list[int]]:
         return {}
+
+    def _remember(self, name: str, size: int, epoch: int) -> list[int]:
+        """Permutation of a bucket or of the turns of buckets; those of two epochs are kept."""
+        if (name, epoch) not in self._remembered:
+            self._remembered.pop((name, epoch - 2), None)
+            self._remembered[name, epoch] = _permutation.__wrapped__(size, self.seed, name, epoch)
+        return self._remembered[name, epoch]
 
     def _index_in_bucket(self, number: int) -> int:
         turn, position = divmod(number, self.global_batch_size)
         bucket, batch = self._turn(turn)
         members = self._members[bucket]
         epoch, place = divmod(batch * self.global_batch_size + position, len(members))
-        if (bucket, epoch) not in self._remembered:
-            self._remembered.pop((bucket, epoch - 2), None)
-            name = f"{self.stage}/bucket {bucket}"
-            generator = _generator(self.seed, name, epoch)
-            self._remembered[bucket, epoch] = torch.randperm(len(members), generator=generator).tolist()
-        return members[self._remembered[bucket, epoch][place]]
+        return members[self._remember(f"{self.stage}/bucket {bucket}", len(members), epoch)[place]]
 
     def _turn(self, turn: int) -> tuple[int, int]:
         """The bucket whose turn it is, and how many batches it has had before."""
-        bucket_count = len(self._members)
         # After this number of epochs each bucket has had all full batches that its samples fill.
-        last = (turn + bucket_count + 1) * self.global_batch_size // self.dataset_size + 1
+        last = (turn + len(self._members) + 1) * self.global_batch_size // self.dataset_size + 1
         epoch = bisect.bisect_right(range(last + 1), turn, key=lambda epoch: sum(self._batches(epoch))) - 1
-        if epoch not in self._remembered:
-            self._remembered.pop(epoch - 2, None)
-            first, end = self._batches(epoch), self._batches(epoch + 1)
-            turns = [(bucket, batch) for bucket in range(bucket_count) for batch in range(first[bucket], end[bucket])]
-            generator = _generator(self.seed, f"{self.stage}/buckets", epoch)
-            shuffled = torch.randperm(len(turns), generator=generator).tolist()
-            self._remembered[epoch] = [turns[place] for place in shuffled]
-        return self._remembered[epoch][turn - sum(self._batches(epoch))]
+        first, end = self._batches(epoch), self._batches(epoch + 1)
+        ends = list(accumulate(stop - start for start, stop in zip(first, end)))
+        place = self._remember(f"{self.stage}/buckets", ends[-1], epoch)[turn - sum(first)]
+        bucket = bisect.bisect_right(ends, place)
+        return bucket, end[bucket] - (ends[bucket] - place)
 
     def _batches(self, epochs: int) -> list[int]:
         """Number of full batches of each bucket in a number of epochs."""
@@ -132,13 +130,10 @@ def stable_seed(*parts: Any) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _generator(seed: int, stage: str, epoch: int) -> torch.Generator:
-    return torch.Generator().manual_seed(stable_seed(seed, stage, "order", epoch))
-
-
 @lru_cache(maxsize=4)
 def _permutation(size: int, seed: int, stage: str, epoch: int) -> list[int]:
-    return torch.randperm(size, generator=_generator(seed, stage, epoch)).tolist()
+    generator = torch.Generator().manual_seed(stable_seed(seed, stage, "order", epoch))
+    return torch.randperm(size, generator=generator).tolist()
 
 
 class LatentSamples(Protocol):

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -48,6 +48,7 @@ _TOKENIZER_FILES = (
 # Long texts are tokenised in pieces, cut at ends of lines.
 _PIECE_CHARACTERS = 1 << 17
 _TEXTS_AT_ONCE = 512
+_PLAIN = {"return_attention_mask": False, "verbose": False}
 
 
 @dataclass
@@ -249,7 +250,7 @@ def tokenize(
         cache: Folder that keeps the result; `None` keeps nothing.
 
     Raises:
-        ValueError: If there are too few texts, or the tokenizer fails.
+        ValueError: If there are too few texts.
     """
     files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     identity = {
@@ -295,7 +296,7 @@ def _packed_rows(corpus: TextCorpus, tokenizer: Any, length: int, samples: int) 
     kept: list[np.ndarray[Any, Any]] = [np.zeros(0, np.int32)]
     count = 0
     for document in corpus.documents():
-        encoded = _encode(tokenizer, list(_pieces(document)), add_special_tokens=False)
+        encoded = tokenizer(list(_pieces(document)), add_special_tokens=False, **_PLAIN)["input_ids"]
         kept.append(np.asarray([*begin, *chain.from_iterable(encoded), *end], np.int32))
         count += len(kept[-1])
         if count >= wanted:
@@ -310,7 +311,7 @@ def _passages(corpus: TextCorpus, tokenizer: Any, length: int, samples: int) -> 
     unique = islice(_unique(corpus.passages()), samples)
     pieces: list[np.ndarray[Any, Any]] = []
     while texts := list(islice(unique, _TEXTS_AT_ONCE)):
-        encoded = _encode(tokenizer, texts, truncation=True, max_length=length)
+        encoded = tokenizer(texts, truncation=True, max_length=length, **_PLAIN)["input_ids"]
         pieces += [np.asarray(ids, np.int32) for ids in encoded if ids]
     return pieces, [len(piece) for piece in pieces]
 
@@ -333,12 +334,3 @@ def _pieces(text: str) -> Iterator[str]:
         stop = line_end if stop < len(text) and line_end > start else stop
         yield text[start:stop]
         start = stop
-
-
-def _encode(tokenizer: Callable[..., Any], texts: list[str], **options: Any) -> list[list[int]]:
-    try:
-        return tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
-    except (TypeError, KeyError) as error:
-        raise ValueError(
-            f"data: the model's tokenizer cannot read these texts: {shorten_text(str(error), 200)}"
-        ) from error

@@ -79,10 +79,9 @@ class Objective(ABC):
         """The registry's entry of the models."""
         return family_for(cls.upstream)
 
-    @classmethod
-    @abstractmethod
+    @classmethod  # noqa: B027
     def check_config(cls, config: Mapping[str, Any]) -> None:
-        """Check that a model of this configuration can be trained.
+        """Check that a model of this configuration can be trained; by default all can.
 
         Raises:
             ValueError: If it is of a kind that needs another objective.
@@ -243,6 +242,12 @@ def text_width_problem(embeddings: torch.Tensor, width: int) -> str | None:
     return f"the samples have text embeddings of width {embeddings.shape[-1]}, the model takes {width}"
 
 
+def _functions() -> Any:
+    from ..stages import flow_matching
+
+    return flow_matching
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlowObjective(Objective):
     """Flow matching on logit-normal noise levels; see `flow_matching.sigmas_from_uniform` for the fields."""
@@ -273,9 +278,7 @@ class FlowObjective(Objective):
 
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
         """Return sigmas in [0, 1], fp32."""
-        from ..stages.flow_matching import sigmas_from_uniform
-
-        return sigmas_from_uniform(
+        return _functions().sigmas_from_uniform(
             uniform,
             logit_mean=self.logit_mean,
             logit_std=self.logit_std,
@@ -285,22 +288,16 @@ class FlowObjective(Objective):
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         """Return x_t = (1 - sigma) x_0 + sigma eps."""
-        from ..stages.flow_matching import add_noise
-
-        return add_noise(latents, noise, levels)
+        return _functions().add_noise(latents, noise, levels)
 
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the mean squared error to the direction from data to noise."""
-        from ..stages.flow_matching import flow_matching_losses
-
-        return flow_matching_losses(prediction, batch.latents, batch.noise)
+        return _functions().flow_matching_losses(prediction, batch.latents, batch.noise)
 
     @staticmethod
     def timesteps(sigmas: torch.Tensor) -> torch.Tensor:
         """Return timesteps as the flow schedulers of diffusers count them."""
-        from ..stages.flow_matching import timesteps_from_sigmas
-
-        return timesteps_from_sigmas(sigmas)
+        return _functions().timesteps_from_sigmas(sigmas)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,12 @@ _NOISE_ENTRIES = (*DEFAULT_SCHEDULER, "trained_betas", "rescale_betas_zero_snr",
 _GUIDANCE_LABEL = 1000
 
 
+def _functions() -> Any:
+    from ..stages import noise_prediction
+
+    return noise_prediction
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiTObjective(Objective):
     """Noise prediction on uniform timesteps; where the model predicts variances, with their variational bound.
@@ -70,15 +76,6 @@ class DiTObjective(Objective):
         return cls(scheduler={name: stored[name] for name in _NOISE_ENTRIES if stored.get(name) is not None})
 
     @classmethod
-    def check_config(cls, config: Mapping[str, Any]) -> None:
-        channels, outputs = config.get("in_channels", 4), config.get("out_channels")
-        if outputs not in (None, channels, 2 * channels):
-            raise ValueError(
-                f"model: out_channels must be in_channels, {channels}, or twice that with learned variances, "
-                f"got {outputs}"
-            )
-
-    @classmethod
     def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
         """Check that samples fit a model; diffusers' own class takes square images only."""
         super().check_data(model, sample, null_condition)
@@ -105,21 +102,15 @@ class DiTObjective(Objective):
     @cached_property
     def schedule(self) -> NoiseSchedule:
         """The scheduler's betas and all that follows from them, on the CPU."""
-        from ..stages.noise_prediction import NoiseSchedule
-
-        return NoiseSchedule.from_config(self.scheduler)
+        return _functions().NoiseSchedule.from_config(self.scheduler)
 
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
         """Return timesteps, int64."""
-        from ..stages.noise_prediction import timesteps_from_uniform
-
-        return timesteps_from_uniform(uniform, self.schedule)
+        return _functions().timesteps_from_uniform(uniform, self.schedule)
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         """Return x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps."""
-        from ..stages.noise_prediction import add_noise
-
-        return add_noise(latents, noise, levels, self.schedule)
+        return _functions().add_noise(latents, noise, levels, self.schedule)
 
     def model_inputs(
         self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
@@ -134,23 +125,19 @@ class DiTObjective(Objective):
 
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the mean squared error of the noise, plus the weighted variational bound of predicted variances."""
-        from ..stages.noise_prediction import noise_prediction_losses
-
-        return noise_prediction_losses(prediction, batch.noise, noisy, batch.latents, batch.levels, self.schedule)
+        return _functions().noise_prediction_losses(
+            prediction, batch.noise, noisy, batch.latents, batch.levels, self.schedule
+        )
 
     def distillation_losses(
         self, prediction: torch.Tensor, target: torch.Tensor, noisy: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         """Return the mean squared error to the teacher's noise, plus the divergence from its learned variances."""
-        from ..stages.noise_prediction import noise_distillation_losses
-
-        return noise_distillation_losses(prediction, target, noisy, batch.levels, self.schedule)
+        return _functions().noise_distillation_losses(prediction, target, noisy, batch.levels, self.schedule)
 
     def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
         """Drop classes by the seed of the sample alone, not also in every block."""
-        from ..stages.noise_prediction import no_label_dropout
-
-        return no_label_dropout(model)
+        return _functions().no_label_dropout(model)
 
 
 class DiT(Family):

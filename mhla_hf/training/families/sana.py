@@ -36,11 +36,6 @@ class SanaObjective(FlowObjective):
                 "model: this is a SANA-Sprint model, which is distilled and not trained by flow matching; train the "
                 "SANA model that it comes from"
             )
-        channels = config.get("in_channels", 32)
-        if config.get("out_channels") not in (None, channels):
-            raise ValueError(
-                f"model: out_channels must be in_channels for flow matching, {channels}, got {config['out_channels']}"
-            )
 
     @classmethod
     def condition_problem(cls, config: Mapping[str, Any], condition: Tensors) -> str | None:
