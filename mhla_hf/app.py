@@ -42,7 +42,7 @@ from .utils.destinations import claim_destination
 from .utils.files import list_files
 from .utils.json_files import read_json
 from .utils.locations import PIPELINE_INDEX, is_hub_id, local_directory
-from .utils.machine import choose_device
+from .utils.machine import choose_device, synchronize
 from .utils.messages import how_to_install, shorten_text
 
 
@@ -89,12 +89,12 @@ negative."""
 _CSS = """
 .gradio-container main { width: 100%; max-width: 1040px; margin: 0 auto !important; }
 @media (max-width: 640px) {
-  #mixing div:has(> img) { justify-content: flex-start; overflow-x: auto; }
+  #mixing .layout { align-items: flex-start; overflow-x: auto; }
   #mixing img { width: 720px; max-width: none; }
 }
 """
-_TIMES = """{attention}: **{original:.2f} s**. MHLA: **{mhla:.2f} s**. Linear attention saves time on long inputs, of
-thousands of tokens; `mhla-hf bench op` finds the break-even on this machine."""
+_TIMES = """A forward pass takes **{original:,.0f} ms** with {attention} and **{mhla:,.0f} ms** with MHLA. Linear
+attention saves time on long inputs, of thousands of tokens; `mhla-hf bench op` finds the break-even here."""
 # The videos arrive one after the other; restart them together.
 _SYNCHRONIZE = "() => document.querySelectorAll('video').forEach(v => { v.loop = true; v.currentTime = 0; v.play(); })"
 
@@ -282,22 +282,28 @@ def generate(
         progress: A `gr.Progress`, for tokens; denoising steps show theirs through tqdm.
 
     Returns:
-        Pixels `[(F,) H, W, 3]` uint8 or a text, and the seconds it took.
+        Pixels `[(F,) H, W, 3]` uint8 or a text, and the median seconds of a forward pass.
     """
     work = _generate_text if comparison.kind == "text" else _generate_pixels
     request = dict(request)
     if "prompt" in request:
         request["prompt"] = request["prompt"][:_LONGEST_PROMPT]
+    ticks: list[float] = []
+
+    def tick(device: torch.device) -> bool:
+        synchronize(device)
+        ticks.append(time.perf_counter())
+        return stop.is_set()
+
     # The work of a visitor who cancelled ends with its current step.
     with comparison.lock, torch.no_grad():
-        began = time.perf_counter()
-        value = work(comparison, comparison.sides[side], request, stop, progress)
-        return value, time.perf_counter() - began
+        ticks.append(time.perf_counter())
+        value = work(comparison, comparison.sides[side], request, tick, progress)
+    # The median leaves out the time to read the prompt and to warm up.
+    return value, float(np.median(np.diff(ticks)))
 
 
-def _generate_pixels(
-    comparison: Comparison, pipeline: Any, request: dict[str, Any], stop: threading.Event, _: Any
-) -> np.ndarray:
+def _generate_pixels(comparison: Comparison, pipeline: Any, request: dict[str, Any], tick: Any, _: Any) -> np.ndarray:
     generator = torch.Generator().manual_seed(request.pop("seed"))
     if "class_labels" in request:
         request["class_labels"] = [request["class_labels"]]
@@ -306,7 +312,7 @@ def _generate_pixels(
         request["use_resolution_binning"] = False
 
     def check(*_: Any) -> None:
-        if stop.is_set():
+        if tick(pipeline.device):
             raise _Stopped
 
     hooks = [getattr(pipeline, name).register_forward_pre_hook(check) for name in comparison.models]
@@ -321,9 +327,7 @@ def _generate_pixels(
     return pixels.repeat(scale, axis=-3).repeat(scale, axis=-2)
 
 
-def _generate_text(
-    comparison: Comparison, model: Any, request: dict[str, Any], stop: threading.Event, progress: Any
-) -> str:
+def _generate_text(comparison: Comparison, model: Any, request: dict[str, Any], tick: Any, progress: Any) -> str:
     tokenizer, total = comparison.tokenizer, request["new_tokens"]
     if tokenizer.chat_template is not None:
         chat = [{"role": "user", "content": request["prompt"]}]
@@ -335,7 +339,7 @@ def _generate_text(
     def stops(tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         if progress is not None:
             progress((tokens.shape[1] - length, total), unit="tokens")
-        return torch.full((len(tokens),), stop.is_set(), device=tokens.device)
+        return torch.full((len(tokens),), tick(tokens.device), device=tokens.device)
 
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if request["temperature"]:
@@ -391,8 +395,9 @@ def _generate_tab(comparison: Comparison, inputs: Mapping[str, Any]) -> None:
                 for side in _TITLES:
                     value, seconds[side] = await asyncio.to_thread(generate, comparison, side, request, stop, progress)
                     shown[side] = _as_shown(comparison.kind, value, Path(folder) / f"{side}.mp4")
-                    both = {"attention": comparison.attention.capitalize(), **seconds}
-                    yield shown["original"], shown["mhla"], _TIMES.format(**both) if "mhla" in both else ""
+                    times = {name: 1e3 * value for name, value in seconds.items()}
+                    text = _TIMES.format(attention=comparison.attention, **times) if len(times) > 1 else ""
+                    yield shown["original"], shown["mhla"], text
         except (ValueError, torch.OutOfMemoryError) as error:
             raise gr.Error(shorten_text(str(error), 300), print_exception=False) from None
         finally:

@@ -30,7 +30,7 @@ def test_both_videos_their_times_and_mixing_weights_appear(page, saved_pipeline)
             page.wait_for_function("name => document.querySelector(`#${name} video`).readyState >= 1", arg=name)
             video = page.locator(f"#{name} video")
             assert video.evaluate("v => [v.videoWidth, v.videoHeight, v.loop]") == [320, 160, True]
-        assert re.search(r"MHLA: [\d.]+ s", page.locator("#times").inner_text())
+        assert re.search(r"[\d,]+ ms with MHLA", page.locator("#times").inner_text())
 
         page.get_by_role("tab", name="Mixing").click()
         picture = page.locator("#mixing img")
