@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from typer.testing import CliRunner
 import mhla_hf
 from mhla_hf.cli import errors, main
 from mhla_hf.cli.main import app
-from mhla_hf.cli.options import completion
 from mhla_hf.cli.output import JsonFile, write_report
 from mhla_hf.recovery.recipes import recipe_names
 from tests import ROOT
@@ -78,56 +76,6 @@ def test_help_of_the_program():
     assert invoke("--version").output.strip() == f"mhla-hf {mhla_hf.__version__}"
 
 
-def test_help_on_narrow_terminals():
-    text = run_process("-m", "mhla_hf", "train", "wan", "--help", COLUMNS="60").stdout
-    assert max(map(len, text.splitlines())) <= 60 and "─" not in text
-    assert all(
-        parameter.opts[0] in text for parameter in COMMANDS["train", "wan"].params if parameter.opts[0][0] == "-"
-    )
-
-
-def test_brackets_are_shown():
-    assert "pip install -e '.[app]'" in invoke("app", "--help").output
-
-
-# Options that mean the same everywhere.
-SHARED = (
-    "--json", "--quiet", "--overwrite", "--seed", "--revision", "--token", "--cache-dir", "--component", "--grid",
-    "--block-size", "--window-size", "--feature-map", "--normalizer", "--device",
-)  # fmt: skip
-DIFFERENT = {
-    ("models", "--json"): "a flag",
-    ("card", "--overwrite"): "a README.md that was edited",
-    ("push", "--revision"): "a branch to write",
-    ("convert", "--component"): "names a file's model too",
-    ("import-official", "--normalizer"): "of the weights",
-    ("import-official", "--grid"): "of videos",
-}
-TRAINING = ("--seed", "--component")
-
-
-@pytest.mark.parametrize("option", SHARED)
-def test_the_same_option_reads_the_same(option):
-    forms = defaultdict(list)
-    for words, command in COMMANDS.items():
-        for parameter in command.params:
-            name = " ".join(words)
-            different = (name, option) in DIFFERENT or (words[:1] == ("train",) and option in TRAINING)
-            if option in parameter.opts and not different:
-                # Options of dataclasses have their default in the text.
-                text = parameter.help.partition(" Default:")[0]
-                forms[text, parameter.metavar, tuple(sorted(parameter.opts))].append(name)
-    assert len(forms) == 1, dict(forms)
-
-
-def test_one_word_for_one_thing():
-    names = {name for command in COMMANDS.values() for parameter in command.params for name in parameter.opts}
-    assert not names & {"--teacher", "--num-samples", "--data-samples", "--transfer-steps", "--gate", "--lepe"}
-    for words in (("convert",), ("recover",), ("calibrate",), ("unconvert",), ("train", "wan")):
-        arguments = [each.name for each in COMMANDS[words].params if each.param_type_name == "argument"]
-        assert arguments in (["source", "output"], ["model", "output"]), words
-
-
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)
 def test_unknown_options_are_wrong_usage(words):
     result = invoke(*words, "--no-such-option", code=2)
@@ -157,15 +105,6 @@ def test_unknown_options_are_wrong_usage(words):
 def test_wrong_usage_names_the_option_before_anything_heavy_is_imported(words, message, tmp_path):
     result = invoke(*(word.format(folder=tmp_path) for word in words), columns=200, code=2)
     assert message in result.stderr and result.stdout == ""
-
-
-def test_options_are_checked_before_heavy_imports():
-    code = (
-        "import sys, runpy\nsys.argv = ['mhla_hf', 'convert', 'a', 'b', '--lepe-kernel', '2']\n"
-        "try: runpy.run_module('mhla_hf', run_name='__main__')\n"
-        "finally: print(sorted({'torch', 'diffusers', 'transformers', 'matplotlib', 'gradio'} & set(sys.modules)))"
-    )
-    assert run_process("-c", code, code=2).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -221,23 +160,6 @@ def test_errors_are_one_line(error, shown, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("message", "shown", "code"),
-    [
-        ("blocks and block_size are both given", "--blocks and --block-size are both given", 2),
-        ("dtype='int8' must be float32", "--dtype 'int8' must be float32", 2),
-        ("data: x is no folder", "--data: x is no folder", 2),
-        ("source is a file (config=x)", "SOURCE is a file (--config x)", 2),
-        ("destination x is not empty; pass overwrite=True (--overwrite).", "x is not empty; pass --overwrite.", 1),
-        ("config.json names a layer twice", "config.json names a layer twice", 1),
-    ],
-)
-def test_errors_name_options_as_typed(message, shown, code, capsys):
-    with pytest.raises(typer.Exit) as caught, errors.friendly_errors(COMMANDS[("convert",)]):
-        raise ValueError(message)
-    assert shown in capsys.readouterr().err and caught.value.exit_code == code
-
-
-@pytest.mark.parametrize(
     "error",
     [
         torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
@@ -256,24 +178,6 @@ def test_full_memory_names_the_options_that_lower_it(error, capsys):
         with pytest.raises(typer.Exit), errors.friendly_errors(COMMANDS[words]):
             raise error
         assert capsys.readouterr().err.startswith(f"error: out of memory{expected}")
-
-
-def test_debug_may_stand_anywhere(tmp_path):
-    missing = tmp_path / "missing"
-    for words in (
-        ("--debug", "convert", missing, tmp_path / "out"),
-        ("convert", missing, tmp_path / "out", "--debug"),
-    ):
-        result = CliRunner().invoke(app, [str(word) for word in words])
-        assert isinstance(result.exception, (ValueError, OSError)), result.output
-    # After two dashes nothing is an option.
-    assert "error: " in invoke("convert", missing, "--", "--debug", code=1).stderr
-
-
-def test_scripts_are_commands_too():
-    code = "def fail():\n    raise KeyError('x')\nfrom mhla_hf.cli.errors import run_script\nrun_script(fail)"
-    assert run_process("-c", code, code=1).stderr.startswith("error: unexpected KeyError: 'x'")
-    assert "Traceback" in run_process("-c", code, "--debug", code=1).stderr
 
 
 def test_a_closed_pipe_is_quiet():
@@ -310,19 +214,6 @@ def test_completion(line, expected):
     assert result.output.split() == expected
 
 
-def test_values_complete_behind_commas():
-    complete = completion(("relu", "elu"))
-    assert complete("r") == ["relu"] and complete("x") == [] and complete("relu,e") == ["relu,elu"]
-
-
-def test_completion_scripts_are_for_the_shell_that_runs():
-    # Not its last command, or bash would be replaced by it.
-    shell = ["bash", "-c", '"$0" -m mhla_hf --show-completion; exit $?', sys.executable]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(shell, capture_output=True, text=True, env=environment, timeout=120)
-    assert "_mhla_hf_completion" in result.stdout and result.returncode == 0, result.stderr
-
-
 def test_json_goes_to_standard_output_alone(tmp_path):
     application = typer.Typer()
 
@@ -339,14 +230,6 @@ def test_json_goes_to_standard_output_alone(tmp_path):
     outcome = CliRunner().invoke(application, ["--json", str(tmp_path / "report.json")])
     assert outcome.stdout == "a table\nmore\n" and outcome.stderr == ""
     assert json.loads((tmp_path / "report.json").read_text()) == {"loss": 0.5, "blocks": [3, 5, 10]}
-
-
-def test_output_is_plain_without_a_terminal():
-    result = run_process("-m", "mhla_hf", "--help")
-    assert "\x1b" not in result.stdout + result.stderr
-    # As on a terminal.
-    assert "\x1b[" in run_process("-m", "mhla_hf", "--help", FORCE_COLOR="1").stdout
-    assert "\x1b[3" not in run_process("-m", "mhla_hf", "--help", FORCE_COLOR="1", NO_COLOR="1").stdout
 
 
 def test_help_is_quick():

@@ -9,9 +9,6 @@ from typer.testing import CliRunner
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.cli.main import app
-from mhla_hf.cli.options import parse_axes
-from mhla_hf.config import parse_layers
-from mhla_hf.conversion.options import parse_size
 from mhla_hf.models.registry import TransformersFamily
 from mhla_hf.presets import PRESETS
 from tests import GOLDEN, tiny
@@ -74,13 +71,6 @@ def test_block_size_and_json(pipeline_dir, tmp_path):
     assert mhla["block_size"] == [7, 6, 13] and mhla["grid"] == list(MHLAWanTransformer3DModel.default_grid)
 
 
-def test_defaults_and_quiet(pipeline_dir, tmp_path):
-    assert run("convert", pipeline_dir / "transformer", tmp_path / "mhla", "--quiet").output == ""
-    assert mhla_of(tmp_path / "mhla") == dict(MHLAWanTransformer3DModel(**tiny.WAN).config.mhla)
-    refused = run("convert", pipeline_dir / "transformer", tmp_path / "mhla", code=1).stderr
-    assert "--overwrite" in refused and "overwrite=True" not in refused
-
-
 def test_unconvert(pipeline_dir, tmp_path):
     run("convert", pipeline_dir / "transformer", tmp_path / "mhla", "--quiet")
     assert "without MHLA" in run("unconvert", tmp_path / "mhla", tmp_path / "softmax").output
@@ -113,29 +103,6 @@ def test_mistakes_are_one_line(arguments, message, pipeline_dir, tmp_path):
     assert not (tmp_path / "mhla").exists()
 
 
-def test_axes():
-    texts = ("3,5,10", " 7, 6,5", "3x5x10", "64")
-    assert [parse_axes(text, "blocks") for text in texts] == [(3, 5, 10), (7, 6, 5), (3, 5, 10), (64,)]
-
-
-@pytest.mark.parametrize(
-    ("parse", "text"),
-    [
-        (lambda text: parse_axes(text, "blocks"), "9" * 5000),
-        (lambda text: parse_axes(text, "blocks"), "1,2,3,4"),
-        (lambda text: parse_axes(text, "blocks"), "2,-1"),
-        (lambda text: parse_layers(text, 4), "1/" + "9" * 5000),
-        (parse_size, "9" * 5000 + "GB"),
-        (parse_size, "nanGB"),
-        (parse_size, "0.5B"),
-    ],
-)
-def test_numbers_in_texts(parse, text):
-    with pytest.raises(ValueError, match="must be") as caught:
-        parse(text)
-    assert len(str(caught.value)) < 250
-
-
 def test_models():
     output = run("models", columns=80).output
     assert max(map(len, output.splitlines())) <= 80
@@ -144,13 +111,6 @@ def test_models():
         assert not [word for word in words if word not in output]
     listed = json.loads(run("models", "--json").output)
     assert listed[0]["upstream"] == "WanTransformer3DModel"
-
-
-def test_models_by_name():
-    output = run("models", "WAN").output
-    assert "diffusers: 1 of" in output and "WanTransformer3DModel" in output and "llama" not in output
-    assert "No model here contains 't5'; mhla-hf models --refused" in run("models", "t5").output
-    assert "soft-capped" in run("models", "gemma2", "--refused").output
 
 
 def test_presets():

@@ -107,17 +107,6 @@ def test_answers_are_those_of_the_model(client, model_directory):
 
 
 @needs_server
-def test_a_conversation_does_not_see_another(client, model_directory):
-    options = {"model": str(model_directory), "temperature": 0, "max_tokens": TOKENS}
-    other = [*MESSAGES, {"role": "assistant", "content": "no"}, {"role": "user", "content": "and why"}]
-    answers = [
-        client.chat.completions.create(messages=messages, **options).choices[0].message.content
-        for messages in (other, MESSAGES, other)
-    ]
-    assert answers == [expected(model_directory, messages) for messages in (other, MESSAGES, other)]
-
-
-@needs_server
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -149,10 +138,3 @@ def test_ctrl_c_ends_with_its_own_code(model_directory, monkeypatch):
 
 def interrupted(server):
     raise KeyboardInterrupt
-
-
-def test_missing_packages_are_named(monkeypatch):
-    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    result = CliRunner().invoke(app, ["serve", "model"], env={"COLUMNS": "300"})
-    assert result.exit_code == 1
-    assert "pip install" in result.stderr and "[serve]" in result.stderr

@@ -116,14 +116,6 @@ def test_mistakes_are_one_line(arguments, message, tmp_path):
     assert message in " ".join(result.output.split()) and "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("command", ["dit", "sana"])
-def test_models_of_another_command_are_refused_before_any_work(wan, tmp_path, command):
-    result = invoke(command, wan, tmp_path / "run")
-    assert result.exit_code == 2
-    assert "MODEL is a WanTransformer3DModel: use `mhla-hf train wan`" in " ".join(result.output.split())
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("family", ["wan", "sana", "dit"])
 def test_a_command_has_the_options_of_its_family(family):
     command = get_command(app).commands["train"].commands[family]
@@ -163,14 +155,6 @@ def test_accelerate_starts_processes_on_cpus(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "rank0").read_text() == "MULTI_CPU 0 0 2 29611"
     assert (tmp_path / "rank1").read_text() == "MULTI_CPU 1 1 2 29611"
-
-
-def test_one_process_of_several_is_refused(tmp_path):
-    """`accelerate launch --cpu --num_processes 2` starts one."""
-    done = launch_probe(tmp_path, "--cpu", "--num_processes", "2", "--quiet")
-    assert done.returncode != 0 and not list(tmp_path.glob("rank*"))
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert "launch with --multi_gpu in place of --cpu" in line and "torchrun --nproc_per_node N" in line
 
 
 @pytest.mark.slow

@@ -85,12 +85,6 @@ def test_what_the_libraries_push(kind, client, hub, pushed):
     assert hub.unknown == []
 
 
-def test_a_connection_that_is_lost_for_a_moment(hub, client, pushed):
-    fault = hub.inject("GET", WEIGHTS, "drop", times=2)
-    assert load(client, pushed) == "loaded [1, 1]"
-    assert fault.times == 0
-
-
 @pytest.mark.parametrize(
     ("methods", "path", "effect", "options", "message"),
     [

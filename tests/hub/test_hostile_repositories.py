@@ -173,27 +173,3 @@ def test_converting(attack, name, attacked, tmp_path):
     options = BLOCKS if "pipeline" in name else {}
     refused(lambda: convert_pretrained(folder, tmp_path / "out", options, progress=False), ATTACKS[attack][1])
     assert not (tmp_path / "out").exists()
-
-
-def test_pickles_of_tensors_are_read_when_that_is_asked_for(made, tmp_path):
-    folder = Path(shutil.copytree(made / "pipeline", tmp_path / "copy"))
-    expected = load_file(weights_of(folder / "transformer"))
-    pickled(folder / "transformer")
-    loaded = MHLAWanTransformer3DModel.from_pretrained(folder / "transformer", use_safetensors=False)
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in expected.items())
-    model = Path(shutil.copytree(made / "model", tmp_path / "model"))
-    pickled(model)
-    AutoModelForCausalLM.from_pretrained(model, use_safetensors=False)
-    # Softmax checkpoints of before safetensors stay loadable.
-    softmax = Path(shutil.copytree(made / "softmax-model", tmp_path / "softmax"))
-    pickled(softmax)
-    AutoModelForCausalLM.from_pretrained(softmax, attn_implementation="mhla")
-
-
-def test_a_copy_without_changes_loads(made, tmp_path):
-    """The cases above fail for no other reason."""
-    for name, loaders in (("pipeline", PIPELINE_LOADERS), ("model", MODEL_LOADERS)):
-        folder = Path(shutil.copytree(made / name, tmp_path / name / "copy"))
-        for load in loaders.values():
-            load(folder)
-        assert not [problem for problem in check_directory(folder) if problem.level == "error"]

@@ -61,39 +61,6 @@ def test_models_of_transformers(tmp_path, class_name, model_type, task):
     assert data.tags == ["mhla", "linear-attention", model_type]
 
 
-@pytest.mark.parametrize("kind, task", [(None, "sentence-similarity"), ("CrossEncoder", "text-ranking")])
-def test_sentence_transformers(tmp_path, kind, task):
-    model(tmp_path, "BertModel", "bert")
-    (tmp_path / "modules.json").write_text("[]")
-    if kind is not None:
-        write_json(tmp_path / "config_sentence_transformers.json", model_type=kind)
-    data = card_data(tmp_path)
-    assert (data.library_name, data.pipeline_tag) == ("sentence-transformers", task)
-
-
-def test_a_transformer_alone_has_no_task(tmp_path):
-    write_json(tmp_path / "config.json", _class_name="MHLAWanTransformer3DModel")
-    assert card_data(tmp_path).pipeline_tag is None
-
-
-def test_base_models_are_repositories_of_the_hub(tmp_path):
-    model(tmp_path, "Qwen3ForCausalLM", "qwen3")
-    write_json(tmp_path / "conversion.json", source={"location": "qwen3-local"})
-    assert card_data(tmp_path).base_model is None
-    write_json(tmp_path / "conversion.json", source={"location": "Qwen/Qwen3-0.6B", "commit": "0" * 40})
-    data = card_data(tmp_path).to_dict()
-    assert (data["base_model"], data["base_model_relation"]) == ("Qwen/Qwen3-0.6B", "finetune")
-
-
-@pytest.mark.parametrize(
-    "card", ["---\nlicense: [\n---\n", "no metadata", "---\nlicense: {a: b}\n---\n", "---\n- 1\n---\n"]
-)
-def test_a_licence_is_not_made_up(tmp_path, card):
-    model(tmp_path, "Qwen3ForCausalLM", "qwen3")
-    (tmp_path / "README.md").write_text(card, encoding="latin-1")
-    assert card_data(tmp_path).license is None
-
-
 def test_conversions_carry_the_licence(tmp_path):
     source, converted = tmp_path / "source", tmp_path / "converted"
     tiny.wan_pipeline().save_pretrained(source)

@@ -15,15 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mhla_hf import convert_pretrained
-from mhla_hf.hub.push import is_working_file, prepare_push
+from mhla_hf.hub.push import prepare_push
 from mhla_hf.utils.model_cards import is_generated
 from tests import ROOT, hub_models, tiny
 from tests.hub_repositories import File
 
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
-CARD = "---\nlicense: apache-2.0\n---\n# Digits\n"
 
 
 @pytest.fixture(scope="module")
@@ -112,40 +110,6 @@ def test_contents(pipeline):
     assert json.loads(contents.files["tokenizer/tokenizer_config.json"])["name_or_path"] == "tokens"
     (pipeline / "README.md").write_text("# Mine\n")
     assert prepare_push(pipeline, "you/model")[0].files["README.md"] == pipeline / "README.md"
-
-
-@pytest.mark.parametrize(
-    "name, working",
-    [
-        ("transformer/optimizer.bin", False), ("optimizer.bin", True), ("a/.git/config", True), ("prod.env", True),
-        ("wandb/run/files/config.yaml", True), ("work.json", False), ("transformer/model.lock", True),
-    ],
-)  # fmt: skip
-def test_working_files(name, working):
-    assert is_working_file(name) is working
-
-
-@pytest.mark.parametrize(
-    "kind, folder, stem", [("wan", "transformer/", "diffusion_pytorch_model"), ("language", "", "model")]
-)
-def test_large_weights_are_sharded(directories, kind, folder, stem):
-    single = load_file(directories / kind / f"{folder}{stem}.safetensors")
-    contents, _ = prepare_push(directories / kind, "you/model", max_shard_size="20kB")
-    with contents.written():
-        index = json.loads(contents.files[f"{folder}{stem}.safetensors.index.json"].read_text())
-        files = sorted(set(index["weight_map"].values()))
-        assert len(files) > 1 and files[0] == f"{stem}-00001-of-{len(files):05d}.safetensors"
-        loaded = {name: load_file(contents.files[f"{folder}{name}"]) for name in files}
-        for name, file in index["weight_map"].items():
-            assert torch.equal(loaded[file][name], single[name])
-        assert sum(map(len, loaded.values())) == len(single)
-        assert f"{folder}{stem}.safetensors" not in contents.files
-        assert contents.replaces(f"{folder}{stem}.safetensors") and contents.replaces(f"{folder}pytorch_model.bin")
-        assert not contents.replaces(f"{folder}{files[0]}") and not contents.replaces("sample.gif")
-        temporary = contents.files[f"{folder}{files[0]}"]
-    assert not temporary.exists() and sorted(path.name for path in directories.iterdir()) == [
-        "language", "language.npy", "wan", "wan.npy"
-    ]  # fmt: skip
 
 
 def test_push_and_the_three_ways_to_load(client, hub, directories, tmp_path):
@@ -279,32 +243,6 @@ def test_only_files_that_were_checked_are_pushed(hub, client, pipeline):
     assert WEIGHTS in files and "late.safetensors" not in files
 
 
-def test_pushing_again_replaces_weights_of_other_names(client, hub, pipeline):
-    assert push(client, pipeline, "user/again", "--max-shard-size", "20kB", "--quiet").code == 0
-    assert f"{WEIGHTS}.index.json" in hub.repositories["user/again"].files
-    change(hub, "user/again", "transformer/notes.txt", b"kept")
-    result = push(client, pipeline, "user/again", "--json", pipeline.parent / "report.json")
-    assert result.code == 0, result.errors
-    files = hub.repositories["user/again"].files
-    assert sorted(name for name in files if name.startswith("transformer/")) == [
-        "transformer/config.json", WEIGHTS, "transformer/mhla_hf.py", "transformer/notes.txt"
-    ]  # fmt: skip
-    report = json.loads((pipeline.parent / "report.json").read_text())
-    assert report["url"] == f"{hub.url}/user/again" and report["pull_request"] is None
-    assert report["url"] in result.output
-
-
-def test_revisions_and_pull_requests(client, hub, pipeline):
-    assert push(client, pipeline, "user/branches", "--revision", "v1", "--message", "First", "--quiet").code == 0
-    repository = hub.repositories["user/branches"]
-    assert repository.files == {} and WEIGHTS in repository.files_at("v1")
-    assert repository.titles[repository.references["refs/heads/v1"]] == "First"
-    result = push(client, pipeline, "user/branches", "--create-pr")
-    assert result.code == 0, result.errors
-    assert result.output.strip().endswith(f"{hub.url}/user/branches/discussions/1")
-    assert repository.files == {} and WEIGHTS in repository.files_at("refs/pr/1")
-
-
 def break_nan(directory):
     tensors = load_file(directory / WEIGHTS)
     name = min(name for name, tensor in tensors.items() if tensor.dim() == 2)
@@ -374,21 +312,6 @@ def test_dry_run_needs_no_network(client, hub, pipeline):
     shown = push(client, pipeline, "user/dry", "--dry-run").output
     assert "transformer/mhla_hf.py" in shown and "warning:" in shown
     assert len(hub.requests) == seen and "user/dry" not in hub.repositories
-
-
-def test_the_licence_and_the_base_reach_the_card(client, hub, tmp_path):
-    tiny.wan_pipeline().save_pretrained(tmp_path / "softmax")
-    (tmp_path / "softmax/README.md").write_text(CARD)
-    convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", {"blocks": [2, 1, 2]}, progress=False)
-    result = push(client, tmp_path / "mhla", "user/licensed", "--quiet")
-    assert result.code == 0 and "licence" not in result.errors, result.errors
-    card = hub.repositories["user/licensed"].files["README.md"].decode()
-    assert "license: apache-2.0" in card and "pipeline_tag: text-to-video" in card and "user/licensed" in card
-    (tmp_path / "mhla/README.md").write_text("# My own\n")
-    assert push(client, tmp_path / "mhla", "user/licensed", "--quiet").code == 0
-    assert hub.repositories["user/licensed"].files["README.md"] == b"# My own\n"
-    result = push(client, tmp_path / "mhla", "user/licensed", "--benchmark", "decode.json")
-    assert result.code == 2 and "--benchmark has no effect" in result.errors
 
 
 def test_cards_that_were_edited_on_the_hub_are_kept(client, hub, pipeline):

@@ -61,28 +61,6 @@ def test_pipelines_make_their_own_probe(name):
     assert report.error_after < report.error_before
 
 
-def test_two_experts():
-    pipeline = mhla_hf.convert(tiny.wan_pipeline(second_transformer=True), PIPELINES["wan"][1])
-    with pytest.raises(ValueError, match=r"transformer_2 is not called in 1 denoising steps; take more of them"):
-        mhla_hf.calibrate(pipeline, samples=8, steps=1)
-    report = mhla_hf.calibrate(pipeline, samples=8, steps=6)
-    assert {layer.name.partition(".")[0] for layer in report.layers} == {"transformer", "transformer_2"}
-
-
-def test_mistakes_with_pipelines():
-    pipeline = mhla_hf.convert(tiny_images.dit_pipeline(), {"blocks": [2, 2]})
-    for options, message in (
-        ({"prompts": ["a dog"]}, "makes samples of classes; leave prompts out"),
-        ({"samples": 2}, "samples=2 must be a whole number of at least 4 and at most 65,536"),
-        ({"colour": 3}, "cannot be called to make samples .*colour"),
-        ({"batches": {"text": []}}, "batches must be a dict by component for this pipeline: transformer"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mhla_hf.calibrate(pipeline, **options)
-    with pytest.raises(ValueError, match="has no MHLA model: convert it first"):
-        mhla_hf.calibrate(tiny_images.dit_pipeline())
-
-
 def test_directory(converted, tmp_path):
     output = tmp_path / "calibrated"
     before = tensors(converted)

@@ -198,38 +198,6 @@ def test_mistakes_before_anything_loads(options, message, sources, tmp_path, mon
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "kind, options, message",
-    [
-        ("llama", {"data": "{folder}/rows.jsonl", "changes": {"data.text_field": "txet"}}, "has no field 'txet', but"),
-        ("wan", {"changes": {"data.num_frames": 4}}, "num_frames must be a multiple of 4 plus 1, got 4"),
-        ("wan", {"data": None, "prompts": "{folder}/nothing.txt"}, "prompts: .*nothing.txt cannot be read as a text"),
-        ("dit", {"prompts": "{folder}/prompts.txt"}, "prompts is for data='generated' only"),
-        ("vit", {"data": "digitz"}, "data must be an existing folder or 'digits', got 'digitz'"),
-    ],
-)
-def test_data_that_cannot_be_used_before_anything_loads(kind, options, message, sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "convert_pretrained", None)
-    (tmp_path / "rows.jsonl").write_text('{"text": "the block mixes its summaries"}\n' * 8)
-    (tmp_path / "prompts.txt").write_text("a cat\n")
-    given = {
-        name: value.format(folder=tmp_path) if isinstance(value, str) else value for name, value in options.items()
-    }
-    with pytest.raises(ValueError, match=message):
-        recover(kind, sources, tmp_path / "out", **given)
-    assert not (tmp_path / "out").exists()
-
-
-def test_blocks_and_type(sources, tmp_path):
-    options = {"stages": ("calibrate",), "layers": "all", "block_size": [16], "dtype": "bf16"}
-    report = recover("llama", sources, tmp_path / "out", **options)
-    model = load("llama", tmp_path / "out")
-    assert model.config.mhla["block_size"] == [16] and report.recipe["mhla"]["block_size"] == [16]
-    assert {value.dtype for value in weights(tmp_path / "out").values()} == {torch.bfloat16}
-    with pytest.raises(ValueError, match=r"holds a run with dtype 'bfloat16' \(now not given\);"):
-        recover("llama", sources, tmp_path / "out", **{**options, "dtype": None}, resume=True)
-
-
 def test_command(sources, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     source, data = sources["bert"]
@@ -251,15 +219,6 @@ def test_command(sources, tmp_path, caplog):
 
 def _option(name: str) -> str:
     return f"--{name.removeprefix('data.').replace('.', '-').replace('_', '-')}"
-
-
-def test_layers_that_are_worst_to_replace_stay(sources, tmp_path):
-    report = recover("llama", sources, tmp_path / "out", keep="34%", stages=("calibrate",))
-    trial = report.stages["converted"]
-    restored = {layer["index"]: layer["restored"] for layer in trial["selection"]["layers"]}
-    worst = max(restored, key=restored.__getitem__)
-    assert trial["layers"] == sorted({0, 1, 2} - {worst})
-    assert load("llama", tmp_path / "out").config.mhla["layers"] == trial["layers"]
 
 
 def test_pixart_needs_no_data(tmp_path):
