@@ -74,13 +74,6 @@ def test_an_option_without_effect_warns():
         MHLAConfig(mixing_init="uniform", mixing_range=2.0)
 
 
-def test_layers_beyond_the_model_are_refused():
-    assert MHLAConfig().mhla_layers(3) == [0, 1, 2]
-    assert MHLAConfig(layers=(2, 0)).mhla_layers(3) == [0, 2]
-    with pytest.raises(ValueError, match=r"names 3, .*layers 0 to 2"):
-        MHLAConfig(layers=(1, 3)).mhla_layers(3)
-
-
 def test_layers_as_text():
     assert MHLAConfig(layers="2, 0").layers == (0, 2)
     assert MHLAConfig(layers="all").layers is None

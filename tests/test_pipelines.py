@@ -12,14 +12,10 @@ import pytest
 import torch
 from diffusers import (
     DiffusionPipeline,
-    StableDiffusionPipeline,
-    UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
-    WanVideoToVideoPipeline,
 )
-from diffusers.hooks import apply_layerwise_casting
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
@@ -30,7 +26,6 @@ from tests.models.model_case import assert_same_parameters, perturb_mhla, record
 
 
 MHLA = {"blocks": [2, 1, 2]}
-CPU = torch.device("cpu")
 
 
 def generate(pipeline, height=16, width=32, num_frames=5, **options):
@@ -126,72 +121,10 @@ def test_load_pipeline_refuses(arguments, message, mhla_dir):
         load_pipeline(mhla_dir, **arguments)
 
 
-def test_missing_directories_are_named(tmp_path):
-    with pytest.raises(OSError, match="no model_index.json"):
-        load_pipeline(tmp_path)
-    with pytest.raises(OSError, match="nowhere is neither a directory"):
-        load_pipeline(str(tmp_path / "nowhere"))
-
-
-@pytest.mark.parametrize(
-    "class_name, message",
-    [
-        ("StableDiffusionPipeline", "No component of StableDiffusionPipeline"),
-        ("NoSuchPipeline", "NoSuchPipeline, which this version of diffusers does not have"),
-    ],
-    ids=str,
-)
-def test_unsupported_pipelines_are_refused(class_name, message, tmp_path):
-    assert "unet" in StableDiffusionPipeline.__init__.__annotations__
-    index = {"_class_name": class_name, "_diffusers_version": "0.38.0", "unet": ["diffusers", "UNet2DConditionModel"]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=message):
-        load_pipeline(tmp_path)
-
-
 # Arguments that are passed on
 
 
-def test_dtype(softmax_dir):
-    pipeline = load_pipeline(softmax_dir, torch_dtype=torch.bfloat16)
-    assert pipeline.transformer.dtype == pipeline.text_encoder.dtype == pipeline.vae.dtype == torch.bfloat16
-    assert pipeline.transformer.blocks[0].attn1.mhla.mixing.dtype == torch.float32
-    assert generate(pipeline).shape == (5, 16, 32, 3)
-
-
-def test_variant(mhla_dir, softmax_dir, tmp_path):
-    load_pipeline(mhla_dir).save_pretrained(tmp_path / "all", variant="fp16")
-    assert (tmp_path / "all/transformer/diffusion_pytorch_model.fp16.safetensors").is_file()
-    pipeline = load_pipeline(tmp_path / "all", variant="fp16")
-    assert_same_parameters(pipeline.transformer, load_pipeline(mhla_dir).transformer)
-    # A variant of some components only: the others are loaded from their ordinary files.
-    load_pipeline(softmax_dir, None).save_pretrained(tmp_path / "some")
-    load_pipeline(softmax_dir, None).vae.save_pretrained(tmp_path / "some/vae", variant="fp16")
-    assert type(load_pipeline(tmp_path / "some", variant="fp16").transformer) is MHLAWanTransformer3DModel
-    with pytest.raises(ValueError, match="variant"):
-        load_pipeline(mhla_dir, variant="no_such_variant")
-
-
-def test_device_map(softmax_dir):
-    pipeline = load_pipeline(softmax_dir, mhla=MHLA, device_map="cpu")
-    assert not any(parameter.is_meta for parameter in pipeline.transformer.parameters())
-    np.testing.assert_allclose(generate(pipeline), generate(load_pipeline(softmax_dir, mhla=MHLA)), atol=1e-5)
-
-
-def test_components_of_the_caller(mhla_dir):
-    transformer = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla={"blocks": [1, 1, 1]})
-    scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0)
-    pipeline = load_pipeline(mhla_dir, transformer=transformer, scheduler=scheduler, tokenizer=None)
-    assert pipeline.transformer is transformer and pipeline.scheduler is scheduler and pipeline.tokenizer is None
-
-
 # Shapes of video
-
-
-@pytest.mark.parametrize("height, width, num_frames", [(16, 16, 1), (32, 48, 9)], ids=str)
-def test_text_to_video_at_any_size(height, width, num_frames, mhla_dir):
-    video = generate(load_pipeline(mhla_dir), height, width, num_frames)
-    assert video.shape == (num_frames, height, width, 3)
 
 
 @pytest.mark.parametrize("with_image_encoder", [True, False], ids=["wan2.1", "wan2.2"])
@@ -261,16 +194,6 @@ def test_convert_in_place_then_save_and_reload(tmp_path):
         convert(pipeline, MHLA)
 
 
-def test_convert_of_an_offloaded_pipeline_touches_nothing(tmp_path):
-    pipeline = tiny.wan_pipeline(second_transformer=True)
-    expected = generate(tiny.wan_pipeline(second_transformer=True))
-    apply_layerwise_casting(pipeline.transformer_2, torch.float32, torch.float32)
-    with pytest.raises(ValueError, match="This transformer_2 .* has hooks .*remove_all_hooks"):
-        convert(pipeline, MHLA)
-    assert type(pipeline.transformer) is type(pipeline.transformer_2) is WanTransformer3DModel
-    np.testing.assert_allclose(generate(pipeline), expected, atol=1e-5)
-
-
 def test_convert_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match="no MHLA version"):
         convert(tiny.wan_vae(), MHLA)
@@ -281,19 +204,6 @@ def test_convert_refuses_what_it_does_not_know():
 
 
 # Other pipelines of the same parts
-
-
-def test_from_pipe_takes_mhla_transformers_over(mhla_dir, softmax_dir):
-    pipeline = load_pipeline(mhla_dir)
-    with recorded_warnings() as warnings:
-        other = WanVideoToVideoPipeline.from_pipe(pipeline)
-    assert not [message for message in warnings if "switched over" in message]
-    assert type(other) is WanVideoToVideoPipeline and other.transformer is pipeline.transformer
-    given = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=MHLA)
-    assert WanVideoToVideoPipeline.from_pipe(pipeline, transformer=given).transformer is given
-    # Ordinary pipelines as before.
-    stock = load_pipeline(softmax_dir, None)
-    assert WanVideoToVideoPipeline.from_pipe(stock).transformer is stock.transformer
 
 
 # LoRA through the pipeline
@@ -343,9 +253,3 @@ def test_plain_diffusers_generates_the_same_in_a_fresh_process(mhla_dir, tmp_pat
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(np.load(tmp_path / "video.npy"), generate(load_pipeline(mhla_dir)), atol=1e-5)
-
-
-@pytest.mark.parametrize("wrong", ["path", WanTransformer3DModel])
-def test_convert_takes_what_is_loaded(wrong):
-    with pytest.raises(ValueError, match="must be a loaded model or pipeline, got .*; load it with from_pretrained"):
-        convert(wrong)

@@ -10,7 +10,7 @@ import torch
 
 import mhla_hf
 from mhla_hf import MHLA, BlockLayout, MHLAConfig
-from mhla_hf.analysis import layer_tokens, linear_matrix, mhla_matrix, softmax_matrix
+from mhla_hf.analysis import layer_tokens, mhla_matrix
 from mhla_hf.layers.fused import PairwiseRotary
 from mhla_hf.layers.original import original_attention
 from mhla_hf.layers.sequence import TokenSequence
@@ -169,32 +169,3 @@ def test_matrix_by_the_formula(normalizer):
     if normalizer == "query":
         weights = mixing[0, block[7], block] * (key[0, :, 0] @ query[0, 7, 0])
         torch.testing.assert_close(matrix[0, 0, 7], weights / (weights.sum() + 1e-6))
-
-
-@pytest.mark.parametrize("length", [9, 150])
-def test_linear_is_one_block_and_softmax_is_softmax(length):
-    query, key = (x.exp() for x in tokens(1, length, 2, 5, count=2))
-    scores = torch.einsum("bthk,bjhk->bhtj", query, key)
-    torch.testing.assert_close(linear_matrix(query, key, eps=0.0), scores / scores.sum(-1, keepdim=True))
-    lower = scores.tril()
-    torch.testing.assert_close(
-        linear_matrix(query, key, eps=0.0, causal=True, normalizer="block_query"), lower / lower.sum(-1, keepdim=True)
-    )
-    torch.testing.assert_close(softmax_matrix(query, key, scale=0.3), (0.3 * scores).softmax(-1))
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    expected = (scores / 5**0.5).masked_fill(future, float("-inf")).softmax(-1)
-    torch.testing.assert_close(softmax_matrix(query, key, causal=True), expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sequence": TokenSequence(causal=True, documents=torch.zeros(1, 8, dtype=torch.long))}, "one text a row"),
-        ({"identity": True, "grid": (8,)}, "without perturbed attention"),
-    ],
-)
-def test_calls_without_one_matrix_are_refused(options, message):
-    config = MHLAConfig(block_size=(4,), grid=(8,), causal=True)
-    layer = MHLA(config, hidden_size=8, num_heads=1, head_dim=4)
-    with pytest.raises(ValueError, match=message):
-        layer_tokens(layer, *[torch.ones(1, 8, 1, 4)] * 3, **options)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mhla_hf import BlockLayout
-from mhla_hf.analysis import InspectionReport, inspect_model, mixing_figure, write_html
+from mhla_hf.analysis import InspectionReport, inspect_model, mixing_figure
 from mhla_hf.analysis.page import render_html
-from mhla_hf.analysis.plots import bars_figure, frames_shown, middle_block, weights_on_grid
+from mhla_hf.analysis.plots import frames_shown, middle_block, weights_on_grid
 from mhla_hf.utils.machine import machine_facts
 from tests.analysis.test_inspection import language_model, wan
 
@@ -106,16 +106,6 @@ def test_untrained_models_and_pages_without_a_probe_say_so(reports):
     assert "Untrained" not in Elements(render_html(reports["wan"])).text
 
 
-def test_chosen_block_and_several_models(reports, tmp_path):
-    report = InspectionReport(**{**vars(reports["wan"]), "models": reports["wan"].models + reports["vit"].models})
-    write_html(report, tmp_path / "page.html", block=1)
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert text.count("the queries of block 1.") == text.count("Mixing weights of each layer") == 2
-    with pytest.raises(ValueError, match="block=99 must be a block on the token grid"):
-        write_html(report, tmp_path / "other.html", block=99)
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("block", (None, 2))
 def test_figures_show_matrix_row_and_block(layout, block):
@@ -135,34 +125,3 @@ def test_figures_show_matrix_row_and_block(layout, block):
     of_block = weights_on_grid(torch.eye(layout.num_blocks)[block], layout)[shown]
     areas = [patch.get_width() * patch.get_height() for axis in frames for patch in axis.patches]
     assert sum(areas) == of_block.sum() > 0
-
-
-def test_wrong_matrices_and_blocks_are_named():
-    layout = LAYOUTS["image-with-class-token"]
-    with pytest.raises(ValueError, match="matrices has 5 blocks, but the layout has 7"):
-        mixing_figure({0: torch.eye(5)}, layout)
-    with pytest.raises(ValueError, match="block=0 must be a block on the token grid: 1 to 6"):
-        mixing_figure({0: torch.eye(7)}, layout, block=0)
-
-
-def test_bars_are_as_long_as_their_labels_say():
-    figure = bars_figure({0: {"mhla": 4.0, "pattern": 1.0}, 3: {"mhla": float("inf"), "pattern": 2.0}}, KINDS)
-    (axes,) = figure.axes
-    assert [bar.get_width() for bar in axes.patches] == [4.0, 0.0, 1.0, 2.0]
-    assert [text.get_text() for text in axes.texts] == ["4.00", "inf", "1.00", "2.00"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 3"]
-
-
-KINDS = {"mhla": "weights", "pattern": "pattern"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ("wan", "llama"))
-def test_page_fits_a_phone(name, reports, page, tmp_path):
-    path = tmp_path / "page.html"
-    write_html(reports[name], path)
-    for width in (390, 320, 1200):
-        page.set_viewport_size({"width": width, "height": 800})
-        page.goto(path.as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate("document.querySelector('.figure svg').getBoundingClientRect().width") > 200

@@ -10,14 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_hf import MHLA, BlockLayout, MHLAConfig
+from mhla_hf import MHLA, MHLAConfig
 from mhla_hf.analysis import (
     attention_statistics,
     effective_rank,
     layer_tokens,
-    linear_matrix,
-    mean_distance,
-    mhla_matrix,
     mixing_summary,
     numerical_rank,
     rank_bound,
@@ -70,19 +67,6 @@ def test_rows_by_hand():
     assert found["negative_share"].item() == pytest.approx(3 / 5)
 
 
-def test_rows_that_see_less():
-    # Every row spreads evenly over what it sees: as even as can be.
-    lower = torch.ones(6, 6).tril()
-    lower = lower / lower.sum(-1, keepdim=True)
-    visible = torch.arange(1, 7)
-    found = attention_statistics(lower, visible=visible)
-    assert found["relative_entropy"].item() == pytest.approx(1)
-    assert found["top_share"].item() == pytest.approx(sum(1 / n for n in range(1, 7)) / 6)
-    assert attention_statistics(lower)["relative_entropy"].item() < 0.9
-    heads = attention_statistics(torch.stack([lower, lower.flip(0)]), visible=visible)
-    assert all(value.shape == (2,) for value in heads.values())
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     grid=st.one_of(
@@ -121,28 +105,6 @@ def test_rank_of_layers_is_bounded(grid, counts, prefix, features, feature_map, 
     ranks = numerical_rank(singular_values(sample.matrix("mhla")), 1e-7)
     assert ranks.shape == (2,) and (ranks <= bound).all()
     assert (numerical_rank(singular_values(sample.matrix("linear")), 1e-7) <= min(tokens, width)).all()
-
-
-@pytest.mark.parametrize(
-    ("grid", "blocks", "features"),
-    [((48,), (4,), 3), ((47,), (5,), 4), ((7, 9), (2, 3), 5), ((3, 5, 4), (1, 2, 2), 6), ((6, 6), (6, 6), 8)],
-)
-def test_bound_is_reached_by_random_features(grid, blocks, features):
-    """On grids that the blocks do not divide, too; linear attention stays at d."""
-    layout = BlockLayout(grid=grid, blocks=blocks)
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, layout.num_tokens, 2, features)
-    query, key = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
-    mixing = torch.randn(2, layout.num_blocks, layout.num_blocks, generator=generator, dtype=torch.float64)
-    matrix = mhla_matrix(query, key, mixing, layout, normalizer="none")[0]
-    assert numerical_rank(singular_values(matrix), 1e-7).tolist() == [rank_bound(layout, features)] * 2
-    linear = linear_matrix(query, key, normalizer="none")[0]
-    assert numerical_rank(singular_values(linear), 1e-7).tolist() == [features] * 2
-
-
-def test_matrices_that_are_not_finite_are_refused():
-    with pytest.raises(ValueError, match="not finite"):
-        attention_statistics(torch.full((2, 2), float("nan")))
 
 
 CONFIGS = {
@@ -202,22 +164,3 @@ def test_decay_is_a_mean_by_distance():
             by_distance.setdefault(step, []).extend(pattern[..., i + 1, j + 1].flatten().tolist())
     assert summary.decay.distance == sorted(by_distance) == [0, 1, 2, 3]
     assert summary.decay.mean == pytest.approx([sum(v) / len(v) for _, v in sorted(by_distance.items())])
-
-
-def test_distances_look_back_only():
-    module = layer("short")
-    weights = torch.tensor([[1.0, 9.0, 9.0], [0.25, 0.75, 9.0], [0.0, 0.5, 0.5]])
-    with torch.no_grad():
-        module.mixing.copy_(weights)
-    summary = mixing_summary(module)
-    assert summary.decay.distance == [0, 1, 2] and summary.decay.mean == pytest.approx([0.75, 0.375, 0.0])
-    assert mean_distance(weights.tril(), summary.layout) == pytest.approx((0.25 + 0.5) / 3)
-    assert math.isnan(mean_distance(torch.zeros(3, 3), summary.layout))
-
-
-def test_mixing_weights_that_are_not_finite_are_refused():
-    module = layer("video")
-    with torch.no_grad():
-        module.mixing[1, 2] = float("nan")
-    with pytest.raises(ValueError, match="not finite"):
-        mixing_summary(module)

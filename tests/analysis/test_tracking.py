@@ -8,11 +8,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import DistributedType
 from transformers import Trainer, TrainingArguments
 
 import mhla_hf
@@ -86,18 +84,6 @@ def test_matrices_of_models_of_diffusers(name):
             torch.testing.assert_close(product.float(), attended[index], atol=1e-5, rtol=1e-4)
 
 
-def test_one_block_is_linear_and_hybrids_are_both():
-    batch = inputs("deit")
-    model = deit({"layers": [0, 2], "blocks": [1, 1]}).eval()
-    row = AttentionTracker(batch).record(model, 3)
-    # Class and distillation tokens are a block of their own.
-    assert [layer["kind"] for layer in row["layers"].values()] == ["mhla", "softmax", "mhla"]
-    text = mhla_hf.convert(softmax_model("bert"), {"block_size": 24, "grid": [24], "feature_map": "relu"}).eval()
-    layers = AttentionTracker(inputs("bert")).record(text, 0)["layers"].values()
-    assert [(layer["kind"], layer["rank_bound"]) for layer in layers] == [("linear", 8)] * 3
-    assert all(layer["rank"] <= 8 for layer in layers)
-
-
 def test_figures_are_those_of_the_matrices():
     batch = inputs("deit")
     model = deit({"feature_map": "elu"}).eval()
@@ -114,19 +100,6 @@ def test_figures_are_those_of_the_matrices():
     figures = tracker.figures(row, per_layer=True)
     assert figures["attention_rank"] == pytest.approx(sum(each["rank"] for each in row["layers"].values()) / 3)
     assert figures["attention_rank/layers.1.attention"] == row["layers"]["layers.1.attention"]["rank"]
-
-
-def test_options_choose_layers_and_rows():
-    batch = inputs("deit")
-    model = deit({}).eval()
-    matrices = attention_matrices(model, batch, layers="1")
-    assert list(matrices) == ["layers.1.attention"]
-    row = AttentionTracker(batch, layers=[1]).record(model, 0)
-    assert list(row["layers"]) == ["layers.1.attention"]
-    few = AttentionTracker(batch, rows=5).record(model, 0)["layers"]
-    assert all(layer["rows"] == 5 and layer["rank"] <= layer["rank_bound"] == 5 for layer in few.values())
-    again = AttentionTracker([batch, batch], rows=5).record(model, 0)["layers"]
-    assert again == {name: {**layer} for name, layer in few.items()}
 
 
 @pytest.mark.parametrize("options", (None, {}), ids=("softmax", "mhla"))
@@ -271,22 +244,6 @@ def test_resumed_run_continues_the_history(tmp_path):
     assert [row["layers"] for row in tracker.history] == [row["layers"] for row in complete.history]
 
 
-def test_weights_that_no_process_has_are_refused(monkeypatch):
-    monkeypatch.setattr("mhla_hf.analysis.tracking.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match="TrackingCallback does not run under DeepSpeed ZeRO-3; use FSDP 2"):
-        TrackingCallback(AttentionTracker(inputs("deit"))).on_train_begin(None, None, None)
-
-
-@pytest.mark.parametrize(("kind", "records"), [("MULTI_GPU", 0), ("FSDP", 1)])
-def test_processes_that_record(kind, records, monkeypatch, tmp_path):
-    """Other processes than the first have a part in what shards compute, and write nothing."""
-    found = SimpleNamespace(distributed_type=DistributedType[kind])
-    monkeypatch.setattr("mhla_hf.analysis.tracking.AcceleratorState", lambda: found)
-    tracker, state = AttentionTracker(inputs("deit")), SimpleNamespace(global_step=3, is_world_process_zero=False)
-    TrackingCallback(tracker).on_step_end(SimpleNamespace(output_dir=tmp_path), state, None, deit())
-    assert len(tracker.history) == records and not list(tmp_path.iterdir())
-
-
 def test_history_files(tmp_path):
     model = deit({}).eval()
     tracker = AttentionTracker(inputs("deit"), layers="0")
@@ -312,25 +269,3 @@ def test_history_files(tmp_path):
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         AttentionTracker(**{"batch": {"input_ids": None}, **options})
-
-
-def test_wrong_models_are_named(monkeypatch):
-    with pytest.raises(ValueError, match="This Linear has no attention layer that can be observed"):
-        AttentionTracker({"input": torch.ones(1, 2)}).record(torch.nn.Linear(2, 2), 0)
-    model = deit({}).eval()
-    with pytest.raises(ValueError, match="layers names 5, but the model has layers 0 to 2"):
-        AttentionTracker(inputs("deit"), layers=[5]).record(model, 0)
-    monkeypatch.setattr("mhla_hf.analysis.recording.MAX_BYTES", 1000)
-    with pytest.raises(ValueError, match="rows=18 of 18 tokens need 0.0 GiB"):
-        attention_matrices(model, inputs("deit"))
-
-
-@pytest.mark.parametrize("mhla", (False, True))
-def test_samples_of_padding_are_named(mhla):
-    model = softmax_model("llama")
-    model = mhla_hf.convert(model, default_options("llama")) if mhla else model
-    batch = inputs("llama")
-    mask = torch.ones_like(batch["input_ids"])
-    mask[1] = 0
-    with pytest.raises(ValueError, match="Sample 1 of the batch is padding only"):
-        AttentionTracker({**batch, "attention_mask": mask}).record(model, 0)

@@ -174,18 +174,6 @@ def test_what_cannot_be_hidden_is_refused_and_leaves_the_cache_alone(llama, kind
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("length", [1, 3])
-def test_tokens_that_were_hidden_stay_hidden(llama, kind, length):
-    mask = padded_at_the_end_of_turn_one()
-    for later in (None, torch.ones(2, 9 + length, dtype=torch.long)):
-        cache = make_cache(kind, llama)
-        llama(text(9), attention_mask=mask[:, :9], past_key_values=cache)
-        with pytest.raises(ValueError, match=OTHER_MASK):
-            llama(text(9 + length)[:, 9:], attention_mask=later, past_key_values=cache)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("options", [{}, WINDOW], ids=str)
 def test_the_mask_follows_what_is_done_to_the_cache(options):
     model = mhla_model("llama", **options)
@@ -236,17 +224,3 @@ def test_a_chat_of_generated_turns_as_softmax_has_it():
         for row in range(2):
             expected = model.generate(text(14)[row : row + 1, mask[row].bool()], **options)[:, -5:]
             assert torch.equal(output[row : row + 1], expected)
-
-
-@torch.no_grad()
-def test_compiled_steps_notice_too():
-    torch._dynamo.reset()
-    model = mhla_model("llama", sizes={"num_hidden_layers": 1})
-    compiled, cache = torch.compile(model, fullgraph=True, backend="eager"), make_cache("static", model)
-    mask = torch.nn.functional.pad(padded_at_the_end_of_turn_one(), (0, 116))
-    model(text(9), attention_mask=mask[:, :9], past_key_values=cache)
-    compiled(text(10)[:, 9:], attention_mask=mask, past_key_values=cache)
-    mask[0, 5] = 1
-    with pytest.raises(RuntimeError, match=OTHER_MASK):
-        compiled(text(11)[:, 10:], attention_mask=mask, past_key_values=cache)
-    torch._dynamo.reset()

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIPModel, VisionTextDualEncoderModel
+from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIPModel
 
 import mhla_hf
 from mhla_hf.conversion import convert_pretrained, unconvert_pretrained
@@ -180,27 +180,6 @@ def test_a_restored_model_is_saved_as_a_plain_softmax_checkpoint(softmax, batche
         assert torch.equal(logits(model, batches), before)
 
 
-def test_a_model_that_was_restored_may_be_trained_and_saved_as_softmax(softmax, batches, tmp_path):
-    model = mhla_hf.convert(softmax, block_size=4)
-    model.set_attn_implementation("sdpa")
-    model.lm_head.weight.data.mul_(1.5)
-    model.save_pretrained(tmp_path / "softmax")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "softmax")
-    assert torch.equal(logits(again, batches), logits(model, batches))
-    # Back at MHLA, these are the weights to restore.
-    expected = logits(model, batches)
-    model.set_attn_implementation("mhla")
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(logits(model, batches), expected)
-    # The implementation alone, without its method, restores nothing.
-    model.set_attn_implementation("mhla")
-    model.lm_head.weight.data.mul_(1.5)
-    model.config._attn_implementation_internal = "sdpa"
-    with pytest.raises(ValueError, match="Cannot save a softmax checkpoint"):
-        model.save_pretrained(tmp_path / "refused")
-    assert not (tmp_path / "refused").exists()
-
-
 def test_one_tower_of_several(clip, tmp_path):
     model, given = clip, {"input_ids": torch.arange(3, 23)[None], "pixel_values": torch.randn(1, 3, 32, 32)}
     with torch.no_grad():
@@ -357,15 +336,6 @@ def test_towers_are_switched_all_or_none(clip):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_models_with_towers_of_their_own(clip, softmax):
-    trained = mhla_hf.convert(clip.vision_model, blocks=[2, 2])
-    trained.post_layernorm.weight.data.mul_(2)
-    model = VisionTextDualEncoderModel(vision_model=trained, text_model=softmax_model("bert").bert)
-    for refused in (lambda: model.set_attn_implementation("sdpa"), lambda: mhla_hf.unconvert(model)):
-        with pytest.raises(ValueError, match="Cannot|stays MHLA"):
-            refused()
-
-
 def test_inner_and_outer_models_are_one(softmax, batches, tmp_path):
     model = fitted(softmax, batches, "calibrated")
     expected = logits(model, batches)
@@ -376,13 +346,6 @@ def test_inner_and_outer_models_are_one(softmax, batches, tmp_path):
     model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), batches), logits(model, batches))
-
-
-def test_tensors_that_are_not_found_count_as_changed(softmax, tmp_path):
-    model = mhla_hf.convert(softmax, block_size=4)
-    prefixed = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
-    model.save_pretrained(tmp_path, state_dict=prefixed)
-    assert json.loads((tmp_path / "config.json").read_text())["_mhla_state"] == "trained"
 
 
 def test_a_checkpoint_of_mhla_stays_one_under_another_configuration(softmax, batches, tmp_path):
@@ -406,12 +369,6 @@ def test_adapters_are_refused(softmax, batches):
     # As its own teacher the model is run without them.
     output = SharedTeacher(model)(**batches[0], use_cache=False).logits
     torch.testing.assert_close(output, logits(softmax_model("llama"), batches), rtol=0, atol=1e-5)
-
-
-def test_two_converted_models_in_one_module():
-    pair = torch.nn.ModuleList([mhla_hf.convert(softmax_model("llama"), block_size=4) for _ in range(2)])
-    with pytest.raises(ValueError, match="holds several converted models"):
-        SharedTeacher(pair)
 
 
 def test_a_failed_conversion_leaves_nothing_behind(clip):

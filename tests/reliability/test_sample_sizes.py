@@ -3,7 +3,6 @@
 
 import json
 import logging
-import shutil
 
 import diffusers
 import pytest
@@ -36,20 +35,6 @@ def in_memory(source, tmp_path, options):
 
 
 WAYS = pytest.mark.parametrize("convert", [on_disk, while_loading, in_memory])
-
-
-@pytest.fixture
-def edited(tmp_path):
-    """The demo's base with other entries in the configuration of a component."""
-
-    def edit(component, **entries):
-        folder = shutil.copytree(base_pipeline_directory(), tmp_path / "base")
-        path = folder / component / "config.json"
-        content = {**json.loads(path.read_text()), **entries}
-        path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
-        return folder
-
-    return edit
 
 
 def warnings_of(caplog):

@@ -130,16 +130,6 @@ class TestWrap:
         unwrap("library")
         assert dict(vars(self.Owner)) == before
 
-    def test_inherited_ones_are_wrapped_in_the_class_alone(self):
-        wrap("library", self.Derived, "method", self.doubled)
-        assert self.Derived().method(3) == 6 and self.Owner().method(3) == 3
-        unwrap("library")
-        assert "method" not in vars(self.Derived) and self.Derived().method(3) == 3
-
-    def test_missing_functions_are_an_error(self):
-        with pytest.raises(UnsupportedVersionError, match=r"peft .* does not have the known Owner\.missing"):
-            wrap("peft", self.Owner, "missing", self.doubled)
-
 
 def test_no_model_is_changed_where_a_step_is_missing():
     class Model:

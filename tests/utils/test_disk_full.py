@@ -4,7 +4,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -15,8 +14,6 @@ from safetensors.torch import save_file
 from mhla_hf.cli.errors import friendly_errors
 from mhla_hf.training.checkpoints import find_checkpoint, list_checkpoints, read_state
 from mhla_hf.utils.destinations import atomic_directory
-from mhla_hf.utils.files import atomic_file
-from tests import ROOT
 
 from ..training.training_process import make_trainer
 
@@ -81,37 +78,6 @@ def test_whatever_writes_it_is_one_line(writer, disk, capsys):
         with atomic_directory(disk / "kept") as temporary:
             WRITERS[writer](temporary / "file")
     assert sorted(os.listdir(disk)) == ["filling", "kept", "source"] and os.listdir(disk / "kept") == ["old"]
-
-
-def test_other_errors_are_left_alone(tmp_path):
-    with pytest.raises(RuntimeError, match="another matter"), atomic_file(tmp_path / "file"):
-        raise RuntimeError("another matter")
-    with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "file"):
-        (tmp_path / "nowhere").read_text()
-
-
-def test_files_that_the_system_does_not_let_grow(tmp_path):
-    """The same by a limit on files, which needs no rights."""
-    script = (
-        "import pathlib, resource, signal, sys, torch\n"
-        "from safetensors.torch import save_file\n"
-        "from mhla_hf.utils.files import atomic_file\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "for write in (lambda path: save_file({'a': torch.zeros(100_000)}, path),\n"
-        "              lambda path: torch.save(torch.zeros(100_000), path),\n"
-        "              lambda path: path.write_bytes(b'x' * 400_000)):\n"
-        "    try:\n"
-        "        with atomic_file(pathlib.Path(sys.argv[1])) as temporary:\n"
-        "            write(temporary)\n"
-        "    except OSError as error:\n"
-        "        print(error)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "file")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len(lines) == 3 and all(line.startswith(f"{tmp_path / 'file'} cannot be written: ") for line in lines)
-    assert "larger than the system allows" in lines[0] and "larger than the system allows" in lines[2]
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow

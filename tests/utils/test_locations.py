@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hostile sources: what they name or link to outside of them is neither read nor written."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -13,11 +12,9 @@ from safetensors.torch import save_file
 
 from mhla_hf import load_pipeline
 from mhla_hf.conversion import convert_pretrained, import_official
-from mhla_hf.training.config import TrainingConfig
 from mhla_hf.training.loading import PipelineSource
-from mhla_hf.training.trainer import DiffusionTrainer
-from mhla_hf.utils.files import check_entry, list_files
-from tests import forget_path, tiny
+from mhla_hf.utils.files import list_files
+from tests import tiny
 
 
 MHLA = {"blocks": (1, 2, 2)}
@@ -74,12 +71,6 @@ def test_component_names_stay_inside(number, pipeline, tmp_path):
         load_pipeline(pipeline, mhla=MHLA)
 
 
-def test_components_in_folders_that_are_left_out(pipeline, tmp_path):
-    (pipeline / ".git").symlink_to(tmp_path / "victim")
-    edit(pipeline / INDEX, lambda index: index.update({".git/transformer": index.pop("transformer")}))
-    refused(pipeline, r"nothing is read from \.git")
-
-
 def test_weight_maps_stay_inside(pipeline, tmp_path):
     name = f"../victim/transformer/{WEIGHTS}"
     index = pipeline / "transformer" / f"{WEIGHTS}.index.json"
@@ -124,16 +115,6 @@ def test_links_inside_are_followed(pipeline, tmp_path):
     load_pipeline(tmp_path / "mhla")
 
 
-def test_names_that_look_like_hashes_are_not_believed(pipeline, tmp_path):
-    weights = pipeline / "transformer" / "diffusion_pytorch_model.safetensors"
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    weights.rename(weights.with_name("0" * 64))
-    weights.symlink_to("0" * 64)
-    report = convert_pretrained(pipeline, tmp_path / "mhla", MHLA, progress=False)
-    recorded = report.components["transformer"].weight_sets[0].source_files[weights.name]
-    assert recorded["sha256"] == digest
-
-
 def test_the_hub_cache_links_to_its_own_blobs_alone(pipeline, tmp_path):
     repository = tmp_path / "models--owner--name"
     snapshot = repository / "snapshots" / ("a" * 40)
@@ -167,16 +148,6 @@ def test_what_is_no_file_is_refused(where, pipeline):
         convert_pretrained(pipeline, pipeline.parent / "mhla", MHLA, progress=False)
 
 
-def test_devices_are_refused(tmp_path):
-    (tmp_path / "null").symlink_to("/dev/null")
-    with pytest.raises(ValueError, match="outside"):
-        list_files(tmp_path)
-    with pytest.raises(ValueError, match="checkpoint /dev/null is neither a regular file nor a folder"):
-        import_official("/dev/null", tmp_path / "out", progress=False)
-    with pytest.raises(ValueError, match="neither a regular file nor a folder"):
-        check_entry(Path("/dev/null"), Path("/dev"))
-
-
 def test_link_cycles_are_refused(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -195,43 +166,9 @@ def test_link_cycles_are_refused(tmp_path):
         list_files(tmp_path)
 
 
-def test_folders_that_multiply_are_refused(tmp_path):
-    # 2^40 paths.
-    for level in range(40):
-        (tmp_path / str(level)).mkdir()
-        for name in ("left", "right"):
-            (tmp_path / str(level) / name).symlink_to(tmp_path / str(level + 1))
-    (tmp_path / "40").mkdir()
-    with pytest.raises(ValueError, match="one of more than 16 links to the same folder"):
-        list_files(tmp_path)
-
-
 def test_checkpoints_with_links_out_of_their_folder(tmp_path):
     (tmp_path / "shards").mkdir()
     save_file({"a": torch.zeros(1)}, tmp_path / "secret.safetensors")
     (tmp_path / "shards" / "a.safetensors").symlink_to(tmp_path / "secret.safetensors")
     with pytest.raises(ValueError, match="leads by a link to"):
         import_official(tmp_path / "shards", tmp_path / "out", progress=False)
-
-
-def test_a_subfolder_is_inside(pipeline, tmp_path):
-    with pytest.raises(ValueError, match="subfolder names '../victim/transformer', which is no path inside"):
-        convert_pretrained(pipeline, tmp_path / "mhla", MHLA, subfolder="../victim/transformer", progress=False)
-
-
-@pytest.mark.parametrize("location", ["../victim", "{folder}/victim"])
-def test_recorded_sources_stay_beside(location, pipeline, tmp_path):
-    inner = tmp_path / "downloads" / "mhla"
-    convert_pretrained(pipeline, inner, MHLA, progress=False)
-    forget_path(inner)
-    record = {"source": {"location": location.format(folder=tmp_path)}}
-    (inner / "training.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="teacher must be given: .* is not there"):
-        _ = PipelineSource(inner).teacher
-
-
-def test_training_looks_at_the_source_first(pipeline, tmp_path):
-    (pipeline / "assets").symlink_to(tmp_path / "victim")
-    config = TrainingConfig(model=str(pipeline), cache="none", output=str(tmp_path / "run"), mhla=MHLA)
-    with pytest.raises(ValueError, match="assets leads by a link"):
-        DiffusionTrainer(config)
