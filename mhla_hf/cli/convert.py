@@ -246,7 +246,9 @@ def models_command(
     shown = []
     for title, entries in tables.items():
         found = {key: entry for key, entry in entries.items() if wanted in " ".join((key, *entry[1])).lower()}
-        shown += [({"name": key} if presets else {}) | dataclasses.asdict(entry) for key, (entry, _) in found.items()]
+        for key, (entry, _) in found.items():
+            derived = {"mhla_class": entry.mhla_class} if isinstance(entry, ModelFamily) else {}
+            shown.append({"name": key} | dataclasses.asdict(entry) | derived)
         if not json_output:
             count = f"{len(found)} of {len(entries)}" if wanted else str(len(entries))
             columns = ("preset", "model") if presets else ("model", "kind", "reason" if refused else "note")
