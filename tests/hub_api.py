@@ -27,11 +27,9 @@ REPOSITORY = r"/api/(?:models|kernels)/(?P<name>[^/]+/[^/]+)"
 ROUTES = (
     ("GET", r"/api/whoami-v2", "who_am_i"),
     ("POST", r"/api/repos/create", "create"),
-    ("DELETE", r"/api/repos/delete", "delete"),
     ("POST", r"/api/validate-yaml", "validate_card"),
     ("GET", rf"{REPOSITORY}(?:/revision/(?P<revision>[^/]+))?", "describe"),
     ("GET", rf"{REPOSITORY}/refs", "list_references"),
-    ("GET", rf"{REPOSITORY}/commits/(?P<revision>[^/]+)", "list_commits"),
     ("POST", rf"{REPOSITORY}/(?P<kind>branch|tag)/(?P<target>[^/]+)", "create_reference"),
     ("GET", rf"{REPOSITORY}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", "list_files"),
     ("POST", rf"{REPOSITORY}/paths-info/(?P<revision>[^/]+)", "describe_paths"),
@@ -101,7 +99,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         request.status = answer.status
         self.send(answer, effect)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request
+    do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
     def dispatch(self, path: str) -> Answer:
         for methods, pattern, action in ROUTES:
@@ -206,13 +204,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.hub.repositories[name] = Repository(kind, private)
         return Answer({"url": url, "name": name, "id": name})
 
-    def delete(self) -> Answer:
-        request = json.loads(self.body)
-        name = f"{request.get('organization') or self.account()[0]}/{request['name']}"
-        self.writable(name)
-        del self.hub.repositories[name]
-        return Answer({})
-
     def validate_card(self) -> Answer:
         return Answer({"errors": [], "warnings": []})
 
@@ -224,7 +215,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             large = {"sha256": file.sha256, "size": len(file.content), "pointerSize": 134}
             details = {"size": len(file.content), "blobId": file.oid, **({"lfs": large} if file.lfs else {})}
             files.append({"rfilename": path, **(details if self.query.get("blobs", "").lower() == "true" else {})})
-        flags = {"private": repository.private, "gated": "auto" if repository.gated else False, "disabled": False}
+        flags = {"private": repository.private, "gated": False, "disabled": False}
         numbers = {"tags": [], "downloads": 0, "likes": 0}
         return Answer({"_id": "0", "id": name, "modelId": name, "sha": sha, "siblings": files, **flags, **numbers})
 
@@ -236,13 +227,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             entry = {"name": reference.removeprefix(prefix), "ref": reference, "targetCommit": sha}
             found[kinds[prefix]].append(entry)
         return Answer(found)
-
-    def list_commits(self, name: str, revision: str) -> Answer:
-        repository = self.repository(name)
-        repository.find(revision)
-        dates = {"date": "2020-01-01T00:00:00.000Z", "authors": [], "message": ""}
-        commits = [{"id": sha, "title": title, **dates} for sha, title in repository.titles.items()]
-        return Answer(commits[::-1])
 
     def create_reference(self, name: str, kind: str, target: str) -> Answer:
         repository, request = self.writable(name), json.loads(self.body or b"{}")
@@ -375,10 +359,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def download(self, name: str, revision: str, path: str) -> Answer:
         repository = self.repository(name)
         sha = repository.find(revision)
-        user, _ = self.account()
-        if repository.gated and user != name.split("/")[0]:
-            message = f"Access to model {name} is restricted and you are not in the authorized list."
-            raise Refusal(403 if user else 401, message, "GatedRepo")
         file = repository.commits[sha].get(path)
         commit = {"X-Repo-Commit": sha}
         if file is None:

@@ -43,9 +43,7 @@ class Repository:
 
     def __init__(self, kind: str = "model", private: bool = False) -> None:
         self.kind, self.private = kind, private
-        self.gated = False
         self.commits: dict[str, dict[str, File]] = {}
-        self.titles: dict[str, str] = {}
         self.references: dict[str, str] = {}
         self.add_commit("refs/heads/main", {".gitattributes": File(GIT_ATTRIBUTES)}, "initial commit")
 
@@ -66,7 +64,7 @@ class Repository:
         parent = self.references.get(reference)
         listing = [(path, file.oid) for path, file in sorted(files.items())]
         sha = hashlib.sha1(repr((len(self.commits), parent, listing, title)).encode()).hexdigest()
-        self.commits[sha], self.titles[sha] = files, title
+        self.commits[sha] = files
         self.references[reference] = sha
         return sha
 

@@ -123,10 +123,6 @@ class HubServer:
             self.server = http.server.ThreadingHTTPServer(address, self.handler)
             self.start()
 
-    def uploaded(self, oid: str) -> int:
-        """How many bytes of an object arrived at the storage."""
-        return sum(r.received for r in self.requests if r.method == "PUT" and r.path.startswith(f"/storage/{oid}"))
-
     def start(self) -> None:
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +24,6 @@ from tests.integrations.transformers.tiny_models import inputs, names, softmax_m
 from tests.models.cases import DiTCase, PixArtCase, WanCase
 
 
-ROOT = Path(__file__).resolve().parents[2]
 DIFFUSERS = {"wan": WanCase, "dit": DiTCase, "pixart": PixArtCase}
 
 
@@ -154,34 +150,6 @@ def test_wrapped_and_compiled_models():
     assert AttentionTracker(batch).record(compiled, 0)["layers"] == expected
     parallel = torch.nn.DataParallel(copy.deepcopy(model))
     assert AttentionTracker(batch).record(parallel, 0)["layers"] == expected
-
-
-def check_sharded_model(name, file):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    model = mhla_hf.convert(softmax_model(name), {**default_options(name), "layers": [0, 2]})
-    tracker = AttentionTracker(inputs(name), layers="0,1")
-    expected = tracker.record(model, 0)
-    layers = model.base_model.encoder.layer if name == "bert" else model.base_model.layers
-    for part in (*layers, model):
-        torch.distributed.fsdp.fully_shard(part, mesh=mesh)
-    assert tracker.record(model, 0)["layers"] == expected["layers"]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in (1, 2):
-        model(**inputs(name)).logits.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        row = tracker.record(model, step)
-        assert row["layers"] != expected["layers"] and row["layers"].keys() == expected["layers"].keys()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("name", ("bert", pytest.param("llama", marks=pytest.mark.slow)))
-def test_sharded_models(name, tmp_path):
-    """Before their first step, and after; in another process, since sharding changes its state."""
-    code = f"from {__name__} import check_sharded_model; check_sharded_model({name!r}, {str(tmp_path / 'group')!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 def test_attention_that_is_not_finite_is_recorded_as_such():

@@ -17,7 +17,6 @@ from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.ops import diagnosis
 from mhla_hf.ops.kernel_cases import FAMILIES
-from mhla_hf.ops.kernel_check import VerdictFile
 from tests import tiny
 
 
@@ -77,17 +76,6 @@ def test_all_kernels_pass(tmp_path):
     assert len(lines) == 2 + len(rows)
     assert lines[2].startswith("| block | forward | float32 | 8 | passed | output ")
     assert lines[3].count(",") == 6  # the output and the gradients of five tensors of tokens and of the weights
-
-
-def test_failures_that_were_found_before_are_shown_and_forgotten_once_all_pass(errors):
-    verdicts = VerdictFile(torch.device("cpu"))
-    verdicts.add("block forward torch.float32 8 8", "wrong")
-    errors["block"] = 0.5
-    assert "Failed check of block forward torch.float32 8 8: wrong" in run("--kernels", code=1)
-    assert verdicts.read()
-    del errors["block"]
-    run("--kernels")
-    assert not verdicts.read()
 
 
 @pytest.fixture(scope="module")

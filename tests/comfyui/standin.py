@@ -35,7 +35,6 @@ class ComfyUI:
         display_names: Their names in the menu.
         progress: Steps reported by the progress bars, `(value, total)`.
         interrupt_after: Number of steps after which the user cancels.
-        executed: Nodes that the last run did not find in the cache.
     """
 
     def __init__(self, root: Path, monkeypatch: Any) -> None:
@@ -47,8 +46,6 @@ class ComfyUI:
         self.display_names: dict[str, str] = {}
         self.progress: list[tuple[int, int]] = []
         self.interrupt_after: int | None = None
-        self.executed: list[str] = []
-        self.cache: dict[str, Any] = {}
         for name, module in self.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
 
@@ -139,7 +136,7 @@ class ComfyUI:
             BaseException: What a node raised.
         """
         assert self.validate(json.loads(json.dumps(workflow))) == []
-        self.executed, self.progress = [], []
+        self.progress = []
         outputs: dict[str, Any] = {}
         raised: list[BaseException] = []
 
@@ -155,8 +152,6 @@ class ComfyUI:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        used = set(map(id, outputs.values()))
-        self.cache = {signature: value for signature, value in self.cache.items() if id(value) in used}
         if raised:
             raise raised[0]
         return outputs
@@ -172,33 +167,15 @@ class ComfyUI:
             else value
             for name, value in node["inputs"].items()
         }
-        signature = repr(self.signature(key, workflow))
-        if signature not in self.cache:
-            hidden = {"PROMPT": workflow, "EXTRA_PNGINFO": {"workflow": {"nodes": []}}}
-            declared = node_class.INPUT_TYPES().get("hidden", {})
-            values.update({name: hidden[kind] for name, kind in declared.items()})
-            self.executed.append(key)
-            self.cache[signature] = getattr(node_class(), node_class.FUNCTION)(**values)
-        outputs[key] = self.cache[signature]
+        hidden = {"PROMPT": workflow, "EXTRA_PNGINFO": {"workflow": {"nodes": []}}}
+        declared = node_class.INPUT_TYPES().get("hidden", {})
+        values.update({name: hidden[kind] for name, kind in declared.items()})
+        outputs[key] = getattr(node_class(), node_class.FUNCTION)(**values)
         return outputs[key]
 
     @staticmethod
     def results(returned: Any) -> tuple:
         return returned.get("result", ()) if isinstance(returned, dict) else returned
-
-    def signature(self, key: str, workflow: dict[str, Any]) -> Any:
-        """What decides whether a node runs again: its class, its inputs, and the same of those that feed it."""
-        node = workflow[key]
-        node_class = self.node_classes[node["class_type"]]
-        changed = None
-        if hasattr(node_class, "IS_CHANGED"):
-            plain = {name: None if isinstance(value, list) else value for name, value in node["inputs"].items()}
-            changed = node_class.IS_CHANGED(**plain)
-        inputs = [
-            (name, (value[1], self.signature(value[0], workflow)) if isinstance(value, list) else value)
-            for name, value in sorted(node["inputs"].items())
-        ]
-        return node["class_type"], changed, inputs
 
 
 def check_contract(node_class: Any) -> None:

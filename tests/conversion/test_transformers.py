@@ -2,11 +2,7 @@
 """Converting directories of transformers models: the same as loading them as MHLA, and what is refused."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -27,7 +23,6 @@ import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.layers.mhla import MHLA
-from tests import ROOT
 
 from ..integrations.transformers.tiny_models import FAMILIES, TEXT, VISION, inputs, softmax_model
 
@@ -250,55 +245,6 @@ def test_sentence_transformers_directories(tmp_path):
     assert set(report.skipped_files) == set(old_weights)
     written = {path.relative_to(tmp_path / "mhla").as_posix() for path in (tmp_path / "mhla").rglob("*.*")}
     assert written == {*texts, *others, "config.json", "conversion.json", "model.safetensors"}
-
-
-def run_program(program, *arguments):
-    """Runs a program in a fresh interpreter; returns the last line it prints."""
-    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()[-1]
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of the process from /proc")
-@pytest.mark.slow
-def test_memory_stays_at_one_shard(tmp_path):
-    """A model of 110 MB in shards of 10 MB."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 1024}
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=8, **sizes))
-    model.to_empty(device="cpu")
-    model.save_pretrained(tmp_path / "softmax", max_shard_size="40MB")
-    program = """
-        import sys, threading
-        from mhla_hf.conversion import convert_pretrained
-
-        def private_memory():
-            with open("/proc/self/status") as file:
-                return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
-
-        def convert(name):
-            options = {"block_size": [64], "feature_map": "relu"}
-            paths = (sys.argv[1] + "/softmax", sys.argv[1] + "/" + name)
-            convert_pretrained(*paths, options, progress=False, max_shard_size="10MB")
-
-        def watch():
-            global peak
-            while not done.wait(0.002):
-                peak = max(peak, private_memory())
-
-        # Once before, for all that is imported and allocated in any case.
-        convert("first")
-        before, peak, done = private_memory(), 0.0, threading.Event()
-        thread = threading.Thread(target=watch)
-        thread.start()
-        convert("second")
-        done.set()
-        thread.join()
-        print(peak - before)
-    """
-    assert float(run_program(program, tmp_path)) < 50
 
 
 # Refusals: one line each, and nothing left behind

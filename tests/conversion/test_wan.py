@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 import shutil
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -236,31 +235,6 @@ def test_max_shard_size(sharded_dir, tmp_path):
         rtol=1e-5,
         atol=1e-5,
     )
-
-
-def test_one_variant_of_several(tmp_path):
-    tiny.wan_transformer().save_pretrained(tmp_path / "softmax")
-    tiny.wan_transformer().half().save_pretrained(tmp_path / "softmax", variant="fp16")
-    both = convert(tmp_path / "softmax", tmp_path / "both").components["transformer"]
-    assert {weights.variant: weights.files for weights in both.weight_sets} == {
-        "fp16": ["diffusion_pytorch_model.fp16.safetensors"],
-        None: ["diffusion_pytorch_model.safetensors"],
-    }
-    # Each variant has counts of its own.
-    for weights in both.weight_sets:
-        written = load_file(tmp_path / "both" / weights.files[0])
-        counts = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in written.values())
-        new = Counter(str(written[name].dtype).removeprefix("torch.") for name in both.initialised)
-        assert weights.dtypes == counts and weights.initialised_dtypes == new
-        assert weights.copied_tensors + len(both.initialised) == len(written)
-        assert weights.copied_parameters + both.initialised_parameters == sum(t.numel() for t in written.values())
-        assert list(weights.source_files) == weights.files
-    assert both.weight_sets[0].dtypes != both.weight_sets[1].dtypes
-    one = convert(tmp_path / "softmax", tmp_path / "one", variant="fp16").components["transformer"]
-    assert [weights.variant for weights in one.weight_sets] == ["fp16"]
-    assert len(list((tmp_path / "one").glob("*.safetensors"))) == 1
-    with pytest.raises(ValueError, match=r"variant='bf16' is not in .* which has \(none\), fp16"):
-        convert(tmp_path / "softmax", tmp_path / "none", variant="bf16")
 
 
 def test_dtype_leaves_fp32_modules_alone(transformer_dir, tmp_path):

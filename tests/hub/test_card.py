@@ -313,6 +313,16 @@ def test_a_users_card_is_left_alone(complete):
     assert sorted(path.name for path in complete.iterdir() if path.name.startswith(".")) == []
 
 
+def test_links_are_not_written_through(complete, tmp_path):
+    # As in the Hub's cache, where the card is a link to a blob.
+    card = write_card(complete).rename(tmp_path / "blob")
+    (complete / "README.md").symlink_to(card)
+    before = card.read_bytes()
+    with pytest.raises(ValueError, match=r"README.md is a link or no file, as in the Hub's cache; copy the directory"):
+        write_card(complete)
+    assert card.read_bytes() == before
+
+
 def test_command(complete, tmp_path):
     def run(*arguments):
         return CliRunner().invoke(app, ["card", str(complete), *map(str, arguments)], env={"COLUMNS": "300"})

@@ -3,7 +3,6 @@
 
 import copy
 import json
-import logging
 import pickle
 from functools import partial
 
@@ -336,18 +335,6 @@ def test_towers_are_switched_all_or_none(clip):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_inner_and_outer_models_are_one(softmax, batches, tmp_path):
-    model = fitted(softmax, batches, "calibrated")
-    expected = logits(model, batches)
-    model.model.set_attn_implementation("sdpa")
-    model.set_attn_implementation("mhla")
-    assert torch.equal(logits(model, batches), expected)
-    model.model.set_attn_implementation("sdpa")
-    model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), batches), logits(model, batches))
-
-
 def test_a_checkpoint_of_mhla_stays_one_under_another_configuration(softmax, batches, tmp_path):
     model = mhla_hf.convert(softmax, block_size=4)
     model.lm_head.weight.data.mul_(1.5)
@@ -414,22 +401,3 @@ def test_another_model_is_no_original(tmp_path):
     convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", blocks=(1, 2, 2), grid=(3, 2, 4), progress=False)
     with pytest.raises(ValueError, match="is not the original of .* have another shape in it"):
         unconvert_pretrained(tmp_path / "mhla", tmp_path / "out", original=tmp_path / "other", progress=False)
-
-
-def test_options_by_name_and_fractions_in_memory(caplog):
-    with caplog.at_level(logging.WARNING):
-        model = mhla_hf.convert(softmax_model("bert"), {"feature_map": "elu"}, block_size=4, layers="2/3")
-    assert caplog.text.count("newly initialised") == 1
-    assert model.config.mhla["layers"] == [1, 2] and model.config.mhla["block_size"] == [4]
-    assert model.config.mhla["feature_map"] == "elu"
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        pipeline = mhla_hf.convert(tiny.wan_pipeline(), blocks=(1, 2, 2), layers="1/2", grid=(3, 2, 4))
-    assert caplog.text.count("newly initialised") == 1
-    assert pipeline.transformer.config.mhla["layers"] == [1] and pipeline.transformer.mhla_layers == [1]
-    given = mhla_hf.MHLAConfig(blocks=(1, 2, 2), grid=(3, 2, 4))
-    assert mhla_hf.convert(tiny.wan_transformer(), given, layers=[0], lepe_kernel=3).mhla_config.lepe_kernel == 3
-    with pytest.raises(ValueError, match="Unknown mhla option blok_size"):
-        mhla_hf.convert(softmax_model("bert"), blok_size=4)
-    with pytest.raises(ValueError, match="Unknown mhla option blok_size"):
-        mhla_hf.convert(tiny.wan_transformer(), blok_size=4)

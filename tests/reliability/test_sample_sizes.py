@@ -2,7 +2,6 @@
 """Conversions and their probes take the size of the samples that a model was made for."""
 
 import json
-import logging
 
 import diffusers
 import pytest
@@ -17,7 +16,6 @@ from tests.tiny import wan_pipeline
 
 
 OWN = {"_sample_frames": 5, "_sample_height": 16, "_sample_width": 16}
-WAN_GRID = [21, 30, 52]
 
 
 def on_disk(source, tmp_path, options):
@@ -53,27 +51,11 @@ def test_blocks_are_for_the_own_size(convert, tmp_path, caplog):
     assert {name: stored[name] for name in OWN} == OWN
 
 
-@WAYS
-def test_blocks_alone_are_sampled_at_the_own_size(convert, tmp_path):
-    pipeline = convert(base_pipeline_directory(), tmp_path, {"blocks": [5, 4, 4]})
-    assert pipeline.transformer.mhla_config.grid == (5, 8, 8)
-    assert sample_size(pipeline, mhla_components(pipeline)) == {"height": 64, "width": 64, "num_frames": 17}
-
-
 def test_models_that_were_saved_without_a_grid_are_sampled_at_the_own_size():
     pipeline = mhla_hf.load_pipeline(base_pipeline_directory(), mhla={"blocks": [5, 4, 4], "grid": None})
     assert pipeline.transformer.mhla_config.grid is None
     batches = pipeline_batches(pipeline, samples=4, steps=2)["transformer"]
     assert {tuple(batch["hidden_states"].shape[2:]) for batch in batches} == {(5, 16, 16)}
-
-
-@pytest.mark.parametrize("options", [{"grid": WAN_GRID}, {"block_size": [8, 8, 8]}, {"blocks": [1, 1, 1]}], ids=str)
-@pytest.mark.parametrize("convert", [while_loading, in_memory])
-def test_one_block_is_warned_of_once(convert, options, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        convert(base_pipeline_directory(), tmp_path, options)
-    (warning,) = warnings_of(caplog)
-    assert "all 5×8×8 tokens of a sample are in one block, which is plain linear attention" in warning
 
 
 def test_the_command_shows_blocks_and_tokens(tmp_path):

@@ -98,18 +98,8 @@ def _fetch(library: str, folder: Path, clone: bool) -> Path:
             ["git", "clone", "-q", "--depth=1", f"--branch=v{version(library)}", url, folder / library], check=True
         )
         return folder / library
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--no-binary=:all:",
-        "-d",
-        os.fspath(folder),
-    ]
-    subprocess.run([*command, f"{library}=={version(library)}"], check=True)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary=:all:", "-d"]
+    subprocess.run([*command, os.fspath(folder), f"{library}=={version(library)}"], check=True)
     archive = next(folder.glob(f"{library}-*.tar.gz"))
     with tarfile.open(archive) as content:
         content.extractall(folder, filter="data")
@@ -122,11 +112,8 @@ def _suite(library: str, root: Path, scratch: Path) -> tuple[Path, list[Path]]:
     missing = [path for path in files if not path.is_file()]
     if not missing:
         return root, files
-    if (
-        library != "transformers"
-        or len(missing) < len(files)
-        or not (root / "tests/test_modeling_common.py").is_file()
-    ):
+    has_common = (root / "tests/test_modeling_common.py").is_file()
+    if library != "transformers" or len(missing) < len(files) or not has_common:
         raise typer.BadParameter(
             f"{missing[0]} is not there; give a whole checkout (--checkout) or fetch it (--clone)"
         )
