@@ -76,6 +76,7 @@ def test_folder_is_what_the_library_and_its_builder_expect(kernel):
     assert (kernel / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
+@pytest.mark.slow
 def test_other_sources_give_another_namespace(kernel, tmp_path):
     package = tmp_path / "package"
     shutil.copytree(ROOT / "mhla_hf", package, ignore=shutil.ignore_patterns("assets", "__pycache__"))
@@ -136,6 +137,7 @@ def compute(kernel: Path, expected: Path, program: str) -> str:
     return textwrap.dedent(COMPUTE.format(**values)) + textwrap.dedent(program)
 
 
+@pytest.mark.slow
 def test_loads_without_the_package_and_equals_it(kernel, expected, tmp_path):
     program = """
         for name, layout in layouts.items():
@@ -151,6 +153,7 @@ def test_loads_without_the_package_and_equals_it(kernel, expected, tmp_path):
     run(sys.executable, "-c", WITHOUT_PACKAGE + compute(kernel, expected, program), cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_interpreted_beside_the_package(kernel, expected, tmp_path):
     program = """
         import mhla_hf
@@ -176,6 +179,7 @@ def test_interpreted_beside_the_package(kernel, expected, tmp_path):
     run(sys.executable, "-c", compute(kernel, expected, program), cwd=tmp_path, **variables)
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(kernel, tmp_path):
     plugin = tmp_path / "no_package.py"
     plugin.write_text(WITHOUT_PACKAGE)
