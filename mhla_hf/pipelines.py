@@ -80,6 +80,8 @@ def load_pipeline(
     check_version("diffusers")
     import diffusers
 
+    from .models.weight_files import check_weights
+
     kwargs.setdefault("use_safetensors", True)
     download_options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if name in kwargs}
     with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]):
@@ -111,11 +113,10 @@ def load_pipeline(
             converted[name] = _checked_options(folder, name, component_class, chosen[name])
     passed_on = {key: value for key, value in kwargs.items() if key not in _DOWNLOAD_OPTIONS[:-2]}
     folders = {os.path.join(folder, name): options for name, options in converted.items()}
-    with (
-        _explained_pickles(repo_or_dir, kwargs["use_safetensors"]),
-        _damage_named(Path(folder), index),
-        loading_as_mhla(folders),
-    ):
+    for name, entry in index.items():
+        if isinstance(entry, (list, tuple)) and name not in kwargs:
+            check_weights(path_inside(Path(folder), name, "model_index.json"))
+    with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]), loading_as_mhla(folders):
         pipeline = pipeline_class.from_pretrained(folder, **passed_on)
     left = [name for name in converted if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
     if left:
@@ -158,22 +159,6 @@ def _explained_pickles(location: Any, use_safetensors: bool | None) -> Iterator[
             f"{location}: {' '.join(str(error).split())} If its weights are .bin files, use_safetensors=None reads "
             "them as diffusers does, with torch.load(weights_only=True); save_pretrained then writes safetensors."
         ) from error
-
-
-@contextmanager
-def _damage_named(folder: Path, index: Mapping[str, Any]) -> Iterator[None]:
-    """Name the damaged file when loading a pipeline fails."""
-    from safetensors import SafetensorError
-
-    from .models.weight_files import check_weights
-
-    try:
-        yield
-    except (OSError, SafetensorError):
-        for name, entry in index.items():
-            if isinstance(entry, (list, tuple)) and (folder / name).is_dir():
-                check_weights(path_inside(folder, name, "model_index.json"))
-        raise
 
 
 def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None, **options: Any) -> Any:
@@ -331,11 +316,10 @@ def _check_given_component(name: str, component: Any, attn_implementation: str |
     """Refuse a component passed in that contradicts the other arguments."""
     if component is None or attn_implementation is None:
         return
-    if mhla is not None:
-        raise ValueError(f"mhla options have no effect on {name}, which is passed in; convert it before.")
-    if is_mhla_class(type(component).__name__) != (attn_implementation == "mhla"):
+    if mhla is not None or is_mhla_class(type(component).__name__) != (attn_implementation == "mhla"):
         raise ValueError(
-            f"{name} is passed in as a {type(component).__name__}, but attn_implementation={attn_implementation!r}."
+            f"attn_implementation={attn_implementation!r} and mhla options have no effect on {name}, which is passed "
+            f"in as a {type(component).__name__}; convert it before."
         )
 
 

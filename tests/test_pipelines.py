@@ -170,7 +170,7 @@ def test_two_transformers(tmp_path):
     stock = tiny.wan_transformer()
     with pytest.raises(ValueError, match="transformer_2 of .* is an MHLA checkpoint"):
         load_pipeline(tmp_path / "mhla", "softmax", transformer=stock)
-    with pytest.raises(ValueError, match="transformer is passed in as"):
+    with pytest.raises(ValueError, match="transformer, which is passed in as"):
         load_pipeline(tmp_path / "mhla", "softmax", transformer=own)
 
 

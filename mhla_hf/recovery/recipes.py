@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -34,7 +35,7 @@ MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak rate of the parameters that MHLA adds. Default: the same."
 _LAYERS = re.compile(r"all|(auto:)?\s*\d{1,9}\s*/\s*\d{1,9}|\d{1,9}(\s*,\s*\d{1,9})*")
-_KEEP = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*")
+_SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
 VARIANTS = ("fast", "paper")
@@ -249,15 +250,10 @@ class Recipe:
         Raises:
             ValueError: If the factor is not a number above 0, or a stage would have more steps than allowed.
         """
-        steps = {
-            name: getattr(self, name).steps
-            for name in ("match", "distill", "finetune")
-            if getattr(self, name) is not None
-        }
-        most = MOST_STEPS / max(steps.values(), default=1)
-        if isinstance(factor, bool) or not 0 < factor <= most:
-            raise ValueError(f"budget must be a number above 0 and at most {int(most):,} here, got {factor!r:.100}")
-        changes = {f"{name}.steps": max(1, round(count * factor)) for name, count in steps.items()}
+        if not 0 < factor <= MOST_STEPS:
+            raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {factor!r:.100}")
+        trained = [name for name in ("match", "distill", "finetune") if getattr(self, name) is not None]
+        changes = {f"{name}.steps": max(1, round(getattr(self, name).steps * factor)) for name in trained}
         if self.match is not None:
             changes["match.batches"] = min(self.match.batches, changes["match.steps"])
         return self.changed(changes)
@@ -376,10 +372,17 @@ def parse_recipe(content: Any, where: str) -> Recipe:
     Raises:
         ValueError: See [`load_recipe`].
     """
-    try:
+    with _errors_begin(f"{where}: "):
         return _parse(content, where)
+
+
+@contextmanager
+def _errors_begin(prefix: str) -> Iterator[None]:
+    """Put the path of a key, or the name of the recipe, before the message of a ValueError."""
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{prefix}{error}") from None
 
 
 def _parse(content: Any, name: str) -> Recipe:
@@ -408,14 +411,12 @@ def _parse(content: Any, name: str) -> Recipe:
 def _section(name: str, content: Any, family: str) -> Options:
     fields = {item.name: item for item in dataclasses.fields(_SECTIONS[name])}  # type: ignore[arg-type]
     check_names(name, content, fields)
-    try:
+    with _errors_begin(f"{name}."):
         made = _SECTIONS[name](**content)
-    except ValueError as error:
-        raise ValueError(f"{name}.{error}") from None
-    for changed in made.changed():
-        families = fields[changed].metadata.get("families", (family,))
-        if family not in families:
-            raise ValueError(f"{name}.{changed} is not an option of {family} models, only of {', '.join(families)}")
+        for changed in made.changed():
+            families = fields[changed].metadata.get("families", (family,))
+            if family not in families:
+                raise ValueError(f"{changed} is not an option of {family} models, only of {', '.join(families)}")
     return made
 
 
@@ -428,13 +429,11 @@ def _mhla_options(options: Any, family: str) -> dict[str, Any]:
     if family in TEXT:
         refused["blocks"] = "it has no meaning for sequences of text; give mhla.block_size"
         own = {"resize": "extend", "block_size": [64], "causal": family == "causal"}
-    for name, reason in refused.items():
-        if options.get(name) is not None:
-            raise ValueError(f"mhla.{name}: {reason}")
-    try:
+    with _errors_begin("mhla."):
+        for name, reason in refused.items():
+            if options.get(name) is not None:
+                raise ValueError(f"{name}: {reason}")
         MHLAConfig.from_dict({**own, **options})
-    except ValueError as error:
-        raise ValueError(f"mhla.{error}") from None
     return dict(options)
 
 
@@ -455,14 +454,24 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield f"match.batches must be at most match.steps, {recipe.match.steps}, got {recipe.match.batches}"
 
 
+def parse_share(name: str, value: float | str) -> Fraction:
+    """Return a share from `0.25` or `"25%"`.
+
+    Raises:
+        ValueError: If it is not above 0 and at most 1.
+    """
+    match = _SHARE.fullmatch(str(value))
+    share = Fraction(match[1]) / (100 if match[2] else 1) if match else Fraction(0)
+    if not 0 < share <= 1:
+        raise ValueError(f"{name}={value!r:.40} must be a share such as 25%, above 0 and at most 100%.")
+    return share
+
+
 def parse_keep(keep: str) -> str:
     """Return `auto:p/q` for layers from the share that stays softmax, such as `25%`.
 
     Raises:
-        ValueError: If it is not a percentage between 0 and 100.
+        ValueError: If it is not a share.
     """
-    match = _KEEP.fullmatch(keep)
-    share = 1 - Fraction(match[1]) / 100 if match else Fraction(0)
-    if not 0 < share < 1:
-        raise ValueError(f"keep must be a percentage between 0% and 100%, such as 25%, got {shorten_value(keep)}")
+    share = 1 - parse_share("keep", keep)
     return f"auto:{share.numerator}/{share.denominator}"

@@ -28,6 +28,7 @@ from ..training.matching.layers import (
 )
 from ..utils.machine import synchronize
 from .calibration import CalibrationReport, calibrate_model, check_batches
+from .recipes import parse_share
 
 
 # Batches of the probe that the model's output is compared on.
@@ -128,7 +129,7 @@ def select_layers(
     if keep is not None and latency is not None:
         raise ValueError("Give keep or latency, not both.")
     batches, layers = check_batches(batches), mhla_layers(model)
-    share = None if latency is None else _share("latency", latency)
+    share = None if latency is None else float(parse_share("latency", latency))
     most = len(layers) if share is not None else _kept_count("25%" if keep is None else keep, len(layers))
     indices = [_index(layer.name) for layer in layers]
     if len(set(indices)) < len(indices):
@@ -267,19 +268,7 @@ def _kept_count(keep: int | float | str, layers: int) -> int:
     if isinstance(keep, int) and not isinstance(keep, bool) or isinstance(keep, str) and keep.isdecimal():
         count = int(str(keep)[:9])
     else:
-        count = round(_share("keep", keep) * layers)
+        count = round(parse_share("keep", keep) * layers)
     if not 0 <= count < layers:
         raise ValueError(f"keep={keep!r:.40} keeps {count} of {layers} layers; at least one must become MHLA.")
     return count
-
-
-def _share(name: str, value: Any) -> float:
-    """A share from `0.25` or `"25%"`."""
-    text = str(value).strip()
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if isinstance(value, bool) or not 0 < share <= 1:
-        raise ValueError(f"{name}={value!r:.40} must be a share such as 25%, above 0 and at most 100%.")
-    return share

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,29 +94,24 @@ def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
         if available:
             raise ValueError(f"output already holds the run {available[-1]}; pass resume='latest' or another output")
         return None
+    named = [path for path in (Path(resume), directory / resume) if path.is_dir() and checkpoint_position(path)]
     if resume == "latest":
-        if not available:
-            return None
+        named = available[-1:]
+    elif resume == "previous":
+        named = [path for path in [_newest_whole(available[:-1])] if path is not None]
+    if not named and resume != "latest":
+        names = ", ".join(path.name for path in available[-10:]) or "none"
+        raise ValueError(
+            f"resume={resume!r} finds no complete checkpoint; give 'latest', 'previous' or one of: {names}"
+        )
+    for found in named[:1]:
         try:
-            read_state(available[-1])
+            read_state(found)
         except ValueError as error:
             older = _newest_whole(available[:-1])
-            way_out = (
-                f"--resume previous continues from {older.name}" if older is not None else "remove it to start again"
-            )
+            way_out = f"--resume previous continues from {older.name}" if older else "remove it to start again"
             raise ValueError(f"{error}; {way_out}") from error
-        return available[-1]
-    if resume == "previous":
-        older = _newest_whole(available[:-1])
-        if older is None:
-            raise ValueError(f"resume='previous': {directory} has no complete checkpoint before the newest")
-        return older
-    for candidate in (Path(resume), directory / resume):
-        if candidate.is_dir() and checkpoint_position(candidate) is not None:
-            read_state(candidate)
-            return candidate
-    names = ", ".join(path.name for path in available[-10:]) or "none"
-    raise ValueError(f"resume={resume!r} is not a checkpoint; give 'latest', 'previous' or one of: {names}")
+    return next(iter(named), None)
 
 
 def _newest_whole(available: Sequence[Path]) -> Path | None:
@@ -214,16 +209,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         required={"stage": str, "step": int, "files": dict},
         optional={"config": dict, "inputs": dict, "scaler": (dict, type(None)), AVERAGE_STEPS: (int, type(None))},
     )
-    position = checkpoint_position(checkpoint)
+    problem, position = "", checkpoint_position(checkpoint)
     if position is not None and (position.stage, position.step) != (state["stage"], state["step"]):
-        raise ValueError(
-            f"checkpoint {checkpoint} was renamed: its {STATE} says {str(state['stage'])[:20]}, step {state['step']}; "
-            "give it back its name"
-        )
+        says = f"{str(state['stage'])[:20]}, step {state['step']}"
+        problem = f"was renamed: its {STATE} says {says}; give it back its name"
     for name in (WEIGHTS, MOMENTS, *([AVERAGES] if state.get(AVERAGE_STEPS) is not None else [])):
         file = checkpoint / name
         if not file.is_file() or state["files"].get(name) != file_fingerprint(file):
-            raise ValueError(f"checkpoint {checkpoint} is damaged: {name} is missing or not what was written")
+            problem = f"is damaged: {name} is missing or not what was written"
+    if problem:
+        raise ValueError(f"checkpoint {checkpoint} {problem}")
     return state
 
 
@@ -267,15 +262,10 @@ def load_tensors(checkpoint: Path, file: str, tensors: dict[str, torch.Tensor]) 
         ValueError: If names or shapes are others.
     """
     saved = load_file(checkpoint / file)
-    _check_names(checkpoint, saved, tensors)
+    # Copying would broadcast other shapes.
+    _check_shapes(checkpoint, saved, {name: full_shape(tensor) for name, tensor in tensors.items()})
     with torch.no_grad():
         for name, value in saved.items():
-            expected = full_shape(tensors[name])
-            # Copying would broadcast.
-            if value.shape != expected:
-                raise ValueError(
-                    f"checkpoint {checkpoint}: {name} has shape {list(value.shape)}, not {list(expected)}"
-                )
             tensors[name].copy_(shard_like(value, tensors[name]))
 
 
@@ -289,17 +279,23 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     saved = load_file(checkpoint / MOMENTS)
     # Parameters that never had a gradient have no moments.
     found = {key.rpartition("::")[0] for key in saved}
-    expected = [f"{name}::{kind}" for name in names if name in found for kind in _KINDS]
-    _check_names(checkpoint, saved, expected if found else [f"{name}::{kind}" for name in names for kind in _KINDS])
+    expected = {
+        f"{name}::{kind}": torch.Size() if kind == "step" else full_shape(parameters[name])
+        for name in names
+        if name in found or not found
+        for kind in _KINDS
+    }
+    _check_shapes(checkpoint, saved, expected)
     for key, value in saved.items():
         name, _, kind = key.rpartition("::")
         load_moment(optimizer, parameters[name], kind, value)
 
 
-def _check_names(checkpoint: Path, saved: Iterable[str], names: Iterable[str]) -> None:
-    missing, unexpected = sorted(set(names) - set(saved)), sorted(set(saved) - set(names))
-    if missing or unexpected:
+def _check_shapes(checkpoint: Path, saved: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    there = {f"{name} {list(tensor.shape)}" for name, tensor in saved.items()}
+    wanted = {f"{name} {list(shape)}" for name, shape in shapes.items()}
+    if there != wanted:
         raise ValueError(
-            f"checkpoint {checkpoint} is of another run: it lacks {missing[:3] or 'nothing'} and has "
-            f"{unexpected[:3] or 'nothing'} that does not train here"
+            f"checkpoint {checkpoint} is of another run: it lacks {sorted(wanted - there)[:3] or 'nothing'} and has "
+            f"{sorted(there - wanted)[:3] or 'nothing'} that does not train here"
         )

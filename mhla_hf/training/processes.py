@@ -125,22 +125,25 @@ def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None
     kind = accelerator.distributed_type
     if kind in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         return
-    if kind == DistributedType.DEEPSPEED:
-        sharding.check_deepspeed_options(accelerator, config)
-    elif kind != DistributedType.FSDP:
-        raise ValueError(f"training under {kind.value} is not supported; use one process, DDP, FSDP 2 or DeepSpeed")
-    elif not getattr(accelerator, "is_fsdp2", False):
-        raise ValueError("training under FSDP 1 is not supported; set fsdp_version: 2 in accelerate's configuration")
-    name = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "FSDP"
-    unsupported = {
-        "transfer_steps": "run that stage first, without sharding" if config.transfer_steps else None,
-        "distill_steps": "run that stage first, without sharding" if config.distill_steps else None,
-        "train='lora'": "use DDP, or train full" if config.train == "lora" else None,
-        "validation_prompts": "generate from a checkpoint's pipeline instead" if config.validation_prompts else None,
+    deepspeed = kind == DistributedType.DEEPSPEED
+    fp16 = "fp16" in (config.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION"))
+    problems = {
+        "use one process, DDP, FSDP 2 (fsdp_version: 2) or DeepSpeed": not deepspeed
+        and not getattr(accelerator, "is_fsdp2", False),
+        "zero_stage must be 3 in accelerate's configuration": deepspeed
+        and accelerator.state.deepspeed_plugin.zero_stage != 3,
+        "gradient_accumulation_steps must be 1; use FSDP 2, or a larger batch_size": deepspeed
+        and config.gradient_accumulation_steps != 1,
+        "ema_decay cannot be used; use FSDP 2": deepspeed and config.ema_decay is not None,
+        "mixed_precision must be bf16 or no": deepspeed and fp16,
+        "transfer_steps cannot be used; run that stage first, without sharding": config.transfer_steps,
+        "distill_steps cannot be used; run that stage first, without sharding": config.distill_steps,
+        "train='lora' cannot be used; use DDP, or train full": config.train == "lora",
+        "validation_prompts cannot be used; generate from a checkpoint's pipeline": config.validation_prompts,
     }
-    for option, way_out in unsupported.items():
-        if way_out is not None:
-            raise ValueError(f"{option} cannot be used under {name}: {way_out}")
+    for problem, occurs in problems.items():
+        if occurs:
+            raise ValueError(f"under {kind.value}, {problem}")
 
 
 def open_trackers(accelerator: Accelerator, config: TrainingConfig) -> None:
@@ -225,7 +228,7 @@ class Processes:
             if state is not None and state[1]:
                 raise TrainingStopped("", state[1])
             if state is not None:
-                raise RuntimeError(f"process {rank} has failed: {state[0]}")
+                raise ConnectionError(f"process {rank} has failed: {state[0]}")
 
 
 class StopSignals:

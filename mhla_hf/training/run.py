@@ -8,8 +8,9 @@ import json
 import math
 import signal
 from collections.abc import Callable, Iterable, Sequence, Sized
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from .checkpoints import Position
 from .config import TrainingConfig
 from .data.cache import LatentDataset
 from .optimization import make_optimizer
-from .processes import StopSignals, TrainingStopped
+from .processes import Processes, StopSignals, TrainingStopped
 from .stages.prediction import Stage
 from .validation import Validator
 
@@ -49,22 +50,19 @@ def check_state(checkpoint: Path, current: dict[str, Any]) -> None:
     """
     state = checkpoints.read_state(checkpoint)
     saved, now = state.get("config", {}), current["config"]
-    broken = [name for name in IDENTITY if saved.get(name) != now[name]]
-    if broken:
-        changes = ", ".join(f"{name}={saved.get(name)!r}" for name in broken)
-        raise ValueError(f"resume: {checkpoint} was made with {changes}; go on with the same or choose another output")
+    changes = [f"{name}={saved.get(name)!r}" for name in IDENTITY if saved.get(name) != now[name]]
     made_from = state.get("inputs", {})
-    others = [name for name, value in current["inputs"].items() if made_from.get(name, value) != value]
-    if others:
+    inputs = current["inputs"].items()
+    changes += [f"other {name} than this run has" for name, value in inputs if made_from.get(name, value) != value]
+    if changes:
         raise ValueError(
-            f"resume: {checkpoint} was made with other {', '.join(others)} than this run has; go on with the same or "
-            "choose another output"
+            f"resume: {checkpoint} was made with {', '.join(changes)}; go on with the same or choose another output"
         )
 
 
 def find_start(
     config: TrainingConfig, accelerator: Accelerator, current: dict[str, Any], dataset: Any = None
-) -> tuple[Path | None, Position | None, list[Any]]:
+) -> tuple[Path | None, Position | None, ExitStack]:
     """Lock the output, and the cache for reading, and find where to resume.
 
     The main process decides, so that all agree even while files appear; an error it meets is raised in all.
@@ -76,7 +74,7 @@ def find_start(
         dataset: The samples.
 
     Returns:
-        The checkpoint and its position, None to start from step 0; and the locks, to be closed when the run ends.
+        The checkpoint and its position, None to start from step 0; and the locks, which the run closes when it ends.
 
     Raises:
         ValueError: If the output or the cache is in use, or the checkpoint does not exist or fit.
@@ -84,32 +82,25 @@ def find_start(
     from accelerate.utils import broadcast_object_list
 
     output = Path(str(config.output))
-    locks: list[Any] = []
-    found: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            locks.append(lock_output(output))
-            if isinstance(dataset, LatentDataset):
-                locks.append(dataset.lock())
-            path = checkpoints.find_checkpoint(config.resume, output / "checkpoints")
-            for finished in (output / "pipeline", output / "model"):
-                if config.resume is None and finished.exists():
-                    raise ValueError(f"output already holds the finished {finished}; choose another output")
-            if path is not None:
-                check_state(path, current)
-                found[0] = str(path)
-        except (OSError, ValueError) as error:
-            found[1] = str(error)
-    broadcast_object_list(found)
-    held = [lock for lock in locks if lock is not None]
-    if found[1] is not None:
-        for lock in held:
-            lock.close()
-        raise ValueError(found[1])
-    if found[0] is None:
-        return None, None, held
-    checkpoint = Path(found[0])
-    return checkpoint, checkpoints.checkpoint_position(checkpoint), held
+    found: list[Any] = [None]
+    with ExitStack() as locks:
+        with Processes().together():
+            if accelerator.is_main_process:
+                takes: list[Callable[[], Any]] = [partial(lock_output, output)]
+                if isinstance(dataset, LatentDataset):
+                    takes.append(dataset.lock)
+                for take in takes:
+                    if (lock := take()) is not None:
+                        locks.callback(lock.close)
+                found = [checkpoints.find_checkpoint(config.resume, output / "checkpoints")]
+                for finished in (output / "pipeline", output / "model"):
+                    if config.resume is None and finished.exists():
+                        raise ValueError(f"output already holds the finished {finished}; choose another output")
+                if found[0] is not None:
+                    check_state(found[0], current)
+        broadcast_object_list(found)
+        position = None if found[0] is None else checkpoints.checkpoint_position(found[0])
+        return found[0], position, locks.pop_all()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

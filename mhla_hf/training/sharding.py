@@ -42,25 +42,6 @@ def set_deepspeed_options(accelerator: Accelerator, config: TrainingConfig) -> N
         options["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
 
 
-def check_deepspeed_options(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Refuse options that DeepSpeed does not support.
-
-    Raises:
-        ValueError: The message names the option.
-    """
-    fp16 = "fp16" in (config.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION"))
-    problems = {
-        "zero_stage must be 3 in accelerate's configuration": accelerator.state.deepspeed_plugin.zero_stage != 3,
-        "gradient_accumulation_steps must be 1; use FSDP 2, or a larger batch_size": config.gradient_accumulation_steps
-        != 1,
-        "ema_decay cannot be used; use FSDP 2": config.ema_decay is not None,
-        "mixed_precision must be bf16 or no": fp16,
-    }
-    for problem, occurs in problems.items():
-        if occurs:
-            raise ValueError(f"under DeepSpeed, {problem}")
-
-
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a tensor on the CPU if it is sharded over processes; in fp32 if DeepSpeed trains it."""
     if _is_sliced(tensor):

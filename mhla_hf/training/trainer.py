@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sized
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -179,7 +179,7 @@ class Trainer(ABC):
         result = TrainingResult(self.model)
         stages = self._stages()
         position: Position | None = None
-        locks: list[Any] = []
+        locks = ExitStack()
         if self.output is not None:
             if self.accelerator.is_main_process:
                 self.inputs = self._run_inputs()
@@ -209,8 +209,7 @@ class Trainer(ABC):
         finally:
             if self.metrics is not None:
                 self.metrics.close()
-            for lock in locks:
-                lock.close()
+            locks.close()
         return result
 
     def _run_inputs(self) -> dict[str, str]:
@@ -268,12 +267,7 @@ class Trainer(ABC):
         teacher: Teacher | None = self.teacher_of_distillation or self.teacher
         self.teacher_of_distillation = self.teacher = None
         if teacher is None:
-            if self.source is None:
-                raise ValueError(
-                    "distill_steps needs teacher: the model before its conversion, or a SharedTeacher of the model "
-                    "made before its weights changed"
-                )
-            original: nn.Module = self.source.teacher.load()
+            original = self._load_teacher("distill_steps")
             teacher = original if self._is_sharded() else share_weights(self.model, original)
             if isinstance(teacher, nn.Module):
                 teacher = teacher.to(_DTYPES.get(self.accelerator.mixed_precision, torch.float32))
@@ -281,6 +275,11 @@ class Trainer(ABC):
             teacher = teacher.requires_grad_(False).eval()
         self.teacher_memory = memory_of(teacher)
         return teacher.to(self.accelerator.device)
+
+    def _load_teacher(self, option: str) -> nn.Module:
+        if self.source is None:
+            raise ValueError(f"{option} needs teacher: the model before its conversion")
+        return self.source.teacher.load()
 
     def _is_sharded(self) -> bool:
         """True if no process has the whole model."""
@@ -454,12 +453,9 @@ class DiffusionTrainer(Trainer):
 
     def _get_transfer_teacher(self) -> nn.Module:
         teacher = self.teacher
-        if isinstance(teacher, SharedTeacher) or (teacher is None and self.source is None):
-            raise ValueError("transfer_steps needs teacher: the model before its conversion, not a SharedTeacher")
-        if teacher is None:
-            assert self.source is not None
+        if not isinstance(teacher, nn.Module):
             # In the type of the model, which then has most of its weights. Distillation loads it again, to share them.
-            teacher = self.source.teacher.load()
+            teacher = self._load_teacher("transfer_steps")
         if not self.config.distill_steps:
             # Fine-tuning does not need it, and the stage releases it.
             self.teacher = None

@@ -179,7 +179,7 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
         ({"recipe": "qwen3-0.6b"}, "is for models of the family causal, and .*bert is of encoder"),
         ({"recipe": "paper"}, "recipe paper has no setting for models of the family encoder"),
         ({"layers": "all", "keep": "25%"}, "layers and keep are both given"),
-        ({"keep": "all"}, "keep must be a percentage"),
+        ({"keep": "all"}, "keep='all' must be a share"),
         ({"budget": 0}, "budget must be a number above 0 and at most .*, got 0"),
         ({"device": "tpu"}, "device='tpu' must be cpu"),
         ({"layers": "0,9"}, "layers names 9, but the model has layers 0 to 2"),

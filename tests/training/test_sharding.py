@@ -118,10 +118,10 @@ class TestConfigurations:
         assert (options["train_micro_batch_size_per_gpu"], options["gradient_clipping"]) == (3, 0.5)
         assert options["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"} and "bf16" not in options
         for changes, message in (
-            ({"gradient_accumulation_steps": 2}, "under DeepSpeed, gradient_accumulation_steps must be 1"),
-            ({"ema_decay": 0.9}, "under DeepSpeed, ema_decay cannot be used"),
-            ({"mixed_precision": "fp16"}, "under DeepSpeed, mixed_precision must be bf16 or no"),
-            ({"transfer_steps": 1}, "transfer_steps cannot be used under DeepSpeed"),
+            ({"gradient_accumulation_steps": 2}, "under DEEPSPEED, gradient_accumulation_steps must be 1"),
+            ({"ema_decay": 0.9}, "under DEEPSPEED, ema_decay cannot be used"),
+            ({"mixed_precision": "fp16"}, "under DEEPSPEED, mixed_precision must be bf16 or no"),
+            ({"transfer_steps": 1}, "under DEEPSPEED, transfer_steps cannot be used"),
         ):
             with pytest.raises(ValueError, match=message):
                 check_distribution(accelerator, config.replace(**changes))
