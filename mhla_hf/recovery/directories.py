@@ -58,8 +58,6 @@ def calibrate_directory(
         ValueError: If the directory is no MHLA model or was trained, data are missing, or an argument is wrong.
     """
     root = Path(directory).expanduser()
-    if not root.is_dir():
-        raise ValueError(f"{directory} is no directory; give one that mhla-hf convert wrote.")
     source = read_source(root, str(directory), wanted=MHLA_CLASSES)
     if not force:
         check_untrained(source)

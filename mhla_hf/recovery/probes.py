@@ -107,12 +107,7 @@ def pipeline_batches(
             for number, subject in enumerate(subjects):
                 generator = torch.Generator().manual_seed(stable_seed(seed, "probe", number))
                 with _recorded(models) as calls, torch.no_grad():
-                    try:
-                        pipeline(**subject, **options, num_inference_steps=steps, generator=generator)
-                    except TypeError as error:
-                        raise ValueError(
-                            f"{type(pipeline).__name__} cannot be called to make samples ({error}); give batches."
-                        ) from error
+                    pipeline(**subject, **options, num_inference_steps=steps, generator=generator)
                 for name in models:
                     taken[name].append(calls[name])
     finally:
@@ -140,13 +135,11 @@ def _subjects(
     if "prompt" in parameters:
         given = list(prompts or PROMPTS)
         return [{"prompt": given[number % len(given)]} for number in range(count)]
-    if "class_labels" in parameters:
-        if prompts is not None:
-            raise ValueError(f"{type(pipeline).__name__} makes samples of classes; leave prompts out.")
-        classes = pipeline.transformer.config.num_embeds_ada_norm
-        generator = torch.Generator().manual_seed(stable_seed(seed, "classes"))
-        return [{"class_labels": [label]} for label in torch.randint(classes, (count,), generator=generator).tolist()]
-    raise ValueError(f"{type(pipeline).__name__} makes samples neither of prompts nor of classes; give batches.")
+    if prompts is not None or "class_labels" not in parameters:
+        raise ValueError(f"{type(pipeline).__name__} makes no samples of prompts; leave prompts out, or give batches.")
+    classes = pipeline.transformer.config.num_embeds_ada_norm
+    generator = torch.Generator().manual_seed(stable_seed(seed, "classes"))
+    return [{"class_labels": [label]} for label in torch.randint(classes, (count,), generator=generator).tolist()]
 
 
 def sample_size(pipeline: Any, models: Mapping[str, nn.Module]) -> dict[str, int]:

@@ -21,7 +21,7 @@ import yaml
 
 from ..config import MHLAConfig
 from ..training.config import DISTILL_TARGETS, LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
-from ..utils.messages import check_choice, check_names, did_you_mean, shorten_text, shorten_value
+from ..utils.messages import check_choice, check_names, did_you_mean, shorten_text
 from ..utils.options import Options, option
 
 
@@ -34,7 +34,6 @@ TRANSFORMERS = (*TEXT, "vision")
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak rate of the parameters that MHLA adds. Default: the same."
-_LAYERS = re.compile(r"all|(auto:)?\s*\d{1,9}\s*/\s*\d{1,9}|\d{1,9}(\s*,\s*\d{1,9})*")
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
@@ -395,11 +394,7 @@ def _parse(content: Any, name: str) -> Recipe:
     values["layers"] = (
         layers if isinstance(layers, str) else ",".join(map(str, layers if isinstance(layers, list) else [layers]))
     )
-    if not _LAYERS.fullmatch(values["layers"]):
-        raise ValueError(
-            "layers must be all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, got "
-            f"{shorten_value(layers)}"
-        )
+    MHLAConfig(layers=values["layers"].removeprefix("auto:"))
     values["mhla"] = _mhla_options(values.get("mhla", {}), str(family))
     sections = {key: _section(key, values[key], str(family)) for key in _SECTIONS if key in values}
     recipe = Recipe(name=name, **{**values, **sections})

@@ -69,18 +69,15 @@ class WorkFolder:
         others += [entry for entry in _entries(self.path) if entry.name != LOCK]
         if self._identity() is None and others:
             raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
-        if self.has_progress and not resume:
-            raise ValueError(f"output {self.output} holds a run already; --resume resumes it, or choose another")
         lock = lock_output(self.path)
         try:
             remove_leftovers(self.path)
             # Read with the lock: another process may have been here meanwhile.
             stored = self._identity() or {}
             different = _differences(stored, identity)
-            if self.has_progress and different:
-                raise ValueError(
-                    f"output {self.output} holds a run with {different}; give the same options, or another output"
-                )
+            if self.has_progress and (different or not resume):
+                problem = f"with {different}; give the same options" if different else "already; --resume resumes it"
+                raise ValueError(f"output {self.output} holds a run {problem}, or choose another output")
             if different:
                 if stored:
                     logger.warning("%s: restarted, since a run with %s finished no stage", self.output, different)

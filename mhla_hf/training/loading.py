@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shutil
@@ -174,16 +173,12 @@ class TrainingSource(ABC):
         if not self.model.is_mhla:
             return self.model
         source = Source(str(self.directory), self.directory, None, (self.model,))
-        records = source.records()
-        if not records:
-            raise ValueError(
-                f"teacher must be given: {self.directory} does not say which {self.kind} it was converted from"
-            )
         found = find_original(source, self.model, self._download)
         if found is None:
+            named = ", ".join(map(str, source.records()[:1])) or f"an unknown {self.kind}"
             raise ValueError(
-                f"teacher must be given: {records[0]}, which {self.directory} comes from, is not there (only the Hub, "
-                "folders beside it and paths recorded on this machine are looked at)"
+                f"teacher must be given: {self.directory} comes from {named}, which is neither on the Hub nor in a "
+                "folder beside it nor at a path recorded on this machine"
             )
         return found[1]
 
@@ -232,8 +227,6 @@ class PipelineSource(TrainingSource):
     @cached_property
     def model(self) -> Component:
         folder = self.directory / self.component
-        if not (folder / "config.json").exists():
-            raise ValueError(f"component: {self.directory} has no {self.component}")
         where = "the model's configuration"
         config = read_json(folder / "config.json", where, required={"_class_name": str}, optional=_CHANNELS)
         name = current_class(config["_class_name"], config)
@@ -316,10 +309,6 @@ class PipelineSource(TrainingSource):
 
         index, directory = self.index, self.directory
         transformers = {name: None for name in COMPONENTS if name in index}
-        pipeline_class: Any = getattr(diffusers, index["_class_name"], None)
-        known = inspect.isclass(pipeline_class) and issubclass(pipeline_class, diffusers.DiffusionPipeline)
-        if not known:
-            raise ValueError(f"{directory} is a {index['_class_name']!r:.100}, and diffusers has no such pipeline")
         loaded = set(index) - set(transformers)
         for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name in loaded):
             tensors = check_weights(folder)
@@ -332,7 +321,7 @@ class PipelineSource(TrainingSource):
                             f"the pipeline's file {path}: {name!r} is above the {tensors} tensors beside it."
                         )
         with damage_named(directory):
-            pipeline = pipeline_class.from_pretrained(directory, **transformers)
+            pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(directory, **transformers)
         pipeline.set_progress_bar_config(disable=True)
         for component in pipeline.components.values():
             if isinstance(component, torch.nn.Module):

@@ -128,7 +128,7 @@ def test_default_recipes(family):
         ({"mhla": {"causal": True}}, "mhla.causal: models of the family wan decide that themselves"),
         (
             {"layers": "some"},
-            "layers must be all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, got 'so",
+            "layers='some' must be all, different layer indices",
         ),
         ({"data": {"max_length": 128}}, "data.max_length is not an option of wan models, only of causal, encoder"),
         (

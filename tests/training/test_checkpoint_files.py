@@ -84,7 +84,7 @@ class TestCheckpoints:
         with pytest.raises(ValueError, match="does not train here"):
             load_optimizer(path, model, optimizer, names[:1])
         wider = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        with pytest.raises(ValueError, match=r"lacks \['0.bias \[4\]'"):
+        with pytest.raises(ValueError, match=r"lacks \['0.weight \[4, 4\]'"):
             load_weights(path, wider, names)
         (path / "state.json").unlink()
         with pytest.raises(ValueError, match=r"state\.json"):
