@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from .models.options import is_by_component, options_by_component, with_given
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
 from .utils.compat import check_version
 from .utils.files import path_inside
-from .utils.hub import HubError
 from .utils.json_files import read_json
-from .utils.locations import SourceNotFoundError, find_pipeline
+from .utils.locations import find_pipeline
 from .utils.messages import check_choice, shorten_value
 
 
@@ -55,7 +53,7 @@ def load_pipeline(
             with `None`, is loaded as it was saved. So is the softmax one beside an MHLA one, unless it is named.
         **kwargs: As for `DiffusionPipeline.from_pretrained`: `torch_dtype`, `variant`, `revision`, `token`,
             `device_map`, `quantization_config`, components by name, ... Files are loaded from safetensors unless
-            `use_safetensors` says otherwise.
+            `use_safetensors` says otherwise: `None` also reads .bin files, with `torch.load(weights_only=True)`.
 
     Returns:
         The pipeline that the checkpoint's `model_index.json` names, for example a `WanPipeline`.
@@ -84,8 +82,7 @@ def load_pipeline(
 
     kwargs.setdefault("use_safetensors", True)
     download_options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if name in kwargs}
-    with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]):
-        folder = str(find_pipeline(repo_or_dir, "repo_or_dir", **download_options))
+    folder = str(find_pipeline(repo_or_dir, "repo_or_dir", **download_options))
     index = diffusers.DiffusionPipeline.load_config(folder)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
@@ -116,7 +113,7 @@ def load_pipeline(
     for name, entry in index.items():
         if isinstance(entry, (list, tuple)) and name not in kwargs:
             check_weights(path_inside(Path(folder), name, "model_index.json"))
-    with _explained_pickles(repo_or_dir, kwargs["use_safetensors"]), loading_as_mhla(folders):
+    with loading_as_mhla(folders):
         pipeline = pipeline_class.from_pretrained(folder, **passed_on)
     left = [name for name in converted if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
     if left:
@@ -144,21 +141,6 @@ def _checked_options(folder: str, name: str, class_name: str, mhla: Any) -> dict
     with init_empty_weights():
         model_class.from_config(config, **options)
     return options
-
-
-@contextmanager
-def _explained_pickles(location: Any, use_safetensors: bool | None) -> Iterator[None]:
-    """Extend the error for a checkpoint whose weights are pickles with advice."""
-    try:
-        yield
-    except OSError as error:
-        explained = isinstance(error, (SourceNotFoundError, HubError)) or "use_safetensors=" in str(error)
-        if not use_safetensors or explained or "safetensors" not in str(error):
-            raise
-        raise OSError(
-            f"{location}: {' '.join(str(error).split())} If its weights are .bin files, use_safetensors=None reads "
-            "them as diffusers does, with torch.load(weights_only=True); save_pretrained then writes safetensors."
-        ) from error
 
 
 def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None, **options: Any) -> Any:

@@ -253,8 +253,6 @@ class Recipe:
             raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {factor!r:.100}")
         trained = [name for name in ("match", "distill", "finetune") if getattr(self, name) is not None]
         changes = {f"{name}.steps": max(1, round(getattr(self, name).steps * factor)) for name in trained}
-        if self.match is not None:
-            changes["match.batches"] = min(self.match.batches, changes["match.steps"])
         return self.changed(changes)
 
 

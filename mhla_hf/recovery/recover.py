@@ -21,13 +21,21 @@ from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, shorten_list, shorten_text
 from .data import DATA_FREE, GENERATED, RecoveryData
-from .recipes import VARIANTS, Recipe, default_recipe, load_recipe, parse_keep
+from .recipes import VARIANTS, default_recipe, load_recipe, parse_keep
 from .report import RecoveryReport
 from .run import MakeSource, RecoveryRun
 from .work_folder import CONVERTED, DATA, WorkFolder
 
 
 _SAVE_EVERY = 100
+_TEXTS = "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
+_IMAGES = "a folder of images with captions, 'digits', or prompts (--prompts FILE) for the original to make"
+_DATA = {
+    "causal": _TEXTS,
+    "encoder": _TEXTS,
+    "vision": "a folder of images, or 'digits'",
+    "wan": "a folder of videos with captions, 'digits', or prompts (--prompts FILE) for the original to make",
+}
 
 
 def recover(
@@ -137,7 +145,7 @@ def recover(
     can_generate = family in ("dit", "causal") or (prompts is not None and family in ("wan", "sana"))
     needs_data = learns and family not in DATA_FREE
     if data == "" or (data is None and needs_data and not can_generate):
-        raise ValueError(f"data must be given: {_what_to_give(chosen)}")
+        raise ValueError(f"data must be given: {_DATA.get(family, _IMAGES)}")
     if data is None and needs_data:
         data = GENERATED
     work = WorkFolder(Path(output).expanduser())
@@ -188,16 +196,6 @@ def _origin(data: str | None) -> dict[str, str]:
         return {}
     known = data in (GENERATED, DIGITS) or is_hub_id(data.partition(":")[0])
     return {"origin": data} if known else {}
-
-
-def _what_to_give(recipe: Recipe) -> str:
-    if recipe.family in ("causal", "encoder"):
-        return "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
-    if recipe.family == "vision":
-        return "a folder of images, or 'digits'"
-    if recipe.family == "wan":
-        return "a folder of videos with captions, 'digits', or prompts (--prompts FILE) for the original to make"
-    return "a folder of images with captions, 'digits', or prompts (--prompts FILE) for the original to make"
 
 
 def find_model(location: str | Path, component: str | None = None, **hub: Any) -> tuple[Source, Component, str]:

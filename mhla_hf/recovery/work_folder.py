@@ -182,13 +182,12 @@ def _entries(directory: Path) -> list[Path]:
 def _differences(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
     """Describe the options that differ, with both values; empty if there are none."""
     before, now = _flat(stored), _flat(identity)
-    different = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    changes = [f"{name} {_shown(before, name)} (now {_shown(now, name)})" for name in different[:4]]
-    return ", ".join(changes) + (f" and {len(different) - 4} more" if len(different) > 4 else "")
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return shorten_value(values[name], 60) if name in values else "not given"
+    changes = [
+        f"{name} {shorten_value(before.get(name), 60)} (now {shorten_value(now.get(name), 60)})"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+    return ", ".join(changes)
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

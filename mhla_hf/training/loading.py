@@ -220,9 +220,7 @@ class PipelineSource(TrainingSource):
     kind = "pipeline"
     _download = staticmethod(download_pipeline)
 
-    @classmethod
-    def _locate(cls, location: str, argument: str) -> Path:
-        return find_pipeline(location, argument)
+    _locate = staticmethod(find_pipeline)
 
     @cached_property
     def model(self) -> Component:

@@ -123,22 +123,6 @@ def lora_targets(model: nn.Module) -> list[str]:
     return list(found)
 
 
-def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The LoRA matrices under the names that `pipeline.load_lora_weights` expects, without the component's prefix."""
-    from peft.utils import get_peft_model_state_dict
-
-    return {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME).items()
-    }
-
-
-def lora_options(model: nn.Module) -> dict[str, Any]:
-    """The options of the LoRA matrices as plain JSON, scale among them."""
-    options = cast(Any, model).peft_config[ADAPTER_NAME].to_dict()
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in options.items()}
-
-
 def mhla_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The MHLA parameters of a model, on the CPU."""
     return {
@@ -176,9 +160,15 @@ def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> N
         model: The transformer, before its LoRA is merged.
         component: Name of the transformer in the pipeline.
     """
-    adapter = {f"{component}.{name}": tensor for name, tensor in lora_state_dict(model).items()}
+    from peft.utils import get_peft_model_state_dict
+
+    tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME)
+    adapter = {f"{component}.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Without them diffusers takes the rank for alpha.
-    options = {f"{component}.{name}": value for name, value in lora_options(model).items()}
+    options = {
+        f"{component}.{name}": sorted(value) if isinstance(value, set) else value
+        for name, value in cast(Any, model).peft_config[ADAPTER_NAME].to_dict().items()
+    }
     metadata = {"format": "pt", lora_metadata_key(): json.dumps(options, indent=2, sort_keys=True)}
     ours = mhla_state_dict(model)
     with atomic_directory(destination) as temporary:

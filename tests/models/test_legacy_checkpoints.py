@@ -113,7 +113,7 @@ def test_pickled_weights_are_refused_with_a_way_out(family, tmp_path):
     with pytest.raises(ValueError, match="only as diffusion_pytorch_model.bin; .* save_pretrained first"):
         convert_pretrained(source, tmp_path / "mhla", checks.mhla, progress=False)
     assert not (tmp_path / "mhla").exists()
-    with pytest.raises(OSError, match="If its weights are .bin files, use_safetensors=None"):
+    with pytest.raises(OSError, match="diffusion_pytorch_model.safetensors"):
         load_pipeline(source, mhla=checks.mhla)
     # Both ways out.
     pipeline = load_pipeline(source, mhla=checks.mhla, use_safetensors=None)
