@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 
 from ..models.registry import is_mhla_class
@@ -169,7 +170,8 @@ def _recorded(models: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Batch]
     def keep(name: str, names: Sequence[str]) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arguments = {**dict(zip(names, args)), **kwargs}
-            calls[name].append({key: _kept(value) for key, value in arguments.items()})
+            # Samplers write into their latents.
+            calls[name].append(recursively_apply(lambda value: value.detach().to("cpu", copy=True), arguments))
 
         return hook
 
@@ -178,15 +180,6 @@ def _recorded(models: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Batch]
             names = list(forward_parameters(model))
             hooks.callback(model.register_forward_pre_hook(keep(name, names), with_kwargs=True).remove)
         yield calls
-
-
-def _kept(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        # Samplers write into their latents.
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: _kept(entry) for key, entry in value.items()}
-    return value
 
 
 def _drawn(calls: Sequence[Sequence[Batch]], samples: int, seed: int) -> list[Batch]:

@@ -13,6 +13,7 @@ import torch
 from .data.batches import Batch, LatentSamples, assemble_batch, stable_seed
 from .families import Objective
 from .loading import objective_for
+from .matching.layers import evaluating
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,13 @@ def evaluate_batches(model: Any, batches: Sequence[Batch], objective: Objective)
         batches: See `evaluation_batches`.
         objective: The objective that the batches were made with.
     """
-    was_training = model.training
-    model.eval()
     losses: list[float] = []
     levels: list[float] = []
-    try:
+    with evaluating(model):
         for batch in batches:
             batch = batch.to(model.device)
             losses += objective.losses(model, batch, model.dtype).tolist()
             levels += batch.levels.tolist()
-    finally:
-        model.train(was_training)
     return EvaluationResult(tuple(losses), tuple(levels))
 
 

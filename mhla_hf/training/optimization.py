@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _TABLES = ("scale_shift_table", "embedding_table.weight")
 
 
 def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """The factor on the peak learning rate at a step, by the schedules of `diffusers.optimization`.
+    """The factor on the peak learning rate at a step, as in `diffusers.optimization` after the warm-up.
 
     Args:
         step: Optimizer step, from 0.
@@ -36,21 +36,8 @@ def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_s
     if step < warmup_steps:
         # Diffusers begins at a rate of 0, with which the first step would learn nothing.
         return (step + 1) / warmup_steps
-    return _schedule(schedule, warmup_steps, total_steps)(min(step, max(total_steps, warmup_steps)))
-
-
-@lru_cache(maxsize=8)
-def _schedule(schedule: str, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    from diffusers.optimization import get_scheduler
-
-    scheduler = get_scheduler(
-        "constant_with_warmup" if schedule == "constant" else schedule,
-        # The factors do not depend on the optimizer.
-        torch.optim.SGD([torch.zeros(())], lr=1.0),
-        num_warmup_steps=warmup_steps,
-        num_training_steps=total_steps,
-    )
-    return scheduler.lr_lambdas[0]
+    progress = min(max(step - warmup_steps, 0) / max(total_steps - warmup_steps, 1), 1.0)
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
 
 
 def make_optimizer(

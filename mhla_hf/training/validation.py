@@ -18,6 +18,7 @@ from .data.cache import LatentDataset
 from .data.images import image_grid
 from .data.videos import write_video
 from .loading import PipelineSource
+from .matching.layers import evaluating
 
 
 class Validator:
@@ -87,10 +88,8 @@ class Validator:
             **self.options,
         )
         pipeline.set_progress_bar_config(disable=True)
-        was_training = transformer.training
-        transformer.eval()
         samples = []
-        try:
+        with evaluating(transformer):
             for inputs in self.inputs:
                 sample = pipeline(
                     **send_to_device(inputs, self.device),
@@ -100,9 +99,7 @@ class Validator:
                     output_type="np",
                 )[0][0]
                 samples.append(np.rint(np.asarray(sample) * 255).clip(0, 255).astype(np.uint8))
-        finally:
-            transformer.train(was_training)
-            self.vae.to("cpu")
+        self.vae.to("cpu")
         return np.stack(samples)
 
     def write_and_log(
@@ -139,10 +136,16 @@ def make_validator(
     makes_samples = config.validation_prompts and (config.max_steps or config.distill_steps)
     if not makes_samples or not accelerator.is_main_process:
         return None
-    if source is None or config.output is None or not isinstance(dataset, LatentDataset):
-        raise ValueError("validation_prompts need model, output and cache: a pipeline, its data and where to write")
-    if source.index.get("boundary_ratio") is not None:
-        raise ValueError("validation_prompts cannot be used for one transformer of a pipeline with two")
+    if (
+        source is None
+        or source.index.get("boundary_ratio") is not None
+        or config.output is None
+        or not isinstance(dataset, LatentDataset)
+    ):
+        raise ValueError(
+            "validation_prompts need model, output and cache: a pipeline with one transformer, its data and where to "
+            "write"
+        )
     return Validator(source, config, dataset, accelerator.device)
 
 

@@ -349,7 +349,7 @@ class TestFiles:
         assert record["source"]["location"] == record["source"].pop("path") == str(pipeline_directory.resolve())
         assert PipelineSource(result.pipeline).teacher.folder.parent == pipeline_directory.resolve()
         (result.pipeline / "training.json").write_text(json.dumps(record))
-        with pytest.raises(ValueError, match=re.escape(f"must be given: {pipeline_directory.resolve()}, which")):
+        with pytest.raises(ValueError, match=re.escape(f"comes from {pipeline_directory.resolve()}, which")):
             _ = PipelineSource(result.pipeline).teacher
         with pytest.raises(ValueError, match="teacher"):
             _ = PipelineSource(pipeline_directory, teacher_location=str(result.pipeline)).teacher
