@@ -167,18 +167,11 @@ def calibrate(
         raise ValueError(f"{', '.join(probe_options)}: only for pipelines without batches.")
     if isinstance(model_or_pipeline, nn.Module):
         return calibrate_model(model_or_pipeline, batches, **options)  # type: ignore[arg-type]
-    return _calibrate_pipeline(model_or_pipeline, batches, probe_options, options)
-
-
-def _calibrate_pipeline(
-    pipeline: Any, batches: Any, probe_options: dict[str, Any], options: dict[str, Any]
-) -> CalibrationReport:
-    """Calibrate every MHLA model of a pipeline on its own batches."""
     from .probes import mhla_components, pipeline_batches
 
-    models = mhla_components(pipeline)
+    models = mhla_components(model_or_pipeline)
     if batches is None:
-        batches = pipeline_batches(pipeline, **probe_options)
+        batches = pipeline_batches(model_or_pipeline, **probe_options)
     elif not isinstance(batches, Mapping) and len(models) == 1:
         batches = dict.fromkeys(models, batches)
     if not isinstance(batches, Mapping) or not set(batches) <= set(models):

@@ -59,8 +59,14 @@ def calibrate_directory(
     """
     root = Path(directory).expanduser()
     source = read_source(root, str(directory), wanted=MHLA_CLASSES)
-    if not force:
-        check_untrained(source)
+    for part in () if force else source.mhla_components:
+        state = part.config.get(STATE_KEY, "trained")
+        if state != STATES[0]:
+            raise ValueError(
+                f"{part.folder} has been {shorten_text(str(state))}: its projections are not those of the original, "
+                "which tell what to aim at. Convert the original again, or pass force=True (--force) to take it for "
+                "untrained."
+            )
     destination = root if output is None else Path(output).expanduser()
     with claim_destination(destination, overwrite=output is None or overwrite) as claimed:
         models, batches, origin = open_probe(source, source.components, **probe)
@@ -73,22 +79,6 @@ def calibrate_directory(
         with claimed.staging() as staging:
             write_models(source, staging, models, {"calibration": report.to_dict()})
     return report
-
-
-def check_untrained(source: Source) -> None:
-    """Refuse models whose projections are no longer those of their original.
-
-    Raises:
-        ValueError: If a configuration says so.
-    """
-    for part in source.mhla_components:
-        state = part.config.get(STATE_KEY, "trained")
-        if state != STATES[0]:
-            raise ValueError(
-                f"{part.folder} has been {shorten_text(str(state))}: its projections are not those of the original, "
-                "which tell what to aim at. Convert the original again, or pass force=True (--force) to take it for "
-                "untrained."
-            )
 
 
 def select_layers_of(

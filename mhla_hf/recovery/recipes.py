@@ -195,11 +195,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain JSON values, without its name."""
-        values: dict[str, Any] = {
-            item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "name"
-        }
-        sections = {name: None if values[name] is None else values[name].to_dict() for name in _SECTIONS}
-        return {**values, "mhla": dict(self.mhla), **sections}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "name"}
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:
         """A copy with some values changed, checked again.

@@ -67,12 +67,6 @@ class RecoveryReport:
         return {**content, "version": __version__}
 
 
-def main_figure(figures: Mapping[str, Mapping[str, float]]) -> str | None:
-    """Name of the figure that is compared."""
-    found = figures.get("converted", {})
-    return next((name for name in ("above_softmax_percent", "cosine") if name in found), None)
-
-
 def rows(report: Mapping[str, Any]) -> list[tuple[str, dict[str, float], float | None]]:
     """Title, figures and CPU seconds of every state of the model, in order."""
     figures, seconds = report["figures"], report["seconds"]
@@ -90,7 +84,8 @@ def write_plot(directory: Path, report: Mapping[str, Any]) -> Path | None:
         directory: Where to write `report.png`.
         report: Content of `report.json`.
     """
-    name = main_figure(report["figures"])
+    found = report["figures"].get("converted", {})
+    name = next((name for name in ("above_softmax_percent", "cosine") if name in found), None)
     if name is None or importlib.util.find_spec("matplotlib") is None:
         return None
     states = [state for state in rows(report) if name in state[1]]

@@ -73,7 +73,9 @@ class RecoveryRun:
             if stages:
                 assert open_source is not None
                 source = open_source(model)
-                if self._is_begun_with_other(source):
+                unfinished = not all(self.work.is_done(name) for name in stages)
+                begun = self.work.is_done("start") and self.work.read("start").get("fingerprint")
+                if unfinished and begun and begun != source.fingerprint:
                     if self.work.has_progress:
                         raise ValueError(
                             f"data: what {self.work.output} was begun with has changed since; give the same data, or "
@@ -97,13 +99,6 @@ class RecoveryRun:
             self.work.finish(RESULT, {})
         self.work.remove_large([CONVERTED, DATA, *stages])
         return self._report()
-
-    def _is_begun_with_other(self, source: BatchSource) -> bool:
-        """Whether stages are left to run, and the run began with other data."""
-        work = self.work
-        if not work.is_done("start") or all(work.is_done(name) for name in self.recipe.stages()):
-            return False
-        return work.read("start").get("fingerprint") != source.fingerprint
 
     def _convert(self, open_source: Callable[[nn.Module], BatchSource] | None) -> None:
         """Convert the source unless that is done, after selecting layers if the recipe asks for it."""
@@ -169,7 +164,10 @@ class RecoveryRun:
             # Before anything changes: the original's values of what later stages train.
             teacher = SharedTeacher(model)
             layers = find_projections(model, mhla_layers(model), on_device(source.batch("start", 0, 1), model))
-            changes = {stage: changed_parameters(model, layers, stage) for stage in names}
+            everything = {name for name, _ in model.named_parameters()}
+            of_layers = {name for layer in layers for name in layer.parameters()}
+            # The names of the parameters that a stage may change.
+            changes = {stage: of_layers if stage in ("calibrate", "match") else everything for stage in names}
             teacher.keep(sorted(set().union(*changes.values())))
         if done:
             work.load_weights(done[-1], model)
@@ -244,13 +242,6 @@ class StageRun:
     def directory(self) -> Path:
         """Folder of the stage's checkpoints."""
         return self.run.work.path / self.name
-
-
-def changed_parameters(model: nn.Module, layers: Sequence[AttentionLayer], stage: str) -> set[str]:
-    """Return the names of the parameters that a stage may change."""
-    if stage in ("calibrate", "match"):
-        return {name for layer in layers for name in layer.parameters()}
-    return {name for name, _ in model.named_parameters()}
 
 
 def run_stage(name: str, stage: StageRun) -> dict[str, Any]:
@@ -345,11 +336,6 @@ def _train(stage: StageRun, options: dict[str, Any]) -> dict[str, Any]:
     else:
         trainer = TransformersTrainer(config, source, stage.model, teacher=teacher)
     (losses,) = trainer.run().losses.values()
-    return losses_record(losses)
-
-
-def losses_record(losses: Sequence[float]) -> dict[str, Any]:
-    """Summarise losses: the first, the last, and the mean of the last tenth."""
     last = losses[-max(1, len(losses) // 10) :]
     return {"steps": len(losses), "first": losses[0], "last": losses[-1], "last_tenth": sum(last) / len(last)}
 
