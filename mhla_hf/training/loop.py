@@ -244,9 +244,8 @@ class StageLoop:
             rank=self.accelerator.process_index,
             buckets=getattr(dataset, "buckets", None),
         )
-        return load_micro_batches(
-            MicroBatches(self.stage, order), self.step, self.stage.steps, config.dataloader_num_workers
-        )
+        workers = config.dataloader_num_workers
+        return load_micro_batches(MicroBatches(self.stage, order), self.step, self.stage.steps, workers)
 
     def _progress(self) -> Any:
         from tqdm.auto import tqdm

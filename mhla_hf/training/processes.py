@@ -60,7 +60,14 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     project = None
     if config.output is not None:
         project = ProjectConfiguration(project_dir=config.output, logging_dir=str(Path(config.output) / "logs"))
-    _check_launcher()
+    # Accelerate sets the address only if it was asked for several processes.
+    alone = "MASTER_ADDR" in os.environ and not any(name in os.environ for name in _WORLD_SIZES)
+    if alone and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+        raise ValueError(
+            "`accelerate launch --cpu` starts one process, whatever --num_processes says: launch with --multi_gpu in "
+            "place of --cpu and give device='cpu' (--device cpu) to the run, or use torchrun --nproc_per_node N; for "
+            "several machines use torchrun or MPI"
+        )
     try:
         accelerator = Accelerator(
             cpu=config.device != "auto" and choose_device(config.device).type == "cpu",
@@ -84,22 +91,6 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     _shard_on_cpus(accelerator)
     sharding.set_deepspeed_options(accelerator, config)
     return accelerator
-
-
-def _check_launcher() -> None:
-    """Refuse to run alone when several processes were asked for.
-
-    Raises:
-        ValueError: The message says how to start them all.
-    """
-    # Accelerate sets the address only if it was asked for several processes.
-    alone = "MASTER_ADDR" in os.environ and not any(name in os.environ for name in _WORLD_SIZES)
-    if alone and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
-        raise ValueError(
-            "`accelerate launch --cpu` starts one process, whatever --num_processes says: launch with --multi_gpu in "
-            "place of --cpu and give device='cpu' (--device cpu) to the run, or use torchrun --nproc_per_node N; for "
-            "several machines use torchrun or MPI"
-        )
 
 
 def _shard_on_cpus(accelerator: Accelerator) -> None:
