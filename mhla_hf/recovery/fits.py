@@ -286,13 +286,15 @@ class HeadsFit:
             if self.mhla.lepe is not None:
                 value = repeat_heads(call.value, self.mhla.num_heads, 2)[call.held_out == held_out, start:]
                 assert grid is not None
-                patches = _Patches(value.flatten(2).transpose(1, 2).unflatten(2, tuple(grid)), self.mhla.lepe)
+                image = value.flatten(2).transpose(1, 2).unflatten(2, tuple(grid))
+                patches = _patches(image, self.mhla.lepe.weight.shape[-1])
             step = max(1, _ROW_NUMBERS // (outer[0].shape[1] * moments.mean.shape[1]))
             for channel in range(0, len(outer[0]), step):
                 chosen = slice(channel, channel + step)
                 columns = [tokens[chosen, :, None] for tokens in outer]
                 if patches is not None:
-                    columns.insert(-1, patches.of(chosen))
+                    axes = len(patches.shape) // 2 - 1
+                    columns.insert(-1, patches[chosen].flatten(2 + axes).flatten(1, 1 + axes))
                 dtype = torch.promote_types(outer[0].dtype, torch.float32)
                 moments.add(torch.cat([column.to(dtype) for column in columns], dim=-1), channel)
 
@@ -477,27 +479,21 @@ def as_matrix(projection: nn.Module) -> torch.Tensor:
     return weight if isinstance(projection, nn.Linear) else weight.T
 
 
-class _Patches:
+def _patches(image: torch.Tensor, kernel: int) -> torch.Tensor:
     """The values around each token, zero beyond the grid, as a convolution sees them.
 
     Args:
-        image: Values `[B, C, ...]` over the grid.
-        convolution: The convolution.
+        image: Values `[B, C, ...]` over a grid of any number of axes.
+        kernel: Width of the convolution along each axis.
+
+    Returns:
+        A view `[C, B, ..., K, ...]`, as many axes K as the grid has, in the order of the convolution's weights.
     """
-
-    def __init__(self, image: torch.Tensor, convolution: nn.Module) -> None:
-        weight = convolution.weight
-        assert isinstance(weight, torch.Tensor)
-        self._kernel = weight.shape[-1]
-        self._axes = image.dim() - 2
-        self._image = F.pad(image, [self._kernel // 2] * (2 * self._axes))
-
-    def of(self, channels: slice) -> torch.Tensor:
-        """Patches of some channels, `[channels, B·T, L]` in the order of the convolution's weights."""
-        patches = self._image[:, channels]
-        for axis in range(self._axes):
-            patches = patches.unfold(2 + axis, self._kernel, 1)
-        return patches.transpose(0, 1).flatten(1 + 1 + self._axes).flatten(1, 1 + self._axes)
+    axes = image.dim() - 2
+    patches = F.pad(image, [kernel // 2] * (2 * axes))
+    for axis in range(2, 2 + axes):
+        patches = patches.unfold(axis, kernel, 1)
+    return patches.transpose(0, 1)
 
 
 def _sums_device(device: torch.device) -> torch.device:

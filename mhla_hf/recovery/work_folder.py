@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,7 @@ class WorkFolder:
         others += [entry for entry in _entries(self.path) if entry.name != LOCK]
         if self._identity() is None and others:
             raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
-        lock = lock_output(self.path)
-        try:
+        with lock_output(self.path) or nullcontext():
             remove_leftovers(self.path)
             # Read with the lock: another process may have been here meanwhile.
             stored = self._identity() or {}
@@ -84,9 +83,6 @@ class WorkFolder:
                 self.clear()
                 write_json(self.path / RUN, dict(identity))
             yield
-        finally:
-            if lock is not None:
-                lock.close()
 
     @property
     def has_progress(self) -> bool:

@@ -8,7 +8,7 @@ import json
 import math
 import signal
 from collections.abc import Callable, Iterable, Sequence, Sized
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,8 +90,7 @@ def find_start(
                 if isinstance(dataset, LatentDataset):
                     takes.append(dataset.lock)
                 for take in takes:
-                    if (lock := take()) is not None:
-                        locks.callback(lock.close)
+                    locks.enter_context(take() or nullcontext())
                 found = [checkpoints.find_checkpoint(config.resume, output / "checkpoints")]
                 for finished in (output / "pipeline", output / "model"):
                     if config.resume is None and finished.exists():
