@@ -119,7 +119,7 @@ def test_convert_and_calibrate_a_language_model(tmp_path):
 
 
 def test_mistakes_with_directories(tmp_path, converted):
-    with pytest.raises(ValueError, match="has neither model_index.json"):
+    with pytest.raises(FileNotFoundError, match="missing"):
         calibrate_directory(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"data must be given \(--data\): .* is a model alone"):
         calibrate_directory(converted / "transformer")
