@@ -136,7 +136,7 @@ def open_comparison(
 ) -> Comparison:
     """Load an MHLA model and its original; see [`create_app`][mhla_hf.app.create_app] for arguments and errors."""
     place = choose_device(device)
-    weights = parse_dtype(dtype or ("float32" if place.type == "cpu" else "bfloat16"))
+    weights: Any = parse_dtype(dtype or ("float32" if place.type == "cpu" else "bfloat16"))
     source = sources.open_source(model)
     originals = _originals(source, original)
     part = source.mhla_components[0]
@@ -547,15 +547,15 @@ def export_space(
         OSError: If a file cannot be read or written.
     """
     target = Path(destination).expanduser()
-    locations = {"model": model, "original": original}
+    locations: dict[str, Any] = {"model": model, "original": original}
     title = f"MHLA: {Path(model).name if model is not None else 'moving digits'}"
     facts: dict[str, Any] = {"title": title, "license": _LICENSE, "tags": list(TAGS), "gradio": version("gradio")}
     with claim_destination(target, overwrite=overwrite) as claimed, claimed.staging() as staging:
         if model is not None and local_directory(model, "model") is not None:
             source = sources.open_source(model)
-            location, part = next(iter(_originals(source, original).values()))
+            found, part = next(iter(_originals(source, original).values()))
             folder = part.folder if part.is_transformers else part.folder.parent
-            locations["original"] = location if is_hub_id(location) else folder
+            locations["original"] = found if is_hub_id(found) else folder
             facts["license"] = card_data(source.root).license or _LICENSE
         for name, location in locations.items():
             facts[name] = repr(location)

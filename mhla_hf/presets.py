@@ -257,7 +257,9 @@ def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None
     sizes = {**copy.deepcopy(dict(preset.sizes)), **overrides}
     if mhla is False:
         return stock_class(**sizes)
-    options = _mhla_options(preset, mhla, sizes["num_hidden_layers" if is_config else "num_layers"])
+    options = _mhla_options(
+        preset, None if mhla is True else mhla, sizes["num_hidden_layers" if is_config else "num_layers"]
+    )
     if is_config:
         return stock_class(**sizes, mhla=options, attn_implementation="mhla")
     return mhla_class_for(preset.model)(**sizes, mhla=options)

@@ -173,7 +173,11 @@ def recover_variant(
     if config.distill_steps is not None:
         recipe |= {"distill.steps": config.distill_steps}
     # A window of neighbours in the frame, and of the same place in all frames.
-    options = {"window": "cross" if variant == "mhla_window" else None, "layers": config.layers, "seed": config.seed}
+    options: dict[str, Any] = {
+        "window": "cross" if variant == "mhla_window" else None,
+        "layers": config.layers,
+        "seed": config.seed,
+    }
     fixed: dict[str, Any] = {"resume": True, "device": "cpu", "save_every": _CHECKPOINT_EVERY, "progress": False}
     recipe |= changes or {}
     return recover(base, config.directory / variant, data, changes=recipe, **options, **fixed).to_dict()

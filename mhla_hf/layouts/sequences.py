@@ -250,7 +250,7 @@ def extend_mixing(mixing: torch.Tensor, num_blocks: int, *, causal: bool) -> tor
 
 def check_mixing_shape(mixing: torch.Tensor) -> None:
     """Raises `ValueError` unless a value is a floating-point tensor `[M, M]` or `[H, M, M]`."""
-    shape = mixing.shape if isinstance(mixing, torch.Tensor) and mixing.is_floating_point() else ()
+    shape = tuple(mixing.shape) if isinstance(mixing, torch.Tensor) and mixing.is_floating_point() else ()
     if len(shape) not in (2, 3) or shape[-1] != shape[-2] or shape[-1] < 1:
         found = f"{mixing.dtype} {tuple(mixing.shape)}" if isinstance(mixing, torch.Tensor) else type(mixing).__name__
         raise ValueError(

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Destinations: nobody's files are lost, one process writes at a time, links and mount points are written through."""
 
+import contextlib
 import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,8 @@ from mhla_hf.utils.destinations import (
     LOCK,
     claim_destination,
     lock_output,
+    remove_leftovers,
+    share_lock,
 )
 
 
@@ -109,6 +114,29 @@ def test_a_lock_dies_with_its_process(tmp_path):
     lock_output(tmp_path, patience=0).close()
 
 
+def test_readers_share_a_lock(tmp_path):
+    first, second = (share_lock(tmp_path / LOCK, "taken") for _ in range(2))
+    with pytest.raises(ValueError, match="in use by another run"):
+        lock_output(tmp_path, patience=0)
+    first.close()
+    second.close()
+    with lock_output(tmp_path, patience=0), pytest.raises(ValueError, match="taken"):
+        share_lock(tmp_path / LOCK, "taken")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_works(number, tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (leftover,) = leave(tmp_path, "")
+    assert lock_output(tmp_path) is None and share_lock(tmp_path / LOCK, "taken") is None
+    write(tmp_path / "out", "new")
+    # Without a lock, leftovers could be a living process's.
+    assert names(tmp_path) == [LOCK, leftover.name, "out"] and content(tmp_path / "out") == complete("new")
+
+
 # Killed processes
 
 
@@ -164,6 +192,24 @@ def test_kills_at_each_step(has_old, tmp_path):
     assert step > 15 and bool(restored) == has_old
 
 
+def test_kills_in_a_destination_that_cannot_be_renamed(tmp_path, monkeypatch):
+    step = 0
+    while True:
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        write(Path("."), "old")
+        if not killed_at(step, lambda: write(Path("."), "new")):
+            break
+        if Path("config.json").exists():
+            assert content(folder)["config.json"] == content(folder)["parts/one"]
+        with contextlib.suppress(ValueError):
+            write(Path("."), "newer", overwrite=False)
+        assert content(folder) in (complete("old"), complete("new")) and names(folder) == ["config.json", "parts"]
+        step += 1
+    assert step > 20
+
+
 def leave(tmp_path, *kinds):
     """Leave what a killed run would, under the kinds of names given; return the paths."""
     paths = [tmp_path / f".tmp-{kind}0123abcd-out" for kind in kinds]
@@ -185,6 +231,15 @@ def test_leftovers_are_removed_and_logged(tmp_path, caplog):
     ]
 
 
+@pytest.mark.parametrize("clean", [lambda path: write(path / "out", "newer"), remove_leftovers])
+def test_what_was_put_aside_is_kept_while_others_are_in_its_place(clean, tmp_path, caplog):
+    paths = leave(tmp_path, "", "old-")
+    (tmp_path / "out").mkdir()
+    clean(tmp_path)
+    assert all(path.exists() for path in paths)
+    assert "holds what stood at" in caplog.records[0].getMessage()
+
+
 def test_a_failing_rename_keeps_the_old(tmp_path, monkeypatch):
     write(tmp_path / "out", "old")
     rename = os.rename
@@ -201,3 +256,30 @@ def test_a_failing_rename_keeps_the_old(tmp_path, monkeypatch):
 
 
 # Links and mount points
+
+
+@contextlib.contextmanager
+def mounted(folder, *options):
+    """A mount point, or a skipped test where making one is not allowed."""
+    folder.mkdir(exist_ok=True)
+    made = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"mounting is not allowed here: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+def test_mount_points_are_written_through(kind, tmp_path):
+    (tmp_path / "source").mkdir()
+    options = ("-t", "tmpfs", "-o", "size=8m", "tmpfs") if kind == "tmpfs" else ("--bind", str(tmp_path / "source"))
+    with mounted(tmp_path / "out", *options) as out:
+        (out / "lost+found").mkdir()
+        write(out, "old", overwrite=False)
+        with pytest.raises(ValueError, match="is not empty"):
+            write(out, "new", overwrite=False)
+        (out / "mine").write_text("mine")
+        write(out, "new")
+        assert names(out) == ["config.json", "lost+found", "parts"] and content(out) == complete("new")
