@@ -23,7 +23,11 @@ def check_parallelism(model: Any, config: Any) -> None:
         ValueError: If it is not a sequence that MHLA layers can have a part of.
     """
     if not model.supports_context_parallel or _context_config(config) is None:
-        supported = "context parallelism alone" if model.supports_context_parallel else "no parallelism"
+        supported = (
+            "context parallelism alone"
+            if model.supports_context_parallel
+            else "neither context nor tensor parallelism"
+        )
         raise ValueError(f"{type(model).__name__} supports {supported}, got {type(config).__name__}.")
     if getattr(model.mhla_config, "window", None) is not None:
         raise ValueError(

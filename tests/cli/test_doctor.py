@@ -64,6 +64,7 @@ def test_it_says_why_the_kernels_do_not_run(monkeypatch):
     assert "- MHLA_HF_BACKEND: `torch`" in output and ": MHLA_HF_BACKEND=torch" in output
 
 
+@pytest.mark.slow
 def test_all_kernels_pass(tmp_path):
     output = run("--kernels", "--json", str(tmp_path / "report.json"))
     assert f"{RUNS} of {RUNS} runs passed." in output

@@ -41,7 +41,6 @@ class CompileChecks(ModelCase):
             assert relative_error(actual, expected) < 1e-5
             assert gradient_error(compiled_gradients, gradients) < 1e-4
 
-    @pytest.mark.smoke
     @pytest.mark.parametrize(
         "options, sizes", [("default", (0, 1)), ("everything", (2,))], ids=["default-two_grids", "everything-ragged"]
     )

@@ -13,7 +13,7 @@ from tests.ops.triton_checks import DEVICES
 
 pytest.importorskip("triton")
 
-CASES = [pytest.param(case, id=type(case).__name__) for case in (WanCase(), DiTCase(), SanaCase(), SanaVideoCase())]
+CASES = [pytest.param(case, id=type(case).__name__) for case in (DiTCase(), WanCase(), SanaCase(), SanaVideoCase())]
 
 
 @pytest.fixture(params=["default", "everything"])

@@ -178,37 +178,11 @@ def test_damaged_files_are_ignored_and_replaced(content, checks):
     assert list(VerdictFile(CPU).read().values()) == [""]
 
 
-def test_folders_that_cannot_be_written_are_no_error(checks, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MHLA_HF_HOME", str(tmp_path / "file"))
-    assert choose() == "triton"
-    monkeypatch.delenv("MHLA_HF_HOME")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert choose("causal") == "triton"
-
-
-def test_verdicts_hold_for_one_release_of_the_software(checks, monkeypatch):
-    choose()
-    for name in ("sources_hash", "_triton_version"):
-        monkeypatch.setattr(kernel_check, name, lambda: "another")
-        restart(monkeypatch)
-        choose()
-    assert len(checks.seen) == 3
-
-
 @pytest.mark.parametrize("value", ["0", "off", "False"])
 def test_the_check_can_be_turned_off(value, checks, monkeypatch):
     monkeypatch.setenv("MHLA_HF_KERNEL_CHECK", value)
     checks.errors["block"] = RuntimeError("no")
     assert choose() == "triton" and not checks.seen
-
-
-def test_architectures_that_have_passed_are_not_checked(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert kernel_check.is_checked(torch.device("cuda", 0))
-    monkeypatch.setattr(kernel_check, "PASSED_ARCHITECTURES", frozenset({(9, 0)}))
-    assert not kernel_check.is_checked(torch.device("cuda", 0))
 
 
 def test_nothing_is_checked_while_a_graph_is_captured(checks, monkeypatch):
@@ -234,17 +208,6 @@ def test_gradients_are_computed_in_the_thread_of_the_check(monkeypatch):
     assert found == [False, False] and torch._C._is_multithreading_enabled()
 
 
-def test_errors_of_earlier_kernels_are_no_verdict(checks, monkeypatch):
-    class Stream:
-        def synchronize(self):
-            raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    with pytest.raises(RuntimeError, match="device-side assert"):
-        kernel_check._check("block", torch.device("cuda", 0), torch.float32, WIDTH, WIDTH, False)
-    assert not checks.seen
-
-
 def test_compiled_code_is_checked_while_it_is_traced(checks):
     """Also for widths that are symbols by then."""
     checks.errors["causal"] = RuntimeError("no")
@@ -259,8 +222,3 @@ def test_compiled_code_is_checked_while_it_is_traced(checks):
     for width in (7, 9):
         assert torch.equal(double(query[..., :width], value), query[..., :width] * 2)
     assert checks.seen == [("block", False), ("block", True), ("causal", False)]
-
-
-def test_every_width_has_one_that_stands_for_it():
-    found = [kernel_check._checked_width(width) for width in (1, 16, 17, 32, 48, 64, 72, 96, 128, 200, 256)]
-    assert found == [8, 16, 24, 32, 40, 64, 72, 72, 128, 144, 256]

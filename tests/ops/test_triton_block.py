@@ -53,7 +53,9 @@ def test_block_query_matches_naive(layout, rotated, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("key_width, value_width", [(32, 40), (72, 72), (256, 160)])
+@pytest.mark.parametrize(
+    "key_width, value_width", [(32, 40), (72, 72), pytest.param(256, 160, marks=pytest.mark.slow)]
+)
 def test_widths_of_heads(key_width, value_width, device):
     layout = BlockLayout((9, 5), blocks=(2, 2))
     generator = torch.Generator().manual_seed(3)

@@ -64,6 +64,7 @@ def test_rows_that_have_ended_do_not_disturb_the_others(llama):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_compiled_forward_inside_generate(llama):
     torch._dynamo.reset()
     expected = generate(llama, **prompt(True), max_new_tokens=3).sequences
