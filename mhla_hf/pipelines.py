@@ -75,6 +75,11 @@ def load_pipeline(
         check_choice("attn_implementation", attn_implementation, ATTN_IMPLEMENTATIONS, ", None")
     if mhla is not None and attn_implementation != "mhla":
         raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
+    if not isinstance(repo_or_dir, (str, os.PathLike)):
+        raise ValueError(
+            f"repo_or_dir must be a directory or a Hub id, got {type(repo_or_dir).__name__}; mhla_hf.convert takes a "
+            "loaded pipeline."
+        )
     check_version("diffusers")
     import diffusers
 

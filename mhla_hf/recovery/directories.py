@@ -196,10 +196,6 @@ def write_models(
             path.name == "config.json" or part.names.match(path) for part in own
         )
 
-    for path in list_files(source.root):
-        if not is_written(path):
-            (destination / path).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(source.root / path, destination / path)
     for part in parts:
         model: Any = models[part.name].to("cpu")
         files = sorted(part.folder.glob("*.safetensors"))
@@ -207,6 +203,12 @@ def write_models(
         # The same number of files, up to the order of the weights.
         shard_size = max(path.stat().st_size for path in files)
         model.save_pretrained(destination / part.folder.relative_to(source.root), max_shard_size=shard_size)
+    # After the models: `save_pretrained` would write through links, such as that to a generation_config.json.
+    for path in list_files(source.root):
+        if not is_written(path):
+            (destination / path).parent.mkdir(parents=True, exist_ok=True)
+            (destination / path).unlink(missing_ok=True)
+            link_or_copy(source.root / path, destination / path)
     stored = source.root / CONVERSION_RECORD
     content = read_json(stored, "the record") if stored.is_file() else {}
     write_json(destination / CONVERSION_RECORD, {**content, **record})

@@ -111,6 +111,11 @@ def pipeline_batches(
                     pipeline(**subject, **options, num_inference_steps=steps, generator=generator)
                 for name in models:
                     taken[name].append(calls[name])
+    except TypeError as error:
+        raise ValueError(
+            f"{type(pipeline).__name__} makes no samples from prompts or classes alone ({error}): give it batches, or "
+            "inspect it with samples=0."
+        ) from error
     finally:
         pipeline.set_progress_bar_config(**bar)
     idle = [name for name, calls in taken.items() if not all(calls)]

@@ -20,8 +20,9 @@ from typing import Any
 import yaml
 
 from ..config import MHLAConfig
+from ..conversion.options import automatic_share
 from ..training.config import DISTILL_TARGETS, LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
-from ..utils.messages import check_choice, check_names, did_you_mean, shorten_text
+from ..utils.messages import check_choice, check_names, did_you_mean, shorten_text, shorten_value
 from ..utils.options import Options, option
 
 
@@ -303,6 +304,12 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError("aliases are not allowed")
         return super().compose_node(parent, index)
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            raise yaml.YAMLError(f"a key is given twice among {', '.join(keys)}")
+        return super().construct_mapping(node, deep)
+
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
@@ -388,7 +395,11 @@ def _parse(content: Any, name: str) -> Recipe:
     values["layers"] = (
         layers if isinstance(layers, str) else ",".join(map(str, layers if isinstance(layers, list) else [layers]))
     )
-    MHLAConfig(layers=values["layers"].removeprefix("auto:"))
+    if automatic_share(values["layers"]) is None:
+        MHLAConfig(layers=values["layers"])
+    for key in ("description", "model"):
+        if not isinstance(values.get(key, ""), str):
+            raise ValueError(f"{key} must be a text, got {shorten_value(values[key])}")
     values["mhla"] = _mhla_options(values.get("mhla", {}), str(family))
     sections = {key: _section(key, values[key], str(family)) for key in _SECTIONS if key in values}
     recipe = Recipe(name=name, **{**values, **sections})
@@ -463,4 +474,6 @@ def parse_keep(keep: str) -> str:
         ValueError: If it is not a share.
     """
     share = 1 - parse_share("keep", keep)
+    if not share:
+        raise ValueError("keep must be below 100%: no layer would become MHLA.")
     return f"auto:{share.numerator}/{share.denominator}"

@@ -88,6 +88,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     if distributed.is_available() and distributed.is_initialized():
         # Afterwards, processes may wait for much longer.
         distributed.distributed_c10d._set_pg_timeout(TIMEOUT)
+        # NCCL exchanges its id through the store at the first collective.
+        distributed.distributed_c10d._get_default_store().set_timeout(TIMEOUT)
     _shard_on_cpus(accelerator)
     sharding.set_deepspeed_options(accelerator, config)
     return accelerator

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -271,6 +272,10 @@ class FlowObjective(Objective):
                     f"prediction_type={prediction_type!r}; for flow matching it must be 'flow_prediction'"
                 )
             shift = float(scheduler.get("flow_shift") or scheduler.get("shift") or 1.0)
+            if not 0 < shift < math.inf:
+                raise ValueError(
+                    f"model: the scheduler of {source.directory} has flow_shift={shift}; it must be above 0"
+                )
         if config.flow_shift is not None:
             shift = config.flow_shift
         given: dict[str, Any] = {"logit_mean": config.logit_mean, "logit_std": config.logit_std, "flow_shift": shift}

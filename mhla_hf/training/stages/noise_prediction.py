@@ -71,6 +71,10 @@ class NoiseSchedule:
             if (config.get(name) or needed) != needed:
                 raise ValueError(f"{name}={config[name]!r} of the scheduler must be {needed!r} for noise prediction.")
         betas = DDPMScheduler.from_config(config).betas.double()
+        if not bool(((betas > 0) & (betas <= 1)).all()):
+            raise ValueError(
+                f"Noise prediction needs betas above 0 and at most 1; {config.get('_class_name')} has others."
+            )
         alphas_cumprod = (1 - betas).cumprod(0)
         before = torch.cat([betas.new_ones(1), alphas_cumprod[:-1]])
         noise_share = 1 - alphas_cumprod
