@@ -84,6 +84,10 @@ def plan_original(
     files = _shards_in(path) if path.is_dir() else [path]
     read = [read_entries(file) for file in files]
     entries = [entry for own, _ in read for entry in own]
+    if len({entry.name for entry in entries}) < len(entries):
+        raise ValueError(
+            f"{location} has several files with the same weights; give the one that belongs to the model."
+        )
     if any(".cross_attn.kv_linear." in entry.name for entry in entries):
         raise ValueError(
             f"{location} holds original weights of SANA, which the command does not convert: load it with "

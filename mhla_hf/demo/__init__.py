@@ -59,6 +59,11 @@ class DemoConfig(Options):
     guidance: float = option(4.0, "Guidance scale.", minimum=0)
     progress: bool = option(True, "Show progress on standard error.")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.prompts or not all(self.prompts):
+            raise ValueError(f"prompts must be captions, got {self.prompts!r:.100}.")
+
     @property
     def directory(self) -> Path:
         """The directory to write."""

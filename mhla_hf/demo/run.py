@@ -204,15 +204,18 @@ def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, float]:
 def _claimed(config: DemoConfig) -> Iterator[None]:
     """A context in which this demo alone writes to its output, which is empty or holds a demo with its options."""
     output, options = config.directory, config.to_dict()
+    if not (config.base_directory / "model_index.json").is_file():
+        raise ValueError(f"original={str(config.base_directory)!r} is not the directory of a pipeline.")
     with lock_output(output) or nullcontext():
         record = output / _OPTIONS
-        if record.is_file() and not config.resume:
+        before = read_json(record, "the demo's options") if record.is_file() else {}
+        # Other programs may call a file like this, too.
+        is_demo = before.keys() == options.keys()
+        if is_demo and not config.resume:
             for name in (_DATA, *VARIANTS):
                 shutil.rmtree(output / name, ignore_errors=True)
-            record.unlink()
-        elif record.is_file():
-            before = read_json(record, "the demo's options (--no-resume starts again):")
-            changed = [name for name in options if name not in _FREE and before.get(name) != options[name]]
+        elif is_demo:
+            changed = [name for name in options if name not in _FREE and before[name] != options[name]]
             if changed:
                 raise ValueError(
                     f"{output} holds a demo with another {', '.join(changed)}; start again with --no-resume or "

@@ -32,7 +32,7 @@ from ..utils.files import list_files, named_file
 from ..utils.json_files import Types, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_list, shorten_text
-from ..utils.tensor_files import count_values
+from ..utils.tensor_files import FLOAT_TYPES, count_values
 
 
 LAYER_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depth")
@@ -341,7 +341,7 @@ class DirectoryCheck:
             floats = {name for name in tensors if name in state and state[name].is_floating_point()}
             ignored = [re.escape(part) for part in declared(model, "_keys_to_ignore_on_load_unexpected")]
         unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
-        integers = [f"{name} ({tensors[name][0]})" for name in floats if not tensors[name][0].is_floating_point]
+        integers = [f"{name} ({tensors[name][0]})" for name in floats if tensors[name][0] not in FLOAT_TYPES.values()]
         shapes = {name: shape for name, shape in expected.items() if found.get(name, shape) != shape}
         problems = {
             "lacks {}; write or download the weights again.": set(expected) - set(found) - optional,

@@ -110,7 +110,13 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
     check_new_size({key: shape for key, shape in shapes.items() if key not in fresh}, shapes)
     # Told that the fresh keys are there, upstream neither warns about them nor touches them.
     call.arguments["loaded_keys"] = [*loaded_keys, *fresh]
-    result = load_weights(load, call)
+    try:
+        result = load_weights(load, call)
+    except ValueError as error:
+        if ".mhla." not in str(error):
+            raise
+        shapes_given = str(error).partition(". ")[0]
+        raise ValueError(f"The mhla options do not fit the MHLA weights of {name}: {shapes_given}.") from error
     if fresh:
         if initialize_fresh(model, fresh, call.arguments):
             # The index is in the offload folder, as upstream leaves it.

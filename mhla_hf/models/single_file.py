@@ -187,6 +187,9 @@ def _assign(stock: Any, config: Mapping[str, Any], weights: dict[str, torch.Tens
     surplus = set(weights) - set(model.state_dict())
     if surplus:
         logger.warning("%s does not know the weights %s", stock.__name__, shorten_list(surplus))
+    quantised = sorted({str(tensor.dtype) for tensor in weights.values() if tensor.dtype not in FLOATS})
+    if quantised:
+        raise ValueError(f"The weights are {', '.join(quantised)}; quantised weights are read from GGUF files alone.")
     # As in `from_pretrained`: parameters that the class keeps in float32 stay in it.
     kept = fp32_parts(stock)
     cast = {

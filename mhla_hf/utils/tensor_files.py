@@ -238,7 +238,8 @@ def gguf_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
         ValueError: If the file is damaged, has a type that cannot be dequantised, or `gguf` is not installed.
     """
     try:
-        from gguf import GGUFReader
+        import numpy as np
+        from gguf import GGML_QUANT_SIZES, GGUFReader
         from gguf.quants import dequantize
     except ImportError as error:
         raise ValueError(f"GGUF files need the gguf package: {how_to_install('gguf')}") from error
@@ -249,6 +250,9 @@ def gguf_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
     entries, kinds = [], Counter[str]()
     try:
         for tensor in GGUFReader(path).tensors:
+            if tensor.tensor_type.name not in kinds:
+                # Raises for a type that it does not know.
+                dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.tensor_type][1]), np.uint8), tensor.tensor_type)
             kinds[tensor.tensor_type.name] += 1
             # The innermost axis comes first in the file.
             shape = tuple(reversed(tensor.shape.tolist()))
