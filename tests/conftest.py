@@ -55,3 +55,13 @@ def fresh_accelerate_state():
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def one_process():
+    """The mesh of a process group of this process alone, for models that FSDP 2 shards."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The moving average of the weights: its values, in checkpoints, in validation samples and in what a run exports."""
 
+import copy
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -36,6 +38,26 @@ def test_the_average_is_what_the_formula_says():
 
 def same(first, second):
     return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_sharded_model_has_a_sharded_average(one_process):
+    from torch.distributed.fsdp import fully_shard
+
+    plain = torch.nn.Linear(3, 2)
+    model = copy.deepcopy(plain)
+    fully_shard(model, mesh=one_process)
+    averages = [WeightAverage(each, ["weight", "bias"], TrainingConfig(**EMA)) for each in (plain, model)]
+    for _ in range(3):
+        for each, average in zip((plain, model), averages):
+            with torch.no_grad():
+                each.weight.mul_(1.5)
+            average.step()
+    assert all(hasattr(value, "full_tensor") for value in averages[1].ema.shadow_params)
+    (mine, steps), (theirs, _) = averages[1].collect(), averages[0].collect()
+    assert steps == 3 and same(mine, theirs)
+    with averages[1].applied():
+        assert torch.equal(model.weight.full_tensor(), theirs["weight"])
+    assert torch.equal(model.weight.full_tensor(), plain.weight)
 
 
 def test_interrupted_runs_keep_the_same_average(tmp_path):

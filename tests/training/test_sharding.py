@@ -128,3 +128,25 @@ class TestConfigurations:
         plugin.zero_stage = 2
         with pytest.raises(ValueError, match="zero_stage must be 3 in accelerate's configuration"):
             check_distribution(accelerator, config)
+
+    @pytest.mark.parametrize(
+        ("kind", "options", "message"),
+        [
+            (
+                "FSDP",
+                {"transfer_steps": 1},
+                "under FSDP, transfer_steps cannot be used; run that stage first",
+            ),
+            ("FSDP", {"distill_steps": 1}, "under FSDP, distill_steps cannot be used"),
+            ("FSDP", {"train": "lora"}, "under FSDP, train='lora' cannot be used"),
+            ("FSDP", {"validation_prompts": "a"}, "under FSDP, validation_prompts cannot be used"),
+            ("FSDP 1", {}, "under FSDP, use one process, DDP, FSDP 2"),
+            ("MEGATRON_LM", {}, "under MEGATRON_LM, use one process, DDP, FSDP 2"),
+        ],
+    )
+    def test_what_does_not_run_sharded_is_refused(self, kind, options, message):
+        distributed = SimpleNamespace(distributed_type=DistributedType(kind.split()[0]), is_fsdp2=kind == "FSDP")
+        if options:
+            check_distribution(distributed, TrainingConfig())
+        with pytest.raises(ValueError, match=message):
+            check_distribution(distributed, TrainingConfig(**options))

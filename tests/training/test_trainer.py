@@ -21,10 +21,12 @@ from mhla_hf.training.parameters import (
     add_lora,
     is_lora_parameter,
     is_mhla_parameter,
+    merge_lora,
     set_trainable,
     trainable_names,
 )
 from mhla_hf.training.run import read_metrics
+from mhla_hf.training.sharding import unsharded
 
 from .. import tiny
 from .cases import CASES
@@ -111,6 +113,23 @@ class TestParameters:
         set_trainable(student, names)
         assert [name for name, parameter in student.named_parameters() if parameter.requires_grad] == names
 
+    def test_lora_is_seeded_and_merges_exactly(self, student):
+        inputs = tiny.wan_inputs()
+        twins = [copy.deepcopy(student) for _ in range(2)]
+        for twin in twins:
+            torch.rand(1)
+            add_lora(twin, 2, 4.0, seed=3)
+        for (name, mine), theirs in zip(twins[0].named_parameters(), twins[1].parameters(), strict=True):
+            assert torch.equal(mine, theirs), name
+            if ".lora_B." in name:
+                torch.nn.init.normal_(mine, std=0.1)
+        with torch.no_grad():
+            expected = twins[0](**inputs).sample
+            merge_lora(twins[0])
+            assert torch.allclose(twins[0](**inputs).sample, expected, atol=1e-5)
+            assert not torch.allclose(student(**inputs).sample, expected, atol=1e-3)
+        assert twins[0].state_dict().keys() == student.state_dict().keys()
+
 
 def wan_records(student, teacher, inputs):
     """The student's layers, and what the self-attention of the teacher saw in a forward pass."""
@@ -184,6 +203,13 @@ class TestInProcess:
         difference, error = evaluate(result.model, dataset, draws_per_sample=4).difference(before)
         assert difference < -5 * error
         assert result.seconds_per_step["finetune"] > 0
+
+    def test_accumulation_is_a_larger_batch(self, student, dataset):
+        losses = []
+        for sizes in ({"batch_size": 4}, {"batch_size": 1, "gradient_accumulation_steps": 4}):
+            config = options(condition_dropout=0.0, weight_decay=0.0, **sizes)
+            losses.append(DiffusionTrainer(config, copy.deepcopy(student), dataset).run().losses["finetune"])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
     def test_checkpointing_and_bf16_train_alike(self, case, teacher, student, dataset):
         plain = DiffusionTrainer(
@@ -301,7 +327,35 @@ class TestResuming:
         assert len(result.losses["finetune"]) == 6
 
 
+def test_a_sharded_model_is_exported_unsharded(teacher, one_process):
+    from torch.distributed.fsdp import fully_shard
+
+    assert unsharded(teacher) is teacher
+    model, expected = copy.deepcopy(teacher), teacher.state_dict()
+    fully_shard(model, mesh=one_process)
+    exported = unsharded(model)
+    assert type(exported) is type(teacher) and exported.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in exported.state_dict().items())
+
+
 class TestFiles:
+    def test_one_expert_is_trained_and_the_other_stays(self, cache_directory, tmp_path):
+        """Of a pipeline whose experts differ in kind, by way of files."""
+        source, weights = tmp_path / "source", "diffusion_pytorch_model.safetensors"
+        pipeline = tiny.wan_pipeline(num_layers=1, second_transformer=True)
+        convert(pipeline, {"transformer_2": MHLA}).save_pretrained(source)
+        config = options(
+            model=source, cache=str(cache_directory), output=tmp_path / "run", component="transformer_2", max_steps=1,
+            checkpointing_steps=0,
+        )  # fmt: skip
+        result = DiffusionTrainer(config).run()
+        index = json.loads((result.pipeline / "model_index.json").read_text())
+        names = ("transformer", "transformer_2")
+        assert [index[name][1] for name in names] == ["WanTransformer3DModel", "MHLAWanTransformer3DModel"]
+        kept, trained = ((result.pipeline / name / weights).read_bytes() for name in names)
+        assert kept == (source / "transformer" / weights).read_bytes()
+        assert trained != (source / "transformer_2" / weights).read_bytes()
+
     def test_a_run_from_files_writes_a_pipeline(self, pipeline_directory, cache_directory, tmp_path):
         config = options(
             model=pipeline_directory,

@@ -6,15 +6,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from diffusers.models.embeddings import LabelEmbedding
 
-from mhla_hf.training import DiTObjective, SanaObjective, objective_for
+from mhla_hf.training import DiffusionTrainer, DiTObjective, SanaObjective, TrainingConfig, objective_for
 from mhla_hf.training.data.batches import DataOrder, make_batch
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.stages.matching import LayerMatching
 
 from ... import tiny_images
-from ..cases import CASES
+from ..cases import CASES, CLASSES
 
 
 every_family = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -101,6 +102,19 @@ class TestLosses:
             gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
         for name, gradient in gradients[0].items():
             assert gradient.isfinite().all() and torch.allclose(gradient, gradients[1][name], atol=1e-5), name
+
+    def test_classes_are_dropped_by_the_seed_of_the_sample_alone(self):
+        case, losses = CASES["dit"], []
+        labels = one_batch(case, size=400, dropout=0.25).condition["class_label"]
+        assert (labels == CLASSES).float().mean().item() == pytest.approx(0.25, abs=0.06)
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            config = TrainingConfig(max_steps=3, batch_size=4, progress=False, device="cpu", condition_dropout=0.5)
+            model = case.student(case.make_teacher())
+            trainer = DiffusionTrainer(config, model, case.dataset(), null_condition=case.null_condition)
+            losses.append(trainer.run().losses["finetune"])
+            assert {module.dropout_prob for module in model.modules() if isinstance(module, LabelEmbedding)} == {0.1}
+        assert losses[0] == losses[1]
 
 
 class TestTransfer:
