@@ -7,15 +7,19 @@ import subprocess
 import sys
 import textwrap
 
+import accelerate
 import numpy as np
 import pytest
 import torch
 from diffusers import (
     DiffusionPipeline,
+    UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    WanVideoToVideoPipeline,
 )
+from diffusers.hooks import apply_layerwise_casting
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
@@ -124,6 +128,41 @@ def test_load_pipeline_refuses(arguments, message, mhla_dir):
 # Arguments that are passed on
 
 
+@pytest.mark.parametrize("argument", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("source", ["softmax_dir", "mhla_dir"])
+def test_dtype(argument, source, request):
+    pipeline = load_pipeline(request.getfixturevalue(source), **{argument: torch.bfloat16})
+    assert pipeline.transformer.dtype == pipeline.text_encoder.dtype == pipeline.vae.dtype == torch.bfloat16
+    assert pipeline.transformer.blocks[0].attn1.mhla.mixing.dtype == torch.float32
+    assert generate(pipeline).shape == (5, 16, 32, 3)
+
+
+def test_variant(mhla_dir, softmax_dir, tmp_path):
+    load_pipeline(mhla_dir).save_pretrained(tmp_path / "all", variant="fp16")
+    assert (tmp_path / "all/transformer/diffusion_pytorch_model.fp16.safetensors").is_file()
+    pipeline = load_pipeline(tmp_path / "all", variant="fp16")
+    assert_same_parameters(pipeline.transformer, load_pipeline(mhla_dir).transformer)
+    # A variant of some components only: the others are loaded from their ordinary files.
+    load_pipeline(softmax_dir, None).save_pretrained(tmp_path / "some")
+    load_pipeline(softmax_dir, None).vae.save_pretrained(tmp_path / "some/vae", variant="fp16")
+    assert type(load_pipeline(tmp_path / "some", variant="fp16").transformer) is MHLAWanTransformer3DModel
+    with pytest.raises(ValueError, match="variant"):
+        load_pipeline(mhla_dir, variant="no_such_variant")
+
+
+def test_device_map(softmax_dir):
+    pipeline = load_pipeline(softmax_dir, mhla=MHLA, device_map="cpu")
+    assert not any(parameter.is_meta for parameter in pipeline.transformer.parameters())
+    np.testing.assert_allclose(generate(pipeline), generate(load_pipeline(softmax_dir, mhla=MHLA)), atol=1e-5)
+
+
+def test_components_of_the_caller(mhla_dir):
+    transformer = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla={"blocks": [1, 1, 1]})
+    scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0)
+    pipeline = load_pipeline(mhla_dir, transformer=transformer, scheduler=scheduler, tokenizer=None)
+    assert pipeline.transformer is transformer and pipeline.scheduler is scheduler and pipeline.tokenizer is None
+
+
 # Shapes of video
 
 
@@ -194,6 +233,31 @@ def test_convert_in_place_then_save_and_reload(tmp_path):
         convert(pipeline, MHLA)
 
 
+def test_convert_of_a_half_converted_pipeline_touches_nothing():
+    pipeline = tiny.wan_pipeline(second_transformer=True)
+    convert(pipeline.transformer_2, MHLA)
+    with pytest.raises(ValueError, match="transformer_2 .* MHLA already"):
+        convert(pipeline, MHLA)
+    assert type(pipeline.transformer) is WanTransformer3DModel
+
+
+def test_convert_of_an_offloaded_pipeline_touches_nothing():
+    pipeline = tiny.wan_pipeline(second_transformer=True)
+    apply_layerwise_casting(pipeline.transformer_2, torch.float32, torch.float32)
+    with pytest.raises(ValueError, match="transformer_2 .* has hooks .*remove_all_hooks"):
+        convert(pipeline, MHLA)
+    assert type(pipeline.transformer) is type(pipeline.transformer_2) is WanTransformer3DModel
+    np.testing.assert_allclose(generate(pipeline), generate(tiny.wan_pipeline(second_transformer=True)), atol=1e-5)
+    # Hooks that the pipeline put on come off again, and then it converts.
+    pipeline = tiny.wan_pipeline()
+    accelerate.cpu_offload_with_hook(pipeline.transformer, torch.device("cpu"))
+    with pytest.raises(ValueError, match="transformer .* has hooks .*remove_all_hooks"):
+        convert(pipeline, MHLA)
+    pipeline.remove_all_hooks()
+    expected = generate(convert(tiny.wan_pipeline(), MHLA))
+    np.testing.assert_allclose(generate(convert(pipeline, MHLA)), expected, atol=1e-5)
+
+
 def test_convert_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match="no MHLA version"):
         convert(tiny.wan_vae(), MHLA)
@@ -204,6 +268,16 @@ def test_convert_refuses_what_it_does_not_know():
 
 
 # Other pipelines of the same parts
+
+
+def test_from_pipe_takes_mhla_transformers_over(mhla_dir):
+    pipeline = load_pipeline(mhla_dir)
+    with recorded_warnings() as warnings:
+        other = WanVideoToVideoPipeline.from_pipe(pipeline)
+    assert not [message for message in warnings if "switched over" in message]
+    assert type(other) is WanVideoToVideoPipeline and other.transformer is pipeline.transformer
+    given = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=MHLA)
+    assert WanVideoToVideoPipeline.from_pipe(pipeline, transformer=given).transformer is given
 
 
 # LoRA through the pipeline

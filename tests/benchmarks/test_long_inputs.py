@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements over very long inputs: their blocks, their reference, and what is made of their figures."""
+"""Measurements over very long inputs: their blocks, and their reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks.experiments import long_inputs, long_inputs_cases
 from benchmarks.experiments.long_inputs_cases import (
     GRIDS,
     contestant_shapes,
     measure_breakdown,
     measure_errors,
-    measure_times,
 )
-from mhla_hf.bench import attend
 
 
 pytestmark = pytest.mark.slow
@@ -53,21 +50,3 @@ def test_breakdown_shows_what_it_is_for():
     assert grown == pytest.approx({"mhla": 2, "mhla_fixed": 4, "mhla_chunk": 1}, rel=0.1)
     assert found["eps"][0]["output"] == pytest.approx(1, abs=0.05) and found["eps"][1]["output"] < 0.5
     assert [row["blocks"] for row in found["many_blocks"]] == [1, 8]
-
-
-def test_failures_are_named(monkeypatch):
-    def fails(name, *arguments):
-        if name.startswith("mhla"):
-            raise RuntimeError("too large")
-        return attend(name, *arguments)
-
-    monkeypatch.setattr(long_inputs_cases, "attend", fails)
-    times = measure_times(
-        lengths=[256, 512], heads=1, width=8, dtype="float32", seconds=0.02, longest_seconds=1.0, device=DEVICE
-    )
-    assert all(("failed" in row) == row["attention"].startswith("mhla") for row in times["rows"])
-    assert times["rows"][2]["failed"] == "RuntimeError: too large"
-    result = {"times": times, "errors": {"rows": []}, "breakdown": {}}
-    summary = long_inputs.EXPERIMENT.summarize({"all": result})
-    lines = long_inputs._time_table(summary).splitlines()[2:]
-    assert [line.count("failed / failed") for line in lines] == [0, 0, 2, 2, 0, 0, 2, 2, 2]

@@ -61,6 +61,33 @@ def test_pipelines_make_their_own_probe(name):
     assert report.error_after < report.error_before
 
 
+def test_two_experts():
+    pipeline = mhla_hf.convert(tiny.wan_pipeline(second_transformer=True), PIPELINES["wan"][1])
+    with pytest.raises(ValueError, match=r"transformer_2 is not called in 1 denoising steps; take more of them"):
+        mhla_hf.calibrate(pipeline, samples=8, steps=1)
+    report = mhla_hf.calibrate(pipeline, samples=8, steps=6)
+    assert {layer.name.partition(".")[0] for layer in report.layers} == {"transformer", "transformer_2"}
+
+
+def test_pipelines_that_need_images_are_refused():
+    pipeline = mhla_hf.convert(tiny.wan_pipeline(image_to_video=True), PIPELINES["wan"][1])
+    with pytest.raises(ValueError, match="makes no samples from prompts or classes alone"):
+        mhla_hf.calibrate(pipeline, samples=8, steps=4)
+
+
+def test_a_source_is_not_written_to(tmp_path):
+    """The output shares files with its source by links, also those that `save_pretrained` writes."""
+    softmax, source, output = (tmp_path / name for name in ("softmax", "mhla", "calibrated"))
+    model_directory("llama", softmax)
+    convert_pretrained(softmax, source, {"block_size": 4}, progress=False)
+    edited = json.dumps({"max_new_tokens": 7, "pad_token_id": 3})
+    (source / "generation_config.json").write_text(edited)
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    calibrate_directory(source, output=output, data=str(text_folder(tmp_path / "texts")), samples=8)
+    assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
+    assert (output / "generation_config.json").read_text() == edited
+
+
 def test_directory(converted, tmp_path):
     output = tmp_path / "calibrated"
     before = tensors(converted)
