@@ -333,6 +333,30 @@ def test_cards_that_were_edited_on_the_hub_are_kept(client, hub, pipeline):
     assert hub.repositories["user/edited"].files["transformer/notes.txt"] == b"newer"
 
 
+def test_revisions_and_pull_requests(client, hub, directories, tmp_path):
+    """A pull request and another branch leave the main branch as it was."""
+    directory = tmp_path / "language"
+    shutil.copytree(directories / "language", directory)
+    for factor, options in ((1, "{}"), (2, '{"create_pr": True}'), (4, '{"revision": "louder"}')):
+        tensors = load_file(directories / "language/model.safetensors")
+        head = {"lm_head.weight": tensors["lm_head.weight"] * factor}
+        save_file({**tensors, **head}, directory / "model.safetensors", {"format": "pt"})
+        client.check(
+            f"import mhla_hf.hub; mhla_hf.hub.push_directory({str(directory)!r}, 'user/revised', **{options})"
+        )
+    repository = hub.repositories["user/revised"]
+    assert repository.branches == ["main", "louder"] and "refs/pr/1" in repository.references
+    client.check("""
+        from tests import hub_models
+        heads = [
+            hub_models.load("language", "user/revised", revision=revision).lm_head.weight
+            for revision in ("main", "refs/pr/1", "louder")
+        ]
+        assert [float(head[0, 0] / heads[0][0, 0]) for head in heads] == [1, 2, 4]
+    """)
+    assert hub.unknown == []
+
+
 def test_push_to_hub_of_the_libraries_refuses_nan(client, hub):
     result = client.run("""
         import torch
