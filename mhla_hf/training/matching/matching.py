@@ -95,7 +95,12 @@ class Batches:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return send_to_device(dict(self.make(index)), self.device)
+        batch = self.make(index)
+        if not isinstance(batch, Mapping):
+            raise ValueError(
+                f"batch {index} must be a dict of the model's keyword arguments, and is a {type(batch).__name__}."
+            )
+        return send_to_device(dict(batch), self.device)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(f"{self.count};".encode())

@@ -251,7 +251,7 @@ class TestFiles:
         assert fresh.losses == result.losses and fresh.teacher_memory == result.teacher_memory
         (tmp_path / "converted").rename(tmp_path / "elsewhere")
         softmax.rename(tmp_path / "gone")
-        with pytest.raises(ValueError, match="teacher must be given: softmax, which .* comes from, is"):
+        with pytest.raises(ValueError, match="teacher must be given: .* comes from softmax, which is neither"):
             TransformersTrainer(options(model=tmp_path / "elsewhere"), source)
         with pytest.raises(ValueError, match="is an ordinary model; say how to convert it"):
             TransformersTrainer(options(model=tmp_path / "gone"), source)
