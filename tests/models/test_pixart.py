@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
+from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0
 from peft import LoraConfig
 
 from mhla_hf import MHLAPixArtTransformer2DModel, convert
@@ -92,17 +92,6 @@ def test_a_model_whose_projections_were_fused_converts(layers):
     kinds = {type(attention.processor) for attention in model._self_attentions()}
     assert kinds == ({MHLAImageAttnProcessor} if layers is None else {MHLAImageAttnProcessor, AttnProcessor2_0})
     assert {name for name in model.state_dict() if ".mhla." not in name} == keys
-    torch.testing.assert_close(case.run(model), expected)
-
-
-def test_default_processors_go_to_the_layers_that_are_not_mhla():
-    case = TestPixArt()
-    model = case.make_mhla(layers=[1])
-    expected = case.run(model)
-    model.set_default_attn_processor()
-    kinds = [type(attention.processor) for attention in model._self_attentions()]
-    assert kinds == [AttnProcessor, MHLAImageAttnProcessor]
-    assert type(model.transformer_blocks[1].attn2.processor) is AttnProcessor
     torch.testing.assert_close(case.run(model), expected)
 
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mhla_hf.layers import mhla
 from mhla_hf.models.attention import tables_of_layer, tables_with_grid
-from tests.models.cases import WanCase
 
 
 GRID = (2, 3, 4)
@@ -32,18 +30,3 @@ def test_other_layers_get_what_upstream_made(upstream):
     tables, grid = tables_of_layer(tables_with_grid(upstream, GRID), is_mhla=False)
     assert grid == GRID and all(torch.equal(*pair) for pair in zip(tables, upstream, strict=True))
     assert tables_of_layer(upstream, is_mhla=False) == (upstream, None)
-
-
-def test_all_layers_read_the_same_tables(monkeypatch):
-    """Otherwise each would keep a copy for its backward pass."""
-    pytest.importorskip("triton")
-    case, seen, plain = WanCase(), [], mhla.fused_attention
-    model = case.make_mhla(backend="triton")
-
-    def spy(*args, rotary, **options):
-        seen.append((rotary.cosine.data_ptr(), rotary.sine.data_ptr(), rotary.cosine.is_contiguous()))
-        return plain(*args, rotary=rotary, **options)
-
-    monkeypatch.setattr(mhla, "fused_attention", spy)
-    case.run(model)
-    assert len(seen) > 1 and len(set(seen)) == 1 and seen[0][2]

@@ -63,17 +63,6 @@ def test_rows_that_have_ended_do_not_disturb_the_others(llama):
         assert not output[row, 11 + len(kept) :].any()
 
 
-@torch.no_grad()
-@pytest.mark.slow
-def test_compiled_forward_inside_generate(llama):
-    torch._dynamo.reset()
-    expected = generate(llama, **prompt(True), max_new_tokens=3).sequences
-    model = mhla_model("llama")
-    model.forward = torch.compile(model.forward, backend="eager")
-    assert torch.equal(generate(model, **prompt(True), max_new_tokens=3).sequences, expected)
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     "start",
     [
