@@ -282,8 +282,8 @@ class MHLA(nn.Module):
             check_valid(sequence.valid, key)
         if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
             raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
-        if shard is not None and self.window_gain is not None:
-            raise ValueError("shard is not for layers with a softmax window (the option window).")
+        if shard is not None and (self.window_gain is not None or self.num_prefix_tokens):
+            raise ValueError("shard is for layers without a softmax window and without tokens before the grid.")
         layout = None if sequence is not None else self._grid_layout(grid, query.shape[1], shard)
         gate = self._projected_gate(hidden_states)
         state = None if sequence is None else sequence.state
@@ -486,12 +486,8 @@ class MHLA(nn.Module):
         return self.config.block_size[0]
 
     def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
-        if grid is None:
-            raise ValueError("grid is needed: the number of tokens along each axis.")
         grid = positive_axes("grid", grid)
         if shard is not None:
-            if self.num_prefix_tokens:
-                raise ValueError("shard is for layers without tokens before those of the grid.")
             shard.check_length(num_tokens)
             num_tokens = shard.num_tokens
         if math.prod(grid) + self.num_prefix_tokens != num_tokens:

@@ -82,12 +82,11 @@ def resample_mixing(
     check_count("num_prefix_blocks", num_prefix_blocks, minimum=0)
     check_mixing_shape(mixing)
     count = num_prefix_blocks + math.prod(source_blocks)
-    if mixing.shape[-1] != count:
+    if mixing.shape[-1] != count or len(target_blocks) != len(source_blocks):
         raise ValueError(
-            f"mixing has shape {tuple(mixing.shape)}, but source_blocks={tuple(source_blocks)} are {count}."
+            f"mixing {tuple(mixing.shape)}, source_blocks={tuple(source_blocks)} ({count} blocks) and "
+            f"target_blocks={tuple(target_blocks)} do not fit each other."
         )
-    if len(target_blocks) != len(source_blocks):
-        raise ValueError(f"target_blocks={tuple(target_blocks)} has other axes than {tuple(source_blocks)}.")
     if tuple(source_blocks) == tuple(target_blocks):
         return mixing
     matrix = cached(

@@ -156,8 +156,6 @@ class SequenceLayout:
 
 
 def _check_documents(documents: torch.Tensor, valid: torch.Tensor) -> None:
-    if not isinstance(documents, torch.Tensor):
-        raise ValueError(f"documents must be a tensor, got {type(documents).__name__}.")
     if (documents.dtype, documents.shape, documents.device) != (torch.long, valid.shape, valid.device):
         raise ValueError(
             f"documents must be {torch.long} {tuple(valid.shape)} on {valid.device}, as valid is, got "

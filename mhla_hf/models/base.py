@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -88,13 +89,13 @@ class MHLAModelMixin(MHLAAdapterMixin):
             base for base in cls.__mro__ if issubclass(base, ModelMixin) and not issubclass(base, MHLAModelMixin)
         )
 
+    @abstractmethod
     def _self_attentions(self) -> list[nn.Module]:
         """The self-attention module of every layer, in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
-        """Makes the attention modules of `mhla_layers` compute with their new submodule `mhla`."""
-        raise NotImplementedError
+        """Make the attention modules of `mhla_layers` compute with their new submodule `mhla`."""
 
     def _attention_widths(self, attention: Any) -> dict[str, Any]:
         """`hidden_size`, `num_heads` and `head_dim` of a self-attention module."""
