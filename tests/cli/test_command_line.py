@@ -232,7 +232,8 @@ def test_json_goes_to_standard_output_alone(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text()) == {"loss": 0.5, "blocks": [3, 5, 10]}
 
 
-def test_help_is_quick():
-    code = "import time, sys\nfrom typer.testing import CliRunner\nfrom mhla_hf.cli.main import app\n"
-    code += "assert CliRunner().invoke(app, ['--help']).exit_code == 0\nprint(time.process_time())"
-    assert float(run_process("-c", code).stdout) < 1.0
+def test_help_imports_nothing_heavy():
+    code = "import sys\nfrom typer.testing import CliRunner\nfrom mhla_hf.cli.main import app\n"
+    code += "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+    code += "print({'torch', 'diffusers', 'transformers', 'matplotlib', 'gradio'} & set(sys.modules))"
+    assert run_process("-c", code).stdout == "set()\n"
