@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from numbers import Integral
 from typing import Any
 
@@ -308,6 +309,26 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
     if beyond:
         raise ValueError(f"layers names {shorten_list(beyond)}, but the model has layers 0 to {num_layers - 1}.")
     return None if chosen is None else list(chosen)
+
+
+def automatic_share(layers: str) -> Fraction | None:
+    """Read `auto:p/q`: the share p/q of the layers becomes MHLA, and the others are those worst to replace.
+
+    Returns:
+        The share, or `None` for a choice that names the layers.
+
+    Raises:
+        ValueError: If it begins with `auto:`, and the rest is not a fraction above 0 and at most 1.
+    """
+    text = layers.strip()
+    if not text.startswith("auto:"):
+        return None
+    match = _FRACTION.fullmatch(text.removeprefix("auto:"))
+    if match is None or not 0 < int(match[1]) <= int(match[2]):
+        raise ValueError(
+            f"layers={layers!r:.100} must be a fraction above 0 and at most 1 after auto:, such as auto:2/3."
+        )
+    return Fraction(int(match[1]), int(match[2]))
 
 
 def _layers(layers: Any) -> tuple[int, ...] | str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..config import CHOICES
+from ..config import CHOICES, automatic_share
 from .options import (
     BLOCKS,
     CONVERSION,
@@ -97,14 +97,13 @@ def convert_command(
         mhla-hf convert Qwen/Qwen3-0.6B qwen3-mhla --block-size 128 --layers 2/3
     """
     fields = mhla_options(mhla, options)
-    if data is not None and not calibrate and not (layers or "").strip().startswith("auto:"):
+    share = None if layers is None else automatic_share(layers)
+    if data is not None and not calibrate and share is None:
         raise ValueError("data has no effect without --calibrate or --layers auto:...")
 
     from ..conversion import convert_pretrained
-    from ..conversion.options import automatic_share
     from .recover import run_calibration, run_selection
 
-    share = None if layers is None else automatic_share(layers)
     if share == 1:
         layers = "all"
     elif share is not None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses options such as `3,5,10`, `2/3`, `bf16` and `5GB`, with errors that name the option."""
+"""Parse options such as `bf16` and `5GB`, with errors that name the option."""
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 import torch
 
@@ -27,28 +26,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def automatic_share(layers: str) -> Fraction | None:
-    """Reads `auto:p/q`: the share p/q of the layers becomes MHLA, and the others are those worst to replace.
-
-    Returns:
-        The share, or `None` for a choice that names the layers.
-
-    Raises:
-        ValueError: If it begins with `auto:`, and the rest is not a fraction above 0 and at most 1.
-    """
-    text = layers.strip()
-    if not text.startswith("auto:"):
-        return None
-    match = re.fullmatch(r"auto:\s*(\d{1,9})\s*/\s*(\d{1,9})", text)
-    if match is None or not 0 < int(match[1]) <= int(match[2]):
-        raise ValueError(
-            f"layers={layers!r:.100} must be a fraction above 0 and at most 1 after auto:, such as auto:2/3."
-        )
-    return Fraction(int(match[1]), int(match[2]))
-
-
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Reads a floating-point type from its name.
+    """Read a floating-point type from its name.
 
     Raises:
         ValueError: If it is not float32, bfloat16 or float16.
@@ -61,7 +40,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def parse_size(size: int | str | None, name: str = "max_shard_size") -> int | None:
-    """Reads a number of bytes: an integer, or text such as `"5GB"` or `"512MiB"`.
+    """Read a number of bytes: an integer, or text such as `"5GB"` or `"512MiB"`.
 
     Raises:
         ValueError: If it is not a positive size.

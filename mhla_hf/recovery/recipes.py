@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from ..config import MHLAConfig
+from ..config import MHLAConfig, automatic_share
 from ..training.config import DISTILL_TARGETS, LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
 from ..utils.messages import check_choice, check_names, did_you_mean, shorten_text, shorten_value
 from ..utils.options import Options, option
@@ -394,8 +394,6 @@ def _parse(content: Any, name: str) -> Recipe:
     values["layers"] = (
         layers if isinstance(layers, str) else ",".join(map(str, layers if isinstance(layers, list) else [layers]))
     )
-    from ..conversion.options import automatic_share
-
     if automatic_share(values["layers"]) is None:
         MHLAConfig(layers=values["layers"])
     for key in ("description", "model"):

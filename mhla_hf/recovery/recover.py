@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from ..config import automatic_share
 from ..conversion.convert import plan_model
-from ..conversion.options import automatic_share, parse_dtype
+from ..conversion.options import parse_dtype
 from ..conversion.planning import PlanOptions
 from ..models.registry import family_for
 from ..models.source import Component, Source, open_source

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import automatic_share
 from ..conversion import convert_pretrained
-from ..conversion.options import automatic_share
 from ..models.source import Component, Source, read_source
 from ..training.config import TrainingConfig
 from ..training.data.batch_sources import BatchSource, Latents
