@@ -28,6 +28,7 @@ from ..training.families.wan import encode_videos
 from ..utils.destinations import LOCK, lock_output
 from ..utils.files import atomic_file, write_json
 from ..utils.json_files import read_json
+from ..utils.locations import PIPELINE_INDEX
 from . import BLOCKS, GRID, DemoConfig
 
 
@@ -204,7 +205,7 @@ def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, float]:
 def _claimed(config: DemoConfig) -> Iterator[None]:
     """A context in which this demo alone writes to its output, which is empty or holds a demo with its options."""
     output, options = config.directory, config.to_dict()
-    if not (config.base_directory / "model_index.json").is_file():
+    if not (config.base_directory / PIPELINE_INDEX).is_file():
         raise ValueError(f"original={str(config.base_directory)!r} is not the directory of a pipeline.")
     with lock_output(output) or nullcontext():
         record = output / _OPTIONS

@@ -12,11 +12,12 @@ import torch.nn as nn
 from ..config import MHLAConfig
 from ..layers.original import STATE_KEY, check_adapters, original_values
 from ..utils.compat.diffusers import fp32_parts
+from ..utils.tensor_files import FLOAT_TYPES
 from .loading import warn_of_fresh
 from .registry import mhla_class_for
 
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOATS = tuple(FLOAT_TYPES.values())
 """Types of weights that are not quantised."""
 
 
