@@ -141,10 +141,9 @@ def open_comparison(
     originals = _originals(source, original)
     part = source.mhla_components[0]
     softmax = {name: found.load(dtype=weights).to(place).eval() for name, (_, found) in originals.items()}
-    location = original if original is not None else originals[part.name][0]
     facts: dict[str, Any] = {
         "name": _shown(model),
-        "location": _shown(location),
+        "location": _shown(originals[part.name][0]),
         "attention": f"{part.original_attention} attention",
         "recovered": _is_recovered(source.root),
     }

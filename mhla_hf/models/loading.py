@@ -115,8 +115,9 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
     except ValueError as error:
         if ".mhla." not in str(error):
             raise
-        shapes_given = str(error).partition(". ")[0]
-        raise ValueError(f"The mhla options do not fit the MHLA weights of {name}: {shapes_given}.") from error
+        # The rest of diffusers' message advises to overwrite weights that do not fit.
+        reason = str(error).partition(". ")[0]
+        raise ValueError(f"The mhla options do not fit the MHLA weights of {name}: {reason}.") from error
     if fresh:
         if initialize_fresh(model, fresh, call.arguments):
             # The index is in the offload folder, as upstream leaves it.
