@@ -35,8 +35,8 @@ from .models import source as sources
 from .models.registry import MHLA_CLASSES
 from .pipelines import load_pipeline
 from .recovery.directories import calibrate_directory
-from .recovery.probes import PROMPTS, sample_size
 from .recovery.recipes import default_recipe
+from .training.data.probes import PROMPTS, sample_size
 from .training.matching.layers import mhla_layers
 from .utils.destinations import claim_destination
 from .utils.files import list_files

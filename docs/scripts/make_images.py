@@ -22,7 +22,7 @@ from mhla_hf import BlockLayout, MHLAConfig, convert
 from mhla_hf.analysis import LayerTokens, effective_rank, layer_tokens, numerical_rank, singular_values
 from mhla_hf.demo import base_pipeline_directory
 from mhla_hf.layers import initial_mixing
-from mhla_hf.recovery.probes import pipeline_batches
+from mhla_hf.training.data.probes import pipeline_batches
 
 
 IMAGES = Path(__file__).resolve().parent.parent / "images"

@@ -21,8 +21,8 @@ from ..layouts.blocks import is_integer
 from ..lora_check import mhla_parts
 from ..models.source import Component, Source, find_original, open_source, softmax_version
 from ..models.weight_files import check_weights, damage_named
-from ..recovery.probes import pipeline_batches
 from ..training.data.images import read_image
+from ..training.data.probes import pipeline_batches
 from ..training.matching.layers import Batch
 from ..utils.locations import download_repository
 from ..utils.machine import choose_device, machine_facts
@@ -110,7 +110,7 @@ def inspect_directory(
         token: Access token for the Hub.
         cache_dir: Cache folder for downloads.
         **call_options: Of a pipeline's samples: `steps` and arguments of the pipeline's call, such as `height`; see
-            [`pipeline_batches`][mhla_hf.recovery.probes.pipeline_batches].
+            [`pipeline_batches`][mhla_hf.training.data.probes.pipeline_batches].
 
     Raises:
         ValueError: If there is no MHLA model, a file is damaged, or an argument is wrong.

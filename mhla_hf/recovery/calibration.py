@@ -149,7 +149,7 @@ def calibrate(
             takes what it needs.
         progress: Called with the number of batches that were run and of all.
         **probe_options: How the samples of a pipeline are made: `samples`, `prompts`, `steps`, `seed` and arguments of
-            the pipeline's call; see [`pipeline_batches`][mhla_hf.recovery.probes.pipeline_batches].
+            the pipeline's call; see [`pipeline_batches`][mhla_hf.training.data.probes.pipeline_batches].
 
     Returns:
         Changes of each layer, and its error before and after.
@@ -167,7 +167,7 @@ def calibrate(
         raise ValueError(f"{', '.join(probe_options)}: only for pipelines without batches.")
     if isinstance(model_or_pipeline, nn.Module):
         return calibrate_model(model_or_pipeline, batches, **options)  # type: ignore[arg-type]
-    from .probes import mhla_components, pipeline_batches
+    from ..training.data.probes import mhla_components, pipeline_batches
 
     models = mhla_components(model_or_pipeline)
     if batches is None:

@@ -25,10 +25,10 @@ from ..training.data.batch_sources import (
     text_batches,
 )
 from ..training.data.generated import generate_text, read_prompts
+from ..training.data.probes import pipeline_batches
 from ..training.loading import PipelineSource, objective_for
 from ..training.matching.layers import Batch, mhla_layers
 from ..utils.locations import PIPELINE_INDEX
-from .probes import pipeline_batches
 from .recipes import TEXT, TRANSFORMERS, Recipe
 
 

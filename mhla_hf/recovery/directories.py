@@ -14,6 +14,7 @@ from ..layers.original import STATE_KEY, STATES, record_weights
 from ..models.registry import MHLA_CLASSES
 from ..models.source import CONVERSION_RECORD, Component, Source, open_source, read_source
 from ..models.weight_files import check_weights, damage_named
+from ..training.data.probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES, pipeline_batches
 from ..training.matching.layers import Batch
 from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, list_files, write_json
@@ -23,7 +24,6 @@ from ..utils.messages import check_count, shorten_text
 from ..utils.tensor_files import FLOAT_TYPES, read_header
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
 from .data import probe_batches
-from .probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES, pipeline_batches
 from .selection import SelectionReport, select_layers
 
 

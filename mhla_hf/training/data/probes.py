@@ -12,12 +12,12 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import nn
 
-from ..models.registry import is_mhla_class
-from ..training.data.batches import stable_seed
-from ..training.matching.layers import Batch, mhla_layers, original_heads
-from ..utils.compat import forward_parameters
-from ..utils.compat.diffusers import progress_bar_options
-from ..utils.messages import check_count
+from ...models.registry import is_mhla_class
+from ...utils.compat import forward_parameters
+from ...utils.compat.diffusers import progress_bar_options
+from ...utils.messages import check_count
+from ..matching.layers import Batch, mhla_layers, original_heads
+from .batches import stable_seed
 
 
 DEFAULT_SAMPLES = 32
