@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.recovery import COLORS, TITLES, points
 from mhla_hf.utils.figures import new_figure, save_figure
-from mhla_hf.utils.json_files import read_json
+from mhla_hf.utils.files import read_json
 
 
 RESULTS = Path(__file__).resolve().parent / "results"

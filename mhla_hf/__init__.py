@@ -14,8 +14,8 @@ from .integrations.adapters import register_with_peft
 from .integrations.diffusers import register_with_diffusers
 from .integrations.transformers import register_with_transformers
 from .models.registry import MHLA_CLASSES
+from .utils import lazy_names
 from .utils.compat import check_version
-from .utils.imports import lazy_names
 
 
 if TYPE_CHECKING:

@@ -39,8 +39,7 @@ from .recovery.recipes import default_recipe
 from .training.data.probes import PROMPTS, sample_size
 from .training.matching.layers import mhla_layers
 from .utils.destinations import claim_destination
-from .utils.files import list_files
-from .utils.json_files import read_json
+from .utils.files import list_files, read_json
 from .utils.locations import PIPELINE_INDEX, is_hub_id, local_directory
 from .utils.machine import choose_device, synchronize
 from .utils.messages import how_to_install, shorten_text

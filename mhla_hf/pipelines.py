@@ -13,8 +13,7 @@ from .integrations.diffusers import loading_as_mhla
 from .models.options import is_by_component, options_by_component, with_given
 from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
 from .utils.compat import check_version
-from .utils.files import path_inside
-from .utils.json_files import read_json
+from .utils.files import path_inside, read_json
 from .utils.locations import find_pipeline
 from .utils.messages import check_choice, shorten_value
 

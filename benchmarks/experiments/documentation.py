@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.pages import table_row, with_sections
 from benchmarks.quality_dit.report import table_rows
-from mhla_hf.utils.json_files import read_json
+from mhla_hf.utils.files import read_json
 
 from .registry import experiment_names, find_experiment
 

@@ -21,8 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mhla_hf.utils.destinations import atomic_directory, take_lock
-from mhla_hf.utils.files import write_staged_json
-from mhla_hf.utils.json_files import read_json
+from mhla_hf.utils.files import read_json, write_staged_json
 
 
 END = "<|endoftext|>"

@@ -22,8 +22,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from mhla_hf.utils.files import write_json
-from mhla_hf.utils.json_files import read_json
+from mhla_hf.utils.files import read_json, write_json
 from mhla_hf.utils.machine import choose_device, machine_facts
 
 from .experiment import Case

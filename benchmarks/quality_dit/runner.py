@@ -20,8 +20,7 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 
 from mhla_hf.utils.destinations import atomic_directory, lock_output, remove_leftovers
-from mhla_hf.utils.files import atomic_file, write_json
-from mhla_hf.utils.json_files import read_json
+from mhla_hf.utils.files import atomic_file, read_json, write_json
 from mhla_hf.utils.machine import choose_device, machine_facts, synchronize
 from mhla_hf.utils.tensor_files import read_tensors
 

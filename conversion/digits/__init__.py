@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mhla_hf.utils.imports import lazy_names
+from mhla_hf.utils import lazy_names
 
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from ..layers.mhla import MHLA
 from ..layouts.blocks import is_integer
 from ..training.matching.layers import Batch
 from ..training.processes import Processes
-from ..utils.files import write_json
-from ..utils.json_files import check_fields, read_json
+from ..utils.files import check_fields, read_json, write_json
 from ..utils.messages import shorten_value
 from .matrices import LayerTokens
 from .recording import MatrixStatistics, Sample, observe_batch, query_rows

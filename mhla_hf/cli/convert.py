@@ -261,7 +261,7 @@ def models_command(
 def _write_record(json_file: Path | None, directory: Path) -> None:
     """Write what the directory records of its conversion."""
     from ..models.source import CONVERSION_RECORD
-    from ..utils.json_files import read_json
+    from ..utils.files import read_json
 
     if json_file is not None:
         write_report(json_file, read_json(directory / CONVERSION_RECORD, CONVERSION_RECORD))

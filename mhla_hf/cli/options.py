@@ -224,7 +224,7 @@ def mhla_options(text: str | None, options: Mapping[str, Any]) -> dict[str, Any]
         ValueError: If the text is neither JSON of an object nor the name of a file of it, or an option is wrong.
     """
     from ..models.options import merge_options
-    from ..utils.json_files import check_fields, parse_json, read_json
+    from ..utils.files import check_fields, parse_json, read_json
 
     fields = given(options, CONVERSION)
     MHLAConfig.from_dict(fields)

@@ -12,7 +12,7 @@ import typer
 
 from ..training.config import UNCONVERTED, CacheConfig, TrainingConfig
 from ..training.families import FAMILIES, check_options, option_families
-from ..utils.json_files import read_json
+from ..utils.files import read_json
 from ..utils.messages import check_count, check_names
 from .options import DIRECTORY, FILE, Quiet, argument, option, options_from, with_options
 from .output import JsonFile, write_report

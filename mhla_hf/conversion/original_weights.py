@@ -17,8 +17,7 @@ from ..models.options import from_stored, options_by_component
 from ..models.registry import family_for, is_mhla_class
 from ..models.single_file import GGUF_SUFFIX, find_single_file, is_url, read_config, read_entries
 from ..models.source import Component, Source, open_source, vae_compression
-from ..utils.files import check_entry, read_weight_map
-from ..utils.json_files import read_json
+from ..utils.files import check_entry, read_json, read_weight_map
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_list, shorten_text, shorten_value
 from ..utils.tensor_files import FLOAT_TYPES, TensorEntry

@@ -28,7 +28,7 @@ from ..utils.compat.transformers import (
     saved_tensors,
     without_tied,
 )
-from ..utils.json_files import read_json
+from ..utils.files import read_json
 from ..utils.messages import shorten_text
 from ..utils.tensor_files import FLOAT_TYPES, SafetensorsReader, TensorEntry
 from .planning import (

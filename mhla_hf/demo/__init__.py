@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..utils.imports import lazy_names
+from ..utils import lazy_names
 from ..utils.options import Options, option
 
 

@@ -26,8 +26,7 @@ from ..training.data.batch_sources import Latents
 from ..training.data.digits import MovingDigits, stack_videos
 from ..training.families.wan import encode_videos
 from ..utils.destinations import LOCK, lock_output
-from ..utils.files import atomic_file, write_json
-from ..utils.json_files import read_json
+from ..utils.files import atomic_file, read_json, write_json
 from ..utils.locations import PIPELINE_INDEX
 from . import BLOCKS, GRID, DemoConfig
 

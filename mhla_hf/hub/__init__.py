@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..utils.imports import lazy_names
+from ..utils import lazy_names
 
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from ..ops.normalizers import NORMALIZERS
 from ..recovery.report import PLOT
 from ..training.loading import PipelineSource
 from ..utils.compat.transformers import task_classes
-from ..utils.files import atomic_file
-from ..utils.json_files import read_json
+from ..utils.files import atomic_file, read_json
 from ..utils.locations import is_hub_id
 from ..utils.messages import one_line, shorten_value
 from ..utils.model_cards import (

@@ -28,8 +28,7 @@ from ..models.stub import LIBRARY as STUB_LIBRARY
 from ..models.weight_files import PICKLES
 from ..utils.compat.diffusers import declared
 from ..utils.compat.transformers import ignored_names
-from ..utils.files import list_files, named_file
-from ..utils.json_files import Types, read_json, read_json_value
+from ..utils.files import Types, list_files, named_file, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import FLOAT_TYPES, count_values

@@ -24,8 +24,7 @@ from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, read_source
 from ..models.stub import stub_files
 from ..models.weight_files import DIFFUSERS_FILES, PICKLES, TRANSFORMERS_FILES, FileNames
 from ..utils.destinations import take_lock
-from ..utils.files import TEMPORARY_PREFIX, list_files
-from ..utils.json_files import parse_json, read_json, read_json_value
+from ..utils.files import TEMPORARY_PREFIX, list_files, parse_json, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX, is_hub_id
 from ..utils.model_cards import CARD, is_own_card, read_card
 from ..utils.tensor_files import TensorEntry, plan_shards, write_shards

@@ -17,7 +17,7 @@ from ..config import MHLAConfig
 from ..models.registry import MHLA_CLASSES, TRANSFORMERS_FAMILIES
 from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Component, Source, read_source
 from ..recovery.report import REPORT
-from ..utils.json_files import read_json
+from ..utils.files import read_json
 from ..utils.messages import one_line, shorten_text
 from .checks import LAYER_COUNTS
 

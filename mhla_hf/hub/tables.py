@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult
 from ..config import MHLAConfig
 from ..layouts.windows import default_window_size
 from ..recovery.report import TITLES
-from ..utils.json_files import read_json
+from ..utils.files import read_json
 from ..utils.locations import is_hub_id
 from ..utils.messages import one_line, pluralize
 from .records import BENCHMARK, LONGEST, RECOVERY, ModelPart, Records, is_recovery, known

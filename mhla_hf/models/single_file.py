@@ -14,7 +14,7 @@ import torch
 
 from ..config import MHLAConfig
 from ..utils.compat.diffusers import fp32_parts, loads_single_files
-from ..utils.hub import hub_downloads
+from ..utils.locations import hub_downloads
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import SafetensorsReader, TensorEntry, gguf_entries
 from .bounds import check_layer_count, check_model_config

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..utils.json_files import read_json
+from ..utils.files import read_json
 from ..utils.messages import shorten_text
 
 

@@ -17,8 +17,7 @@ from ..models.weight_files import check_weights, damage_named
 from ..training.data.probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES, pipeline_batches
 from ..training.matching.layers import Batch
 from ..utils.destinations import claim_destination
-from ..utils.files import link_or_copy, list_files, write_json
-from ..utils.json_files import read_json
+from ..utils.files import link_or_copy, list_files, read_json, write_json
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, shorten_text
 from ..utils.tensor_files import FLOAT_TYPES, read_header

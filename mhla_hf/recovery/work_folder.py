@@ -26,8 +26,7 @@ from torch import nn
 
 from ..training.checkpoints import STATE
 from ..utils.destinations import LOCK, lock_output, remove_directory, remove_leftovers
-from ..utils.files import atomic_file, write_json
-from ..utils.json_files import read_json
+from ..utils.files import atomic_file, read_json, write_json
 from ..utils.messages import shorten_value
 from .recipes import STAGES
 

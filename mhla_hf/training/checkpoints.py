@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..utils.destinations import atomic_directory, remove_directory
-from ..utils.json_files import read_json
+from ..utils.files import read_json
 from .data.fingerprints import file_fingerprint
 from .sharding import full_moments, full_shape, full_tensor, load_moment, shard_like
 

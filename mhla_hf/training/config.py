@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..utils.json_files import check_fields, parse_json, read_json
+from ..utils.files import check_fields, parse_json, read_json
 from ..utils.messages import shorten_value
 from ..utils.options import DEVICE_HELP, Options, option
 from .data.folders import parse_buckets

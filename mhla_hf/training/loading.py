@@ -18,8 +18,7 @@ from ..models.registry import current_class, mhla_class_for
 from ..models.source import TRAINING_RECORD, Component, Source, find_original, read_source
 from ..models.weight_files import check_weights, damage_named
 from ..utils.destinations import atomic_directory
-from ..utils.files import list_files, write_json
-from ..utils.json_files import Types, read_json
+from ..utils.files import Types, list_files, read_json, write_json
 from ..utils.locations import PIPELINE_INDEX, download_pipeline, download_repository, find_directory, find_pipeline
 from ..utils.model_cards import CARD, is_own_card
 from .config import COMPONENTS, UNCONVERTED, TrainingConfig

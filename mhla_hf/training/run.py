@@ -19,8 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..utils.destinations import lock_output
-from ..utils.files import atomic_file, clear_write_errors
-from ..utils.json_files import Types, check_fields, parse_json
+from ..utils.files import Types, atomic_file, check_fields, clear_write_errors, parse_json
 from . import checkpoints, parameters
 from .checkpoints import Position
 from .config import TrainingConfig

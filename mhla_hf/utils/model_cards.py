@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .json_files import read_json
+from .files import read_json
 from .messages import one_line
 
 

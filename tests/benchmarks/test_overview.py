@@ -8,7 +8,7 @@ from PIL import Image
 
 from benchmarks import overview
 from benchmarks.overview import recovery_lines
-from mhla_hf.utils.json_files import read_json
+from mhla_hf.utils.files import read_json
 
 
 pytestmark = pytest.mark.slow

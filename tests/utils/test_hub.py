@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mhla_hf.utils.hub import HubError, hub_downloads
+from mhla_hf.utils.locations import HubError, hub_downloads
 
 
 def test_other_errors_stay():

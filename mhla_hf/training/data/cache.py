@@ -23,8 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ...utils.destinations import PATIENCE_SECONDS, remove_leftovers, share_lock, take_lock
-from ...utils.files import atomic_file, path_inside, write_json
-from ...utils.json_files import check_fields, read_json
+from ...utils.files import atomic_file, check_fields, path_inside, read_json, write_json
 from ...utils.messages import shorten_text, shorten_value
 from ..config import DIGITS, GENERATED, LONGEST_TEXT, CacheConfig, TrainingConfig
 from ..families import check_options

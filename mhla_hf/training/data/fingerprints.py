@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...utils.json_files import parse_json
+from ...utils.files import parse_json
 
 
 _READ_WHOLE = 4 * 2**20

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...utils.files import path_inside
-from ...utils.json_files import check_fields, parse_json
+from ...utils.files import check_fields, parse_json, path_inside
 from ...utils.messages import shorten_text, shorten_value
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from ...utils.json_files import read_json
+from ...utils.files import read_json
 from ...utils.messages import shorten_list, shorten_text, shorten_value
 from .folders import (
     Bucket,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from ...models.registry import ModelFamily, family_for
-from ...utils.json_files import read_json
+from ...utils.files import read_json
 from ..config import DIGITS, LONGEST_SIDE, MOST_FRAMES, CacheConfig
 from ..data.folders import Bucket, parse_buckets
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...utils.json_files import read_json
+from ...utils.files import read_json
 from .base import (
     FLOW_OPTIONS,
     TEXT_OPTIONS,

@@ -23,8 +23,7 @@ from safetensors.torch import save_file
 
 from ...conversion.options import format_bytes
 from ...utils.destinations import remove_directory
-from ...utils.files import atomic_file, write_json
-from ...utils.json_files import read_json
+from ...utils.files import atomic_file, read_json, write_json
 from .layers import CallArguments, LayerCall
 
 

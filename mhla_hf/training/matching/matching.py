@@ -23,8 +23,7 @@ from torch import nn
 from ...conversion.options import parse_dtype, parse_size
 from ...layers.original import check_mhla, original_name, record_step
 from ...utils.destinations import lock_output, remove_leftovers
-from ...utils.files import write_json
-from ...utils.json_files import read_json
+from ...utils.files import read_json, write_json
 from ...utils.messages import check_choice, check_count
 from ..config import TrainingConfig
 from ..data.batches import DataOrder

@@ -21,8 +21,7 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...utils.files import write_json
-from ...utils.json_files import read_json
+from ...utils.files import read_json, write_json
 from .. import checkpoints
 from ..checkpoints import Position
 from ..config import TrainingConfig

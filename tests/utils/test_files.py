@@ -2,8 +2,7 @@
 
 import pytest
 
-from mhla_hf.utils.files import path_inside
-from mhla_hf.utils.json_files import read_json
+from mhla_hf.utils.files import path_inside, read_json
 
 
 def test_reads_an_object_with_a_byte_order_mark(tmp_path):
