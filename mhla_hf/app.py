@@ -25,7 +25,7 @@ from torch import nn
 
 from . import __version__
 from .analysis import mixing_figure, mixing_summary, reference_layout
-from .analysis.plots import middle_block
+from .analysis.statistics import middle_block
 from .conversion import convert_pretrained
 from .conversion.options import parse_dtype
 from .demo import BLOCKS, GRID, DemoConfig, base_pipeline_directory

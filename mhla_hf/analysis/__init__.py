@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .matrices import linear_matrix as linear_matrix
     from .matrices import mhla_matrix as mhla_matrix
     from .matrices import softmax_matrix as softmax_matrix
-    from .page import write_html as write_html
     from .plots import mixing_figure as mixing_figure
+    from .plots import write_html as write_html
     from .signatures import FailureSignature as FailureSignature
     from .statistics import MixingSummary as MixingSummary
     from .statistics import attention_statistics as attention_statistics

@@ -28,7 +28,7 @@ from ..utils.locations import download_repository
 from ..utils.machine import choose_device, machine_facts
 from ..utils.messages import pluralize, shorten_text, shorten_value
 from .inspection import DEFAULT_TOKENS, ModelInspection, inspect_model, plain
-from .plots import check_block
+from .statistics import check_block
 
 
 DEFAULT_SAMPLES = 4

@@ -17,8 +17,8 @@ from ..layouts.blocks import BlockLayout, is_integer
 from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
 from ..training.matching.teacher import shared_teacher
 from .matrices import KINDS, LayerTokens
-from .recording import MatrixStatistics, Sample, attention_modules, query_rows, recorded_attention
 from .statistics import MixingSummary, mean_and_std, mixing_summary
+from .tracking import MatrixStatistics, Sample, attention_modules, query_rows, recorded_attention
 
 
 DEFAULT_TOKENS = 512

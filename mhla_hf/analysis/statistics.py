@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..layers.mhla import MHLA
 from ..layers.mixing import effective_mixing
-from ..layouts.blocks import BlockLayout
+from ..layouts.blocks import BlockLayout, is_integer
+from ..utils.messages import shorten_value
 
 
 TOLERANCE = 1e-4
@@ -205,6 +207,26 @@ def reference_layout(mhla: MHLA) -> BlockLayout:
         if tuple(layout.blocks) == tuple(mhla.blocks):
             return layout
     return BlockLayout(mhla.blocks, blocks=mhla.blocks, num_prefix_tokens=mhla.num_prefix_tokens)
+
+
+def middle_block(layout: BlockLayout) -> int:
+    """Return the number of the block in the middle of a layout's block grid."""
+    place = tuple(count // 2 for count in layout.blocks)
+    return layout.num_prefix_blocks + int(np.ravel_multi_index(place, layout.blocks))
+
+
+def check_block(block: int | None, layout: BlockLayout) -> int:
+    """Return `block`, or the middle one for `None`.
+
+    Raises:
+        ValueError: Unless it is the number of one of the layout's blocks on the token grid.
+    """
+    if block is None:
+        return middle_block(layout)
+    first, last = layout.num_prefix_blocks, layout.num_blocks - 1
+    if not is_integer(block) or not first <= block <= last:
+        raise ValueError(f"block={shorten_value(block)} must be a block on the token grid: {first} to {last}.")
+    return int(block)
 
 
 @torch.no_grad()

@@ -154,7 +154,7 @@ def test_mistakes(monkeypatch):
         inspect_model(model, tokens=1)
     with pytest.raises(ValueError, match="teacher has MHLA layers"):
         inspect_model(model, batches, base=copy.deepcopy(model))
-    monkeypatch.setattr("mhla_hf.analysis.recording.MAX_BYTES", 1000)
+    monkeypatch.setattr("mhla_hf.analysis.tracking.MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="tokens=512 of 24 tokens need 0.0 GiB"):
         inspect_model(model, batches)
     with torch.no_grad():

@@ -11,8 +11,8 @@ import torch
 
 from mhla_hf import BlockLayout
 from mhla_hf.analysis import InspectionReport, inspect_model, mixing_figure
-from mhla_hf.analysis.page import render_html
-from mhla_hf.analysis.plots import frames_shown, middle_block, weights_on_grid
+from mhla_hf.analysis.plots import frames_shown, render_html, weights_on_grid
+from mhla_hf.analysis.statistics import middle_block
 from mhla_hf.utils.machine import machine_facts
 from tests.analysis.test_inspection import language_model, wan
 

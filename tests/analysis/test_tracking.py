@@ -17,7 +17,7 @@ from mhla_hf.analysis import (
     attention_matrices,
     attention_statistics,
 )
-from mhla_hf.analysis.recording import attention_modules
+from mhla_hf.analysis.tracking import attention_modules
 from mhla_hf.training.matching.layers import mhla_layers, run
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, names, softmax_model
