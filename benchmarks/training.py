@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.programs import make_parser, names, run_program
 from mhla_hf.bench import BenchOptions, measure_models
-from mhla_hf.cli.bench import show_models
+from mhla_hf.cli.look import show_models
 
 
 def make_step(

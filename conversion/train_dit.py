@@ -10,7 +10,7 @@ After a crash, the same command with `--resume latest` goes on where the last ch
 """
 
 from mhla_hf.cli.errors import run_script
-from mhla_hf.cli.train import COMMANDS
+from mhla_hf.cli.recover import COMMANDS
 
 
 if __name__ == "__main__":

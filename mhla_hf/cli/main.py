@@ -6,7 +6,7 @@ from collections.abc import Callable
 import typer
 
 from .. import __version__
-from . import bench, convert, doctor, look, recover, share, train
+from . import convert, doctor, look, recover, share
 from .errors import FriendlyGroup
 
 
@@ -51,13 +51,13 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "recover": recover.recover_command,
         "calibrate": recover.calibrate_command,
         "select-layers": recover.select_layers_command,
-        "train": train.app,
+        "train": recover.training,
     },
     LOOK: {
         "demo": look.demo_command,
         "inspect": look.inspect_command,
         "app": look.app_command,
-        "bench": bench.app,
+        "bench": look.benchmarks,
     },
     SHARE: {
         "card": share.card_command,
