@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ModelDirectory`: a model on disk or on the Hub, alone or in a pipeline, and the softmax original behind it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..utils.files import list_files, named_file, path_inside
+from ..utils.json_files import check_fields, read_json
+from ..utils.locations import PIPELINE_INDEX, download_repository, find_directory, is_hub_id, recorded_directory
+from ..utils.messages import shorten_text
+from .registry import FAMILIES, LEGACY_CLASS, MHLA_CLASSES, current_class, family_for, is_mhla_class
+from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet, check_weights, damage_named
+
+
+CONVERSION_RECORD, TRAINING_RECORD = "conversion.json", "training.json"
+
+# Links in a chain of records: pipelines that were made from one another.
+_MOST_RECORDS = 8
+_MOST_COMPRESSION = 1024
+# What a search for the original of a pipeline's component reads of a Hub repository: a pipeline, or the model alone.
+_ORIGINAL_FILES = ("*.json", "diffusion_pytorch_model*")
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """A model: a directory of diffusers or transformers, or one component of a pipeline's directory.
+
+    The configurations of a directory are read once, when it is opened. `models` are the others in it.
+
+    Attributes:
+        location: The directory or Hub id as the user gave it.
+        root: The pipeline's directory, or the model's.
+        index: Contents of `model_index.json`; `None` for a model without a pipeline.
+        configs: Contents of `config.json` of every model in the directory that is or can be MHLA, by component.
+        component: Which of them this object is. Without a pipeline `"transformer"`, or `"model"` for transformers.
+        origin: A directory's name, or a Hub repository with the revision asked for and the commit found.
+    """
+
+    location: str
+    root: Path
+    index: dict[str, Any] | None
+    configs: dict[str, dict[str, Any]]
+    component: str
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, location: str | Path, component: str | None = None, **hub: Any) -> ModelDirectory:
+        """Open a directory or a Hub repository, which is downloaded with every variant.
+
+        Args:
+            location: A directory, or a Hub id `owner/name`.
+            component: Name of the model in a pipeline; by default the first one.
+            **hub: `revision`, `token`, `cache_dir`, `local_files_only` and `subfolder` as in
+                [`find_directory`][mhla_hf.utils.locations.find_directory].
+
+        Raises:
+            ValueError: If there is no such directory or repository, or [`read`] refuses it.
+        """
+        root, origin = find_directory(location, **hub)
+        return cls.read(root, component, location=str(location), origin=origin)
+
+    @classmethod
+    def read(
+        cls,
+        root: Path,
+        component: str | None = None,
+        *,
+        location: str | None = None,
+        origin: dict[str, Any] | None = None,
+    ) -> ModelDirectory:
+        """Read a directory that was found or downloaded before.
+
+        Args:
+            root: The directory.
+            component: See [`open`][mhla_hf.models.directory.ModelDirectory.open].
+            location: Name of the directory in errors, its path by default.
+            origin: See the class.
+
+        Raises:
+            ValueError: If it is neither a pipeline nor a model, has no supported model, is quantised, or links and
+                names in it lead out of it.
+        """
+        location = str(root) if location is None else location
+        list_files(root)
+        if (root / PIPELINE_INDEX).is_file():
+            index, configs = read_pipeline(root, location)
+            if not configs:
+                raise ValueError(
+                    f"{location} has no model that can be converted. Supported: {', '.join(sorted(FAMILIES))}."
+                )
+            found = cls(location, root, index, configs, next(iter(configs)), origin or {})
+        else:
+            if not (root / "config.json").is_file():
+                raise ValueError(f"{location} has neither model_index.json (a pipeline) nor config.json (a model).")
+            config = _read_config(root)
+            name = "transformer" if isinstance(config.get("_class_name"), str) else "model"
+            found = cls(location, root, None, {name: config}, name, origin or {})
+            if not found.is_transformers and found.class_name not in {**FAMILIES, **MHLA_CLASSES}:
+                raise ValueError(
+                    f"{location} is a {shorten_text(found.class_name)}, which cannot be converted. Supported: "
+                    f"{', '.join(sorted(FAMILIES))}."
+                )
+        for model in found.models:
+            _refuse_quantized(model)
+        return found.select(component)
+
+    # The directory.
+
+    @property
+    def models(self) -> list[ModelDirectory]:
+        """Every model of the directory that is or can be MHLA."""
+        return [replace(self, component=name) for name in self.configs]
+
+    @property
+    def mhla_models(self) -> list[ModelDirectory]:
+        """The models that were saved as MHLA."""
+        return [model for model in self.models if model.is_mhla]
+
+    def select(self, component: str | None) -> ModelDirectory:
+        """Return another model of the directory; this one for `None`.
+
+        Raises:
+            ValueError: If there is no such component.
+        """
+        if component is not None and component not in self.configs:
+            raise ValueError(
+                f"component={component!r:.100} is not a component of {self.location} that can be MHLA: "
+                f"{', '.join(self.configs)}."
+            )
+        return replace(self, component=component or self.component)
+
+    def origins(self) -> list[dict[str, Any]]:
+        """Return what the directory's own records say it was made from: entries with a `location` each."""
+        records = [self.root / name for name in (CONVERSION_RECORD, TRAINING_RECORD)]
+        found = [read_json(path, "the record", optional={"source": dict}) for path in records if path.exists()]
+        origins = [record.get("source", {}) for record in found]
+        return [origin for origin in origins if origin.get("location") and isinstance(origin["location"], str)]
+
+    @property
+    def vae_compression(self) -> tuple[int, int] | None:
+        """How many frames, and how many pixels of a side, one latent of the pipeline's video VAE stands for.
+
+        `None` without a pipeline, and where the VAE's configuration does not have them.
+        """
+        path = self.root / "vae" / "config.json"
+        config = read_json(path, "the VAE's configuration") if self.index is not None and path.is_file() else {}
+        temporal: Any = config.get("scale_factor_temporal", config.get("temporal_compression_ratio"))
+        spatial: Any = config.get("scale_factor_spatial", config.get("spatial_compression_ratio"))
+        if not all(type(value) is int and 1 <= value <= _MOST_COMPRESSION for value in (temporal, spatial)):
+            return None
+        return temporal, spatial
+
+    # The model.
+
+    @property
+    def kind(self) -> Literal["pipeline", "diffusers", "transformers"]:
+        """`"pipeline"` for a component of a pipeline, else the library of a model alone."""
+        if self.index is not None:
+            return "pipeline"
+        return "diffusers" if isinstance(self.config.get("_class_name"), str) else "transformers"
+
+    @property
+    def is_transformers(self) -> bool:
+        """`True` if the model is one of transformers, not of diffusers."""
+        return self.kind == "transformers"
+
+    @property
+    def folder(self) -> Path:
+        """The model's own directory."""
+        return self.root if self.index is None else self.root / self.component
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Contents of the model's `config.json`."""
+        return self.configs[self.component]
+
+    @property
+    def class_name(self) -> str:
+        """Class of the model, by its present name where an old checkpoint has another.
+
+        The `model_type` for a model of transformers without the name of a class.
+        """
+        if not self.is_transformers:
+            return current_class(self.config["_class_name"], self.config)
+        architectures = self.config.get("architectures")
+        return architectures[0] if architectures else self.config["model_type"]
+
+    @property
+    def softmax_class_name(self) -> str:
+        """Class of the softmax model behind it, or of itself."""
+        is_class = self.is_mhla and not self.is_transformers
+        return family_for(self.class_name).upstream if is_class else self.class_name
+
+    @property
+    def is_mhla(self) -> bool:
+        """`True` if the model, or one of its towers, was saved as MHLA."""
+        if not self.is_transformers:
+            return is_mhla_class(self.class_name)
+        parts = [self.config, *(entry for entry in self.config.values() if isinstance(entry, Mapping))]
+        return any(part.get("mhla") is not None or part.get("attn_implementation") == "mhla" for part in parts)
+
+    @property
+    def original_attention(self) -> str:
+        """Attention of the softmax or linear model behind it: `"linear"` for SANA's, else `"softmax"`."""
+        is_linear = not self.is_transformers and family_for(self.class_name).load_class().upstream_is_linear
+        return "linear" if is_linear else "softmax"
+
+    @property
+    def names(self) -> FileNames:
+        """Names of the weight files."""
+        return TRANSFORMERS_FILES if self.is_transformers else DIFFUSERS_FILES
+
+    def weight_sets(self, variant: str | None = None) -> list[WeightSet]:
+        """Find the weights; see [`FileNames.find`][mhla_hf.models.weight_files.FileNames.find]."""
+        return self.names.find(self.folder, variant)
+
+    def load_class(self) -> Any:
+        """Import the class that the weights were saved from.
+
+        Raises:
+            ValueError: If the installed library does not have it.
+        """
+        if not self.is_transformers:
+            if self.is_mhla:
+                return family_for(self.class_name).load_class()
+            import diffusers
+
+            return getattr(diffusers, self.class_name)
+        import transformers
+
+        found = getattr(transformers, self.class_name, None)
+        if found is None and not self.config.get("architectures"):
+            found = transformers.MODEL_MAPPING.get(type(self.load_config()), None)
+        if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+            raise ValueError(
+                f"{self.folder} is a {shorten_text(self.class_name)}, which transformers {transformers.__version__} "
+                "does not have; code that comes with a model is not run."
+            )
+        return found
+
+    def load_config(self, **changes: Any) -> Any:
+        """Load the configuration of a model of transformers.
+
+        Args:
+            **changes: Values in place of the stored ones.
+
+        Raises:
+            ValueError: If `config.json` holds values that the configuration class does not take.
+        """
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(self.folder, trust_remote_code=False, **changes)
+        # The error for a wrong entry depends on the model's configuration class.
+        except Exception as error:
+            reason = shorten_text(str(error) or type(error).__name__, 300)
+            raise ValueError(f"{self.folder / 'config.json'} cannot be read: {reason}") from error
+
+    def load(self, mhla: Mapping[str, Any] | None = None, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Load the model as it was saved, or converted to MHLA.
+
+        Args:
+            mhla: Options to convert a softmax model with; `None` loads it as it is.
+            dtype: Type of the weights.
+
+        Raises:
+            ValueError: If files are damaged, or the options do not suit the model.
+        """
+        check_weights(self.folder)
+        converted: dict[str, Any] = {} if mhla is None else {"mhla": dict(mhla)}
+        with damage_named(self.folder):
+            if self.is_transformers:
+                if converted:
+                    converted["attn_implementation"] = "mhla"
+                return self.load_class().from_pretrained(self.folder, dtype=dtype, **converted)
+            model_class = self.load_class() if mhla is None else family_for(self.class_name).load_class()
+            return model_class.from_pretrained(self.folder, torch_dtype=dtype, **converted)
+
+    # The softmax original.
+
+    def original(self, location: str | Path | None = None, argument: str = "original", **hub: Any) -> ModelDirectory:
+        """Return the softmax model that an MHLA model was made from; of a softmax model, itself.
+
+        Args:
+            location: The directory or Hub id of the original, if the user gave it; else the records tell.
+            argument: Name of the argument that gives it, for errors.
+            **hub: `token`, `cache_dir` and `local_files_only`; `revision` for a given location.
+
+        Raises:
+            ValueError: If the given location has no softmax model of this class, or nothing is found.
+        """
+        found = self.find_original(**hub) if location is None else self._version_in(self.open(location, **hub))
+        if found is not None:
+            return found
+        if location is not None:
+            raise ValueError(f"{argument} {location} has no softmax model for {self.component} of {self.location}.")
+        named = ", ".join(origin["location"] for origin in self.origins()[:1]) or "an unknown model"
+        raise ValueError(
+            f"{argument} must be given: {self.location} comes from {shorten_text(named, 200)}, which is neither on "
+            "the Hub nor in a folder beside it nor at a path recorded on this machine."
+        )
+
+    def find_original(self, **hub: Any) -> ModelDirectory | None:
+        """Find the softmax model that an MHLA model was made from, by the records of its directory and of theirs.
+
+        A directory is looked for where a record of this machine has its path, and beside the one with the record:
+        records of others are no reason to read elsewhere. Of a Hub repository, a pipeline's component alone is
+        downloaded.
+
+        Args:
+            **hub: `token`, `cache_dir` and `local_files_only`, as in `snapshot_download`.
+
+        Returns:
+            The model, this one if it is softmax; `None` if the records lead nowhere.
+        """
+        if not self.is_mhla:
+            return self
+        patterns = None if self.is_transformers else [*_ORIGINAL_FILES, f"{self.component}/*"]
+        waiting = [(self.root, origin) for origin in self.origins()]
+        seen = {self.root.resolve()}
+        while waiting and len(seen) <= _MOST_RECORDS:
+            owner, origin = waiting.pop(0)
+            location, root = origin["location"], recorded_directory(origin, owner)
+            try:
+                if root is None and is_hub_id(location):
+                    root = download_repository(location, allow_patterns=patterns, **hub)
+                root = root or _beside(owner, location)
+                found = self.read(root, location=location, origin={"location": location})
+                original = self._version_in(found)
+                further = found.origins()
+            except (OSError, ValueError):
+                continue
+            if original is not None:
+                return original
+            if root.resolve() not in seen:
+                seen.add(root.resolve())
+                # The sources of a source follow it, those in a first record before those in a second.
+                waiting = [(root, origin) for origin in further] + waiting
+        return None
+
+    def load_original(
+        self, location: str | Path | None = None, *, dtype: torch.dtype = torch.float32, **hub: Any
+    ) -> nn.Module:
+        """Load the softmax model behind this one.
+
+        Args:
+            location: See [`original`][mhla_hf.models.directory.ModelDirectory.original], like `hub`.
+            dtype: Type of the weights.
+            **hub: `token`, `cache_dir` and `local_files_only`.
+        """
+        return self.original(location, **hub).load(dtype=dtype)
+
+    def _version_in(self, directory: ModelDirectory) -> ModelDirectory | None:
+        """The softmax model of the same kind and name in another directory, or its only model."""
+        candidate = directory.select(self.component if self.component in directory.configs else None)
+        fits = candidate.class_name == self.softmax_class_name and not candidate.is_mhla
+        return candidate if fits else None
+
+
+def read_pipeline(root: Path, location: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Read the index of a pipeline and the configurations of the models in it that are or can be MHLA.
+
+    Args:
+        root: The pipeline's directory.
+        location: Its name in errors.
+
+    Returns:
+        The index, and the configurations by component.
+
+    Raises:
+        ValueError: If a file is damaged, a name in the index leads out of the directory, or index and configuration
+            name different classes.
+    """
+    path = root / PIPELINE_INDEX
+    index = read_json(path, "the pipeline's index")
+    configs = {}
+    for name, entry in index.items():
+        if not isinstance(entry, list):
+            continue
+        folder, class_name = named_file(root, name, str(path)), entry[-1] if len(entry) == 2 else None
+        if not isinstance(class_name, str) or class_name not in {**FAMILIES, **MHLA_CLASSES, LEGACY_CLASS: None}:
+            continue
+        config = _read_config(folder, transformers=False)
+        named, own = (current_class(value, config) for value in (class_name, config["_class_name"]))
+        if named != own:
+            raise ValueError(
+                f"{location}: model_index.json calls {name} a {shorten_text(named)}, but {folder / 'config.json'} "
+                f"says {shorten_text(own)}."
+            )
+        configs[name] = config
+    return index, configs
+
+
+def _read_config(folder: Path, *, transformers: bool = True) -> dict[str, Any]:
+    path = folder / "config.json"
+    config = read_json(path, "the model's configuration", optional={"architectures": (list, type(None))})
+    kinds = {"_class_name": "which diffusers class"}
+    if transformers:
+        kinds["model_type"] = "which kind of transformers model"
+    if not any(isinstance(config.get(name), str) for name in kinds):
+        wanted = " or ".join(f"{kind} ({name})" for name, kind in kinds.items())
+        raise ValueError(f"{path} does not say {wanted} it is for.")
+    if not all(isinstance(entry, str) for entry in config.get("architectures") or []):
+        raise ValueError(f"the model's configuration {path}: 'architectures' must be a list of class names.")
+    return config
+
+
+def _refuse_quantized(model: ModelDirectory) -> None:
+    # The weights of one tower of several may be quantised.
+    for part in [model.config, *(entry for entry in model.config.values() if isinstance(entry, dict))]:
+        fields = dict.fromkeys(("quantization_config", "compression_config"), (dict, type(None)))
+        check_fields(part, f"the model's configuration {model.folder / 'config.json'}", optional=fields)
+        quantization = part.get("quantization_config") or part.get("compression_config")
+        if quantization:
+            method = shorten_text(str(quantization.get("quant_method", "unknown method")))
+            raise ValueError(
+                f"{model.location}: {model.component} is quantised ({method}) and cannot be converted. "
+                "Convert the original weights, then quantise."
+            )
+
+
+def _beside(owner: Path, location: str) -> Path:
+    folder = owner.resolve().parent
+    name = os.path.relpath(location, folder) if Path(location).is_absolute() else location
+    path = path_inside(folder, name, f"the record of {owner}")
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory")
+    return path
