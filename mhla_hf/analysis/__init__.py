@@ -12,11 +12,11 @@ from ..utils import lazy_names
 
 
 if TYPE_CHECKING:
-    from .directories import InspectionReport as InspectionReport
-    from .directories import inspect_directory as inspect_directory
     from .inspection import AttentionSummary as AttentionSummary
+    from .inspection import InspectionReport as InspectionReport
     from .inspection import LayerInspection as LayerInspection
     from .inspection import ModelInspection as ModelInspection
+    from .inspection import inspect_directory as inspect_directory
     from .inspection import inspect_model as inspect_model
     from .matrices import LayerTokens as LayerTokens
     from .matrices import layer_tokens as layer_tokens

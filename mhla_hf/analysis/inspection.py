@@ -1,28 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the MHLA layers of one model have learned, and how their attention compares on a probe."""
+"""What the MHLA layers of models have learned, and how their attention compares on a probe."""
 
 from __future__ import annotations
 
+import heapq
+import inspect
+import json.decoder
 import math
+import shlex
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import parse_layers
-from ..layouts.blocks import BlockLayout, is_integer
+from ..layouts.blocks import BlockLayout
+from ..models.directory import ModelDirectory
+from ..pipelines import load_pipeline
+from ..training.data.images import read_image
+from ..training.data.probes import pipeline_batches
 from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
 from ..training.matching.teacher import shared_teacher
+from ..utils.machine import choose_device, machine_facts
+from ..utils.messages import check_count, pluralize, shorten_text
 from .matrices import KINDS, LayerTokens
-from .statistics import MixingSummary, mean_and_std, mixing_summary
+from .statistics import MixingSummary, check_block, mean_and_std, mixing_summary
 from .tracking import MatrixStatistics, Sample, attention_modules, query_rows, recorded_attention
 
 
 DEFAULT_TOKENS = 512
 """Query tokens of a sample that attention matrices are computed for."""
+DEFAULT_SAMPLES = 4
+"""Samples of a probe."""
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+# Modules of the standard library whose source is the default text.
+_TEXTS = (textwrap, heapq, json.decoder, shlex)
 
 
 @dataclass
@@ -108,6 +125,37 @@ class ModelInspection:
         return not any(change > 1e-6 for layer in self.mhla_layers if layer.mixing for change in layer.mixing.movement)
 
 
+@dataclass
+class InspectionReport:
+    """What MHLA has learned in all models of a directory.
+
+    Attributes:
+        location: Directory or Hub id, as given.
+        origin: The name of the directory, or the Hub repository and its commit.
+        models: Its MHLA models.
+        probe: Description of the probe; empty without one.
+        prompts: Prompts of the probe that were given.
+        base: Location of the base model; empty without one.
+        tokens: Largest number of query tokens of a sample that attention matrices were computed for.
+        seed: Seed of the probe.
+        machine: Date, device and versions.
+    """
+
+    location: str
+    origin: dict[str, Any]
+    models: list[ModelInspection] = field(default_factory=list)
+    probe: str = ""
+    prompts: list[str] = field(default_factory=list)
+    base: str = ""
+    tokens: int = DEFAULT_TOKENS
+    seed: int = 0
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, without the mixing weights themselves."""
+        return plain(self)
+
+
 def plain(value: Any) -> Any:
     """Convert a report to plain JSON types; tensors are left out, and numbers that are not finite become `None`."""
     if is_dataclass(value):
@@ -157,8 +205,7 @@ def inspect_model(
         >>> report = inspect_model(model, [tokenizer(texts, return_tensors="pt", padding=True)])  # doctest: +SKIP
         >>> report.mhla_layers[0].attention.statistics["mhla"]["effective_rank"]["mean"]  # doctest: +SKIP
     """
-    if not is_integer(tokens) or tokens < 2:
-        raise ValueError(f"tokens={tokens!r:.40} must be a whole number of at least 2.")
+    check_count("tokens", tokens, 2)
     converted = {layer.name: layer for layer in mhla_layers(model)}
     original = "linear" if getattr(model, "upstream_is_linear", False) else "softmax"
     found, modules = [], attention_modules(model)
@@ -202,6 +249,193 @@ def inspect_model(
         if batches and base is not None:
             _compare(model, base, batches, wanted, report, advance)
     return report
+
+
+def inspect_directory(
+    location: str | Path,
+    *,
+    base: str | Path | None = None,
+    component: str | None = None,
+    prompts: Sequence[str] = (),
+    images: Sequence[Path] = (),
+    samples: int = DEFAULT_SAMPLES,
+    layers: str | Iterable[int] | None = None,
+    block: int | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    seed: int = 0,
+    device: str | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    **call_options: Any,
+) -> InspectionReport:
+    """Inspect the MHLA models of a directory or Hub repository, in fp32.
+
+    The probe of a pipeline is what its models see while it generates samples; that of a language model or encoder is
+    texts, that of a vision model images.
+
+    Args:
+        location: A pipeline of diffusers, or a model of diffusers or transformers.
+        base: The softmax original, to compare outputs with. By default the one that the records of a local directory
+            name, if it is beside that or was downloaded before.
+        component: The pipeline's model to inspect; by default all.
+        prompts: Prompts of a pipeline, or texts.
+        images: Image files for a vision model.
+        samples: Samples of the probe; 0 inspects weights only. Pipelines make at least four.
+        layers: See [`inspect_model`][mhla_hf.analysis.inspect_model], like `tokens`.
+        block: Number of the block that a page will show, checked before the probe runs.
+        seed: Seed of the probe.
+        device: Device, by default a GPU if there is one.
+        progress: Called with a component's name, and the number of finished batches and of all.
+        revision: Branch, tag or commit of a Hub repository.
+        token: Access token for the Hub.
+        cache_dir: Cache folder for downloads.
+        **call_options: Of a pipeline's samples: `steps` and arguments of the pipeline's call, such as `height`; see
+            [`pipeline_batches`][mhla_hf.training.data.probes.pipeline_batches].
+
+    Raises:
+        ValueError: If there is no MHLA model, a file is damaged, or an argument is wrong.
+    """
+    check_count("samples", samples, 0)
+    call_options = {name: value for name, value in call_options.items() if value is not None}
+    if not samples and (prompts or images or base is not None or call_options):
+        raise ValueError("samples=0 inspects weights only: leave prompts, images, sizes and base out.")
+    hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
+    place = choose_device(device)
+    directory = ModelDirectory.open(location, revision=revision, **hub)
+    parts = directory.select_mhla(component)
+    if call_options and directory.index is None:
+        raise ValueError(f"{', '.join(call_options)}: only for samples of pipelines.")
+    originals: dict[str, ModelDirectory | None] = {}
+    for part in parts if samples else ():
+        # The default downloads nothing.
+        found = (
+            part.find_original(local_files_only=True, **hub) if base is None else part.original(base, "base", **hub)
+        )
+        originals[part.component] = found
+    if directory.index is not None and samples:
+        pipeline: Any = load_pipeline(directory.root, attn_implementation=None, torch_dtype=torch.float32).to(place)
+        models = {part.component: getattr(pipeline, part.component) for part in parts}
+    else:
+        pipeline = None
+        models = {part.component: part.load(dtype=torch.float32).to(place).eval() for part in parts}
+    for model in models.values():
+        # Wrong arguments show before the probe runs.
+        for layer in inspect_model(model, layers=layers, tokens=tokens).mhla_layers:
+            if block is not None and layer.mixing is not None:
+                check_block(block, layer.mixing.layout)
+    batches: Mapping[str, Sequence[Batch]] = {}
+    probe = ""
+    if pipeline is not None:
+        if images:
+            raise ValueError(f"image: a {type(pipeline).__name__} is probed with prompts; leave images out.")
+        options = {"samples": max(samples, DEFAULT_SAMPLES), "prompts": list(prompts) or None, **call_options}
+        batches = pipeline_batches(pipeline, seed=seed, original=False, **options)
+        subjects = pluralize(len(prompts), "prompt") if prompts else "its default prompts or classes"
+        probe = f"denoising steps of samples from {subjects}"
+    elif samples:
+        (part,) = parts
+        made, probe = _probe_model(models[part.component], part, prompts, images, samples, tokens, seed)
+        batches = {part.component: made}
+    bases = [original.origin["location"] for original in originals.values() if original is not None]
+    report = InspectionReport(
+        str(location),
+        directory.origin,
+        probe=probe,
+        prompts=list(prompts),
+        base=bases[0] if bases else "",
+        tokens=tokens,
+        seed=seed,
+        machine=machine_facts(place),
+    )
+    for name, model in models.items():
+        original = originals.get(name)
+        inspected = inspect_model(
+            model,
+            batches.get(name, ()),
+            base=None if original is None else original.load(dtype=torch.float32).to(place).eval(),
+            layers=layers,
+            tokens=tokens,
+            seed=seed,
+            component=name,
+            progress=None if progress is None else partial(progress, name),
+        )
+        report.models.append(inspected)
+    return report
+
+
+def _probe_model(
+    model: Any,
+    part: ModelDirectory,
+    prompts: Sequence[str],
+    images: Sequence[Path],
+    samples: int,
+    tokens: int,
+    seed: int,
+) -> tuple[list[Batch], str]:
+    """Make batches of one text or image each for a model of transformers; return them and what they are in words.
+
+    Raises:
+        ValueError: If the model takes no such input, or files are missing or damaged.
+    """
+    if not part.is_transformers:
+        raise ValueError(
+            f"{part.folder} is a transformer alone: give the pipeline that it belongs to, or samples=0 (--samples 0) "
+            "to inspect its weights only."
+        )
+    main, wanted = model.main_input_name, "pixel_values" if images else "input_ids"
+    if main not in ("input_ids", "pixel_values") or ((images or prompts) and main != wanted):
+        raise ValueError(
+            f"A {type(model).__name__} takes {main}: leave prompts (texts) or images out, or use samples=0 "
+            "(--samples 0) to inspect its weights only."
+        )
+    if images:
+        processor = _processor("AutoImageProcessor", part.folder)
+        found = [processor(images=read_image(path), return_tensors="pt") for path in images]
+        return [{"pixel_values": each["pixel_values"]} for each in found], pluralize(len(found), "image")
+    generator = torch.Generator().manual_seed(seed)
+    pixels: list[Batch] = [{}] * (len(prompts) or samples)
+    # Models that compare texts with images, such as CLIP, take both.
+    if main == "pixel_values" or hasattr(model, "get_text_features"):
+        vision = getattr(model.config, "vision_config", model.config)
+        side = getattr(vision, "image_size", 224)
+        size = side if isinstance(side, (list, tuple)) else (side, side)
+        shape = (1, getattr(vision, "num_channels", 3), *size)
+        pixels = [{"pixel_values": torch.randn(shape, generator=generator)} for _ in pixels]
+    if main == "pixel_values":
+        return pixels, "images of noise"
+    config = model.config.get_text_config()
+    longest = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
+    # Without files, transformers makes a tokenizer that knows no words.
+    if any(file for pattern in _TOKENIZER_FILES for file in part.folder.glob(pattern)):
+        tokenizer = _processor("AutoTokenizer", part.folder)
+        source, length = "".join(map(inspect.getsource, _TEXTS)), 12 * tokens
+        starts = (number * length % max(1, len(source) - length) for number in range(samples))
+        # Some models count positions from more than 0, and take fewer.
+        options = {"truncation": True, "max_length": min(longest, tokenizer.model_max_length), "return_tensors": "pt"}
+        texts = prompts or [source[start : start + length] for start in starts]
+        ids = [tokenizer(text, **options)["input_ids"] for text in texts]
+        words = pluralize(len(prompts), "prompt") if prompts else "source code of Python's standard library"
+        if (largest := max(int(each.max()) for each in ids)) >= config.vocab_size:
+            raise ValueError(f"{part.folder}: the tokenizer has a token {largest}, the model {config.vocab_size}.")
+    elif prompts:
+        raise ValueError(f"{part.folder} has no tokenizer: leave the prompt out, and tokens are random.")
+    else:
+        size = (1, max(longest - 2, 2))
+        ids = [torch.randint(3, config.vocab_size, size, generator=generator) for _ in range(samples)]
+        words = "random tokens (there is no tokenizer)"
+    return [{"input_ids": each, **others} for each, others in zip(ids, pixels)], words
+
+
+def _processor(auto_class: str, folder: Path) -> Any:
+    import transformers
+
+    try:
+        return getattr(transformers, auto_class).from_pretrained(folder)
+    # The error for a damaged file depends on the class.
+    except Exception as error:
+        raise ValueError(f"{auto_class} cannot load from {folder}: {shorten_text(str(error), 200)}") from error
 
 
 def _add_sample(name: str, sample: Sample, *, wanted: Mapping[str, LayerInspection], tokens: int, seed: int) -> None:

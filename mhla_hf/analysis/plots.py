@@ -17,8 +17,7 @@ from ..layouts.blocks import BlockLayout
 from ..utils.figures import figure_svg, new_figure
 from ..utils.files import atomic_file
 from ..utils.messages import shorten_text
-from .directories import InspectionReport
-from .inspection import ModelInspection
+from .inspection import InspectionReport, ModelInspection
 from .statistics import DistanceDecay, MixingSummary, check_block, mean_distance
 
 

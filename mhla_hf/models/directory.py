@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 
 from ..utils.files import list_files, named_file, path_inside
 from ..utils.json_files import check_fields, read_json
 from ..utils.locations import PIPELINE_INDEX, download_repository, find_directory, is_hub_id, recorded_directory
-from ..utils.messages import shorten_text
+from ..utils.messages import shorten_list, shorten_text
 from .registry import FAMILIES, LEGACY_CLASS, MHLA_CLASSES, current_class, family_for, is_mhla_class
 from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet, check_weights, damage_named
 
@@ -136,6 +137,21 @@ class ModelDirectory:
                 f"{', '.join(self.configs)}."
             )
         return replace(self, component=component or self.component)
+
+    def select_mhla(self, component: str | None = None) -> list[ModelDirectory]:
+        """Return the MHLA models of the directory, or the one of a name.
+
+        Raises:
+            ValueError: If there is no such component, or it is no MHLA model.
+        """
+        models = self.models if component is None else [self.select(component)]
+        found = [model for model in models if model.is_mhla]
+        if not found:
+            raise ValueError(
+                f"{self.location} has no MHLA model ({shorten_list(model.class_name for model in models)}): convert "
+                "it first (mhla-hf convert)."
+            )
+        return found
 
     def origins(self) -> list[dict[str, Any]]:
         """Return what the directory's own records say it was made from: entries with a `location` each."""
@@ -283,6 +299,15 @@ class ModelDirectory:
                 return self.load_class().from_pretrained(self.folder, dtype=dtype, **converted)
             model_class = self.load_class() if mhla is None else family_for(self.class_name).load_class()
             return model_class.from_pretrained(self.folder, torch_dtype=dtype, **converted)
+
+    def build(self) -> Any:
+        """Build the model without memory for its weights, as its configuration describes it."""
+        if self.is_transformers:
+            config = self.load_config()
+            with torch.device("meta"):
+                return self.load_class()(config)
+        with init_empty_weights():
+            return self.load_class().from_config(dict(self.config))
 
     # The softmax original.
 
