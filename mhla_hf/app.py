@@ -31,7 +31,7 @@ from .conversion.options import parse_dtype
 from .demo import BLOCKS, GRID, DemoConfig, base_pipeline_directory
 from .demo import PROMPTS as DEMO_PROMPTS
 from .hub.card import TAGS, card_data
-from .models import source as sources
+from .models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
 from .models.registry import MHLA_CLASSES
 from .pipelines import load_pipeline
 from .recovery.directories import calibrate_directory
@@ -136,64 +136,46 @@ def open_comparison(
     """Load an MHLA model and its original; see [`create_app`][mhla_hf.app.create_app] for arguments and errors."""
     place = choose_device(device)
     weights: Any = parse_dtype(dtype or ("float32" if place.type == "cpu" else "bfloat16"))
-    source = sources.open_source(model)
-    originals = _originals(source, original)
-    part = source.mhla_components[0]
-    softmax = {name: found.load(dtype=weights).to(place).eval() for name, (_, found) in originals.items()}
+    directory = ModelDirectory.open(model)
+    parts = {part.component: part for part in directory.select_mhla()}
+    originals = {name: part.original(original) for name, part in parts.items()}
+    first, part = next(iter(parts.items()))
+    softmax = {name: found.load(dtype=weights).to(place).eval() for name, found in originals.items()}
     facts: dict[str, Any] = {
         "name": _shown(model),
-        "location": _shown(originals[part.name][0]),
+        "location": _shown(originals[first].origin["location"]),
         "attention": f"{part.original_attention} attention",
-        "recovered": _is_recovered(source.root),
+        "recovered": _is_recovered(directory.root),
     }
     if part.is_transformers:
         from transformers import AutoTokenizer, GenerationMixin
 
         if not issubclass(part.load_class(), GenerationMixin):
             raise ValueError(f"{model} is a {part.class_name}, which generates nothing; try mhla-hf inspect.")
-        mhla: Any = part.load(dtype=weights).to(place).eval()
-        tokenizer = AutoTokenizer.from_pretrained(source.root, trust_remote_code=False)
-        sides = {"original": softmax[part.name], "mhla": mhla}
-        return Comparison(kind="text", models={part.name: mhla}, sides=sides, tokenizer=tokenizer, **facts)
-    pipeline = load_pipeline(source.root, attn_implementation=None, torch_dtype=weights).to(place)
+        models = {first: part.load(dtype=weights).to(place).eval()}
+        tokenizer = AutoTokenizer.from_pretrained(directory.root, trust_remote_code=False)
+        sides = {"original": softmax[first], "mhla": models[first]}
+        return Comparison(kind="text", models=models, sides=sides, tokenizer=tokenizer, **facts)
+    pipeline = load_pipeline(directory.root, attn_implementation=None, torch_dtype=weights).to(place)
     scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
     # Not `from_pipe`, which casts all weights to one dtype. A setting is the noise level at which experts change.
     settings = set(inspect.signature(type(pipeline).__init__).parameters) - set(pipeline.components)
-    parts = {**pipeline.components, **softmax, "scheduler": scheduler}
-    parts |= {name: value for name, value in pipeline.config.items() if name in settings}
-    sides = {"original": type(pipeline)(**parts), "mhla": pipeline}
+    components = {**pipeline.components, **softmax, "scheduler": scheduler}
+    components |= {name: value for name, value in pipeline.config.items() if name in settings}
+    sides = {"original": type(pipeline)(**components), "mhla": pipeline}
     for name, side in sides.items():
         side.set_progress_bar_config(desc=_TITLES[name])
-    models = {name: getattr(pipeline, name) for name in originals}
+    models = {name: getattr(pipeline, name) for name in parts}
     return Comparison(kind=MHLA_CLASSES[part.class_name].kind, models=models, sides=sides, **facts)
-
-
-def _originals(source: sources.Source, location: str | Path | None) -> dict[str, tuple[str, sources.Component]]:
-    """Location and original of each MHLA model of a source, by component."""
-    if not source.mhla_components:
-        raise ValueError(f"{source.location} is no MHLA model: convert it first (mhla-hf convert, mhla-hf recover).")
-    given = None if location is None else sources.open_source(location)
-    originals = {}
-    for part in source.mhla_components:
-        if given is None:
-            found = sources.find_original(source, part)
-        else:
-            version = sources.softmax_version(given, part)
-            found = None if version is None else (str(location), version)
-        if found is None:
-            named = f" in {location}" if given is not None else f" ({', '.join(source.records())})"
-            raise ValueError(f"the original of {source.location} is not found{named}; say where it is: --original")
-        originals[part.name] = found
-    return originals
 
 
 def _is_recovered(root: Path) -> bool:
     """True if a record in the directory says that the model was trained. Its contents are someone else's."""
-    path = root / sources.CONVERSION_RECORD
+    path = root / CONVERSION_RECORD
     recovery = read_json(path, "the record").get("recovery") if path.is_file() else None
     stages = recovery.get("stages") if isinstance(recovery, dict) else None
     trained = isinstance(stages, dict) and bool(set(stages) - {"calibrate"})
-    return trained or (root / sources.TRAINING_RECORD).is_file()
+    return trained or (root / TRAINING_RECORD).is_file()
 
 
 def _shown(location: str | Path) -> str:
@@ -550,27 +532,22 @@ def export_space(
     facts: dict[str, Any] = {"title": title, "license": _LICENSE, "tags": list(TAGS), "gradio": version("gradio")}
     with claim_destination(target, overwrite=overwrite) as claimed, claimed.staging() as staging:
         if model is not None and local_directory(model, "model") is not None:
-            source = sources.open_source(model)
-            found, part = next(iter(_originals(source, original).values()))
-            folder = part.folder if part.is_transformers else part.folder.parent
-            locations["original"] = found if is_hub_id(found) else folder
-            facts["license"] = card_data(source.root).license or _LICENSE
+            part = ModelDirectory.open(model).select_mhla()[0]
+            found = part.original(original)
+            named = str(found.origin["location"])
+            locations["original"] = named if is_hub_id(named) else found.root
+            facts["license"] = card_data(part.root).license or _LICENSE
         for name, location in locations.items():
             facts[name] = repr(location)
             if location is not None and local_directory(location, name) is not None:
                 facts[name], locations[name] = f"HERE / {name!r}", None
-                _copy(Path(location).expanduser(), staging / name)
+                root = Path(location).expanduser()
+                # Links out of it are refused; the work folder of a recovery only serves to resume it.
+                list_files(root)
+                shutil.copytree(root, staging / name, ignore=shutil.ignore_patterns("work", ".*"))
         facts["models"] = sorted(str(location) for location in locations.values() if location is not None)
         (staging / "requirements.txt").write_text(f"mhla-hf[app]=={__version__}\n", encoding="utf-8")
         for template in _TEMPLATES.glob("*.jinja"):
             text = jinja2.Template(template.read_text(encoding="utf-8"), keep_trailing_newline=True).render(facts)
             (staging / template.stem).write_text(text, encoding="utf-8")
     return target
-
-
-def _copy(root: Path, target: Path) -> None:
-    for file in list_files(root):
-        # The work folder of a recovery only serves to resume it.
-        if file.parts[0] != "work":
-            (target / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(root / file, target / file)

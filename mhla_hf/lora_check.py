@@ -13,9 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from .conversion.planning import empty_model
+from .models.directory import ModelDirectory
 from .models.registry import family_for
-from .models.source import Component, Source, open_source
 from .training.matching.layers import mhla_layers
 from .utils.messages import shorten_list, shorten_text
 
@@ -92,43 +91,18 @@ def check_lora(
     Raises:
         ValueError: If the model is not MHLA, the LoRA cannot be read, or none of its weights applies.
     """
-    source = open_source(model, revision=revision, token=token, cache_dir=cache_dir)
-    part = mhla_parts(source, component)[0]
+    directory = ModelDirectory.open(model, revision=revision, token=token, cache_dir=cache_dir)
+    part = directory.select_mhla(component)[0]
     path = _weight_file(Path(lora).expanduser())
     shapes, others = _read_lora(path, part)
-    targets = _find_targets(model_without_weights(part), shapes)
+    targets = _find_targets(part.build(), shapes)
     lost = {name: target.reason for name, target in targets.items() if target.reason}
     if len(lost) == len(targets):
         raise ValueError(
             f"None of the {len(targets)} weights of LoRA {path} applies to {model}, for example {min(lost)}: "
             f"{lost[min(lost)]}."
         )
-    return LoraReport(str(model), part.name, str(path), targets, others)
-
-
-def mhla_parts(source: Source, component: str | None = None) -> list[Component]:
-    """Return the MHLA models of a directory, or the one that was asked for.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    wanted = source.components if component is None else [source.component(component)]
-    parts = [part for part in wanted if part.is_mhla]
-    if not parts:
-        raise ValueError(
-            f"{source.location} has no MHLA model ({shorten_list(part.class_name for part in wanted)}): convert it "
-            "first with `mhla-hf convert`."
-        )
-    return parts
-
-
-def model_without_weights(part: Component) -> Any:
-    """Build a model on the meta device."""
-    if not part.is_transformers:
-        return empty_model(part.load_class(), part.config)
-    config = part.load_config()
-    with torch.device("meta"):
-        return part.load_class()(config)
+    return LoraReport(str(model), part.component, str(path), targets, others)
 
 
 def _weight_file(location: Path) -> Path:
@@ -140,7 +114,7 @@ def _weight_file(location: Path) -> Path:
     return files[0]
 
 
-def _read_lora(path: Path, part: Component) -> tuple[dict[str, list[int]], tuple[str, ...]]:
+def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], tuple[str, ...]]:
     """Shapes of the weights for a model by peft's names, and names of weights for other models of a pipeline."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -155,10 +129,10 @@ def _read_lora(path: Path, part: Component) -> tuple[dict[str, list[int]], tuple
     parts = {name.partition(".")[0] for name in weights}
     parts = {name for name in parts if re.fullmatch(r"(transformer|text_encoder|unet)(_\d+)?", name)}
     # Each transformer of Wan 2.2 may have a file for itself, whose names are those of the first.
-    prefix = "transformer." if part.name not in parts and parts == {"transformer"} else f"{part.name}."
+    prefix = "transformer." if part.component not in parts and parts == {"transformer"} else f"{part.component}."
     others = tuple(sorted(name for name in weights if parts and not name.startswith(prefix)))
     if len(others) == len(weights):
-        raise ValueError(f"LoRA {path} has nothing for {part.name}, only weights of {shorten_list(parts)}.")
+        raise ValueError(f"LoRA {path} has nothing for {part.component}, only weights of {shorten_list(parts)}.")
     found = {name.removeprefix(prefix): list(weights[name].shape) for name in weights if name not in others}
     return found, others
 

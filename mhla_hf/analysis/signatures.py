@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from ..conversion.transformers_planning import StoredNames
 from ..layers.mhla import MHLA
 from ..layers.mixing import effective_mixing
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import extend_mixing
-from ..lora_check import model_without_weights
-from ..models.source import Component, read_source
+from ..models.directory import ModelDirectory
 from ..ops import FEATURE_MAPS
 from ..training.matching.layers import mhla_layers
 from ..training.sharding import full_tensor
@@ -249,31 +247,25 @@ def directory_signatures(root: str | Path) -> list[tuple[Path, FailureSignature]
         ValueError: If a file is missing, damaged, or of another model than it says.
     """
     try:
-        components = read_source(Path(root)).mhla_components
+        models = ModelDirectory.read(Path(root)).mhla_models
     except ValueError:
         # No model that can be MHLA.
         return []
-    return [(component.folder, signature) for component in components for signature in _of_component(component)]
+    return [(model.folder, signature) for model in models for signature in _stored_signatures(model)]
 
 
-def _of_component(component: Component) -> list[FailureSignature]:
-    model = model_without_weights(component)
+def _stored_signatures(directory: ModelDirectory) -> list[FailureSignature]:
+    model = directory.build()
     linear = bool(getattr(model, "upstream_is_linear", False))
-    files: dict[str, Path] = {}
-    for path in component.weight_sets()[0].files:
-        with safe_open(path, framework="pt") as tensors:
-            files.update(dict.fromkeys(tensors.keys(), path))
-    stored = {name: name for name in files}
-    if component.is_transformers:
-        stored = {name: file for file, name in StoredNames(model, list(files)).loaded.items()}
+    readers = {name: reader for reader in directory.weight_sets()[0].open(floats_only=False) for name in reader.shapes}
+    stored = {name: name for name in readers}
+    if directory.is_transformers:
+        stored = {name: file for file, name in StoredNames(model, list(readers)).loaded.items()}
     found = []
     for layer in mhla_layers(model):
         name = stored.get(f"{layer.name}.mhla.mixing")
-        if name is None:
-            continue
-        with safe_open(files[name], framework="pt") as tensors:
-            mixing = tensors.get_tensor(name)
-        found += weight_signatures(layer.mhla, layer.name, mixing=mixing, linear=linear)
+        if name is not None:
+            found += weight_signatures(layer.mhla, layer.name, mixing=readers[name].load(name), linear=linear)
     return found
 
 

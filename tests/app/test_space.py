@@ -59,6 +59,6 @@ def test_what_stands_there_is_kept(saved_pipeline, tmp_path):
     (tmp_path / "space" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="space"):
         export_space(tmp_path / "space")
-    with pytest.raises(ValueError, match="is no MHLA model"):
+    with pytest.raises(ValueError, match="has no MHLA model"):
         export_space(tmp_path / "space", saved_pipeline.original, overwrite=True)
     assert [path.name for path in (tmp_path / "space").iterdir()] == ["notes.txt"]
