@@ -13,8 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from ..utils.files import list_files, named_file, path_inside
-from ..utils.json_files import check_fields, read_json
+from ..utils.files import check_fields, list_files, named_file, path_inside, read_json
 from ..utils.locations import PIPELINE_INDEX, download_repository, find_directory, is_hub_id, recorded_directory
 from ..utils.messages import shorten_list, shorten_text
 from .registry import FAMILIES, LEGACY_CLASS, MHLA_CLASSES, current_class, family_for, is_mhla_class
