@@ -17,12 +17,11 @@ from typing import IO, Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mhla_hf.utils.destinations import atomic_directory, lock_output, remove_leftovers
 from mhla_hf.utils.files import atomic_file, read_json, write_json
 from mhla_hf.utils.machine import choose_device, machine_facts, synchronize
-from mhla_hf.utils.tensor_files import read_tensors
 
 from .data import NUM_CLASSES, Digits, load_digits
 from .fidelity import (
@@ -134,8 +133,7 @@ def measure_quality(
         samples = {"digits": held_out.images[_grid_indices(held_out.labels)]}
         for variant in variants:
             file = _directory(work_directory, variant, options.seeds[0]) / _GRID
-            stored = read_tensors(file, "remove its directory to repeat the training", ("images",))
-            samples[variant] = stored["images"].float() / 127.5 - 1
+            samples[variant] = load_file(file)["images"].float() / 127.5 - 1
         return Measurement(report, samples)
 
 
@@ -214,12 +212,7 @@ def _make_reference(options: QualityOptions, work_directory: Path) -> _Reference
     file = work_directory / _CLASSIFIER
     if file.is_file():
         classifier = DigitClassifier().eval().requires_grad_(False)
-        remedy = "remove it to train the classifier again"
-        weights = read_tensors(file, remedy)
-        try:
-            classifier.load_state_dict(weights)
-        except RuntimeError as error:
-            raise ValueError(f"{file} holds another classifier; {remedy}") from error
+        classifier.load_state_dict(load_file(file))
     else:
         classifier = train_classifier(digits)
         with atomic_file(file) as temporary:

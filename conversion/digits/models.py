@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 from transformers.hf_argparser import HfArg
 
 from mhla_hf.training.data.digits import DIGIT_WORDS, DIRECTIONS
 from mhla_hf.utils.destinations import atomic_directory
-from mhla_hf.utils.tensor_files import write_tensors
+from mhla_hf.utils.files import atomic_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,5 +145,6 @@ def write_pipeline(pipeline: WanPipeline, destination: Path, facts: dict) -> Non
         # while transformers would keep a text encoder in the dtype that it finds.
         weights = fresh / "transformer" / "diffusion_pytorch_model.safetensors"
         half = {name: value.half() for name, value in load_file(weights).items()}
-        write_tensors(weights, half, {"format": "pt"})
+        with atomic_file(weights) as temporary:
+            save_file(half, temporary, {"format": "pt"})
         (fresh / "pretraining.json").write_text(json.dumps(facts, indent=2) + "\n")

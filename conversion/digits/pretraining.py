@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from mhla_hf.demo.run import encode_moving_digits
 from mhla_hf.training.data.digits import MovingDigits, stack_videos
 from mhla_hf.utils.destinations import atomic_directory
-from mhla_hf.utils.tensor_files import read_tensors, write_tensors
+from mhla_hf.utils.files import atomic_file
 
 from .autoencoder import measure_latents, refine_decoder, train_vae
 from .models import build_tokenizer, build_vae, write_pipeline
@@ -112,8 +113,9 @@ def encode_pool(
             latents = encode_moving_digits(vae, dataset, start, stop)
             token_ids, lengths = tokenize(tokenizer, [dataset[index].caption for index in range(start, stop)])
             shard = {"latents": latents.half(), "token_ids": token_ids.short(), "lengths": lengths.short()}
-            write_tensors(path, shard)
+            with atomic_file(path) as temporary:
+                save_file({name: tensor.contiguous() for name, tensor in shard.items()}, temporary)
             log(f"encoded {path.name}")
-        parts.append(read_tensors(path, "remove it to encode its videos again"))
+        parts.append(load_file(path))
     pool = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return {name: x.float() if name == "latents" else x.long() for name, x in pool.items()}

@@ -228,7 +228,7 @@ def _plan_original(source: Source, part: Component, given: Source | None, hub: M
     report = ComponentReport(part.class_name, origin.softmax_class_name)
     weights = []
     for stored in origin.weight_sets():
-        entries = [entry for reader in stored.open(floats_only=False) for entry in reader.entries()]
+        entries = stored.entries()
         report.dropped += [entry.name for entry in entries if ".mhla." in entry.name]
         kept = [entry for entry in entries if ".mhla." not in entry.name]
         weights.append(plan_files(stored.variant, stored.files, kept, [], MAX_SHARD_BYTES, origin.names.stem))
@@ -238,13 +238,7 @@ def _plan_original(source: Source, part: Component, given: Source | None, hub: M
 def _check_same_sizes(part: Component, original: Component) -> None:
     """Refuse an original of the same class that is another model."""
     shapes, expected = (
-        {
-            name: shape
-            for weights in one.weight_sets()[:1]
-            for reader in weights.open(floats_only=False)
-            for name, shape in reader.shapes.items()
-        }
-        for one in (part, original)
+        {entry.name: entry.shape for entry in one.weight_sets()[0].entries()} for one in (part, original)
     )
     wrong = [name for name in shapes if expected.get(name, shapes[name]) != shapes[name]]
     if wrong:

@@ -155,7 +155,7 @@ def _plan_import(
         called=lambda name: renamed.get(name) or authors_name(name),
     )
     kept = kept_in_fp32(model)
-    copied = [cast_entry(entry, dtype, kept) for entry in written.values()]
+    copied = [cast_entry(entry, dtype, kept(entry.name)) for entry in written.values()]
     report = component_report("WanModel", model)
     # What save_pretrained would write: the constructor's arguments, without notes on which of them were given.
     config = to_stored(

@@ -15,12 +15,12 @@ import torch
 from ..config import MHLAConfig
 from ..models.options import from_stored, options_by_component
 from ..models.registry import family_for, is_mhla_class
-from ..models.single_file import GGUF_SUFFIX, find_single_file, is_url, read_config, read_entries
+from ..models.single_file import GGUF_SUFFIX, find_single_file, is_url, read_config, read_weights
 from ..models.source import Component, Source, open_source, vae_compression
 from ..utils.files import check_entry, read_json, read_weight_map
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_list, shorten_text, shorten_value
-from ..utils.tensor_files import FLOAT_TYPES, TensorEntry
+from ..utils.tensor_files import FLOATS, TensorEntry
 from .planning import ComponentPlan, PlanOptions, StoredWeights, plan_component
 
 
@@ -81,7 +81,7 @@ def plan_original(
     name = component or "transformer"
     chosen = options_by_component(mhla, [name])
     files = _shards_in(path) if path.is_dir() else [path]
-    read = [read_entries(file) for file in files]
+    read = [read_weights(file) for file in files]
     entries = [entry for own, _ in read for entry in own]
     if len({entry.name for entry in entries}) < len(entries):
         raise ValueError(
@@ -170,7 +170,7 @@ def open_checkpoint(path: Path) -> tuple[list[TensorEntry], tuple[Path, ...]]:
     entries = [
         entry
         for file in files
-        for entry in (read_entries(file)[0] if file.suffix == ".safetensors" else _torch_entries(file))
+        for entry in (read_weights(file)[0] if file.suffix == ".safetensors" else _torch_entries(file))
     ]
     return entries, tuple(files)
 
@@ -226,7 +226,7 @@ def _refusal(value: Any, claimed: dict[int, int]) -> str:
         return f"a {type(value).__name__}"
     if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
         return f"a tensor that is sparse, nested or without values ({value.layout}, {value.device})"
-    if value.dtype not in FLOAT_TYPES.values():
+    if value.dtype not in FLOATS:
         return str(value.dtype)
     storage = value.untyped_storage()
     # Views may share a storage, but not take more of it than there is: a small file would fill the memory.

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..models.source import Component
 from ..models.weight_files import DIFFUSERS_FILES, FileNames
 from ..utils.compat.diffusers import declared, fp32_parts
 from ..utils.messages import shorten_list, shorten_value
-from ..utils.tensor_files import TensorEntry, plan_shards
+from ..utils.tensor_files import FLOATS, TensorEntry, check_floats, plan_shards
 from .options import MAX_SHARD_BYTES
 from .report import ComponentReport, WeightSetReport
 
@@ -138,13 +138,14 @@ def plan_component(
         StoredWeights(
             found.variant,
             found.files,
-            [entry for reader in found.open() for entry in reader.entries()],
+            found.entries(),
             str(component.folder),
         )
         for found in weight_sets
     ]
     config = target_class.coerce_options(target_class.options_in_pipeline(mhla, component.config, compression))
     for stored in weights:
+        check_floats(stored.entries, stored.where)
         check_layer_count(num_layers, stored.shapes, where)
     if options.layers is not None:
         config = config.replace(layers=parse_layers(options.layers, num_layers))
@@ -177,7 +178,7 @@ def _plan_weights(
         stored.shapes, expected, where=stored.where, ignored=ignored, called=lambda name: names.get(name, name)
     )
     kept = kept_in_fp32(model)
-    copied = [cast_entry(entry, options.dtype, kept) for entry in stored.entries]
+    copied = [cast_entry(entry, options.dtype, kept(entry.name)) for entry in stored.entries]
     new_dtype = options.dtype or dominant_dtype(copied)
     fresh = [initial_entry(model, name, new_dtype, kept, report) for name in target if name not in expected]
     return plan_files(stored.variant, stored.files, copied, fresh, options.max_bytes)
@@ -262,11 +263,11 @@ def kept_in_fp32(model: Any) -> Callable[[str], bool]:
     return lambda name: bool(parts & set(name.split(".")))
 
 
-def cast_entry(entry: TensorEntry, dtype: torch.dtype | None, kept: Callable[[str], bool]) -> TensorEntry:
-    """Set the dtype a tensor is written in; parameters that the library keeps in fp32 are written in fp32."""
-    if dtype is None:
+def cast_entry(entry: TensorEntry, dtype: torch.dtype | None, kept: bool) -> TensorEntry:
+    """Set the dtype to write floats in: fp32 for parameters that the library keeps so, else `dtype` if given."""
+    if dtype is None or entry.dtype not in FLOATS:
         return entry
-    return TensorEntry(entry.name, entry.shape, torch.float32 if kept(entry.name) else dtype, entry.load)
+    return replace(entry, dtype=torch.float32 if kept else dtype)
 
 
 def dominant_dtype(entries: Iterable[TensorEntry]) -> torch.dtype:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from ..utils.compat.transformers import (
 )
 from ..utils.files import read_json
 from ..utils.messages import shorten_text
-from ..utils.tensor_files import FLOAT_TYPES, SafetensorsReader, TensorEntry
+from ..utils.tensor_files import TensorEntry, check_floats
 from .planning import (
     ComponentPlan,
     PlanOptions,
     WeightsPlan,
+    cast_entry,
     compare_tensors,
     dominant_dtype,
     initial_entry,
@@ -166,16 +168,15 @@ def _report(component: Component, model: Any) -> ComponentReport:
 
 def _plan_weights(weight_set: WeightSet, model: Any, report: ComponentReport, options: PlanOptions) -> WeightsPlan:
     dtype = options.dtype
-    readers = weight_set.open(floats_only=False)
     where = str(weight_set.files[0].parent)
-    stored = {name: reader for reader in readers for name in reader.shapes}
+    stored = {entry.name: entry for entry in weight_set.entries()}
     if any(".mhla." in name for name in stored):
         raise ValueError(f"{where} has MHLA weights already; convert the model they were made from.")
     names = StoredNames(model, list(stored))
     check_layers(model, (), _unknown(names, model, stored), where)
     repeated = _equal_copies(names, stored)
     written = {name: target for name, target in names.written.items() if name not in repeated}
-    found = {target: stored[name].shapes[name] for name, target in written.items()}
+    found = {target: stored[name].shape for name, target in written.items()}
     extra = {target: shape for target, shape in found.items() if target not in names.expected}
     left_out = names.may_be_missing | {name for name in names.expected if _OPTIONAL.search(name)}
     expected = {name: shape for name, shape in names.expected.items() if name in found or name not in left_out}
@@ -183,11 +184,10 @@ def _plan_weights(weight_set: WeightSet, model: Any, report: ComponentReport, op
     report.dropped = sorted({*report.dropped, *(name for name in stored if name not in written)})
     kept = _kept_in_fp32(model, dtype)
     copied = []
-    for reader in readers:
-        own = [name for name in reader.shapes if name in written]
-        # Integers in place of parameters are quantised weights; buffers may be integers.
-        reader.check_floats(name for name in own if names.is_float(name))
-        copied += [_copied_entry(reader, name, written[name], dtype, kept(names.loaded[name])) for name in own]
+    # Integers in place of parameters are quantised weights; buffers may be integers.
+    check_floats((stored[name] for name in written if names.is_float(name)), where)
+    for name, target in written.items():
+        copied.append(cast_entry(replace(stored[name], name=target), dtype, kept(names.loaded[name])))
     new_dtype = dtype or dominant_dtype(copied)
     fresh = [
         initial_entry(model, name, new_dtype, kept, report, stored_name) for name, stored_name in names.fresh.items()
@@ -206,22 +206,12 @@ def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]
     ]
 
 
-def _copied_entry(
-    reader: SafetensorsReader, name: str, target: str, dtype: torch.dtype | None, kept: bool
-) -> TensorEntry:
-    stored = reader.dtypes[name]
-    cast = stored
-    if dtype is not None and stored in FLOAT_TYPES.values():
-        cast = torch.float32 if kept else dtype
-    return TensorEntry(target, reader.shapes[name], cast, lambda: reader.load(name))
-
-
-def _equal_copies(names: StoredNames, stored: Mapping[str, SafetensorsReader]) -> set[str]:
+def _equal_copies(names: StoredNames, stored: Mapping[str, TensorEntry]) -> set[str]:
     """Return tensors that equal the one they are tied to; transformers ties only equal ones."""
     return {
         name
         for name, original in names.tied_copies.items()
-        if torch.equal(stored[name].load(name), stored[original].load(original))
+        if torch.equal(stored[name].load(), stored[original].load())
     }
 
 

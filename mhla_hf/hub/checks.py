@@ -31,7 +31,7 @@ from ..utils.compat.transformers import ignored_names
 from ..utils.files import Types, list_files, named_file, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_list, shorten_text
-from ..utils.tensor_files import FLOAT_TYPES, count_values
+from ..utils.tensor_files import FLOATS, count_values
 
 
 LAYER_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depth")
@@ -204,12 +204,12 @@ class DirectoryCheck:
             for path in paths:
                 broken, rest = [], path.stat().st_size
                 with self._noting(path):
-                    for counts in count_values(path):
-                        rest -= counts.nbytes
-                        advance(counts.nbytes)
-                        if counts.nans or counts.infinities:
-                            what = f"{counts.nans} NaN, {counts.infinities} infinite of {counts.total} values"
-                            broken.append(f"{shorten_text(counts.name)} ({what})")
+                    for entry, nans, infinities in count_values(path):
+                        rest -= entry.nbytes
+                        advance(entry.nbytes)
+                        if nans or infinities:
+                            what = f"{nans} NaN, {infinities} infinite of {math.prod(entry.shape)} values"
+                            broken.append(f"{shorten_text(entry.name)} ({what})")
                 advance(rest)
                 if broken:
                     self._note(path, f"has NaN or infinite values: {shorten_list(broken)}; take earlier weights.")
@@ -298,10 +298,7 @@ class DirectoryCheck:
                 if left_out:
                     self._note(owner, f"lists {shorten_list(left_out)}, which is not uploaded.")
                 with self._noting(owner):
-                    tensors: dict[str, Any] = {}
-                    for reader in weights.open(floats_only=False):
-                        tensors |= {name: (reader.dtypes[name], tuple(shape)) for name, shape in reader.shapes.items()}
-                    sets.append((owner, tensors))
+                    sets.append((owner, {entry.name: (entry.dtype, entry.shape) for entry in weights.entries()}))
         return sets
 
     def _describe(self, component: Component, sets: list[tuple[Path, dict[str, Any]]]) -> None:
@@ -340,7 +337,7 @@ class DirectoryCheck:
             floats = {name for name in tensors if name in state and state[name].is_floating_point()}
             ignored = [re.escape(part) for part in declared(model, "_keys_to_ignore_on_load_unexpected")]
         unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
-        integers = [f"{name} ({tensors[name][0]})" for name in floats if tensors[name][0] not in FLOAT_TYPES.values()]
+        integers = [f"{name} ({tensors[name][0]})" for name in floats if tensors[name][0] not in FLOATS]
         shapes = {name: shape for name, shape in expected.items() if found.get(name, shape) != shape}
         problems = {
             "lacks {}; write or download the weights again.": set(expected) - set(found) - optional,

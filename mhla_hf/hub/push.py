@@ -27,7 +27,7 @@ from ..utils.destinations import take_lock
 from ..utils.files import TEMPORARY_PREFIX, list_files, parse_json, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX, is_hub_id
 from ..utils.model_cards import CARD, is_own_card, read_card
-from ..utils.tensor_files import TensorEntry, plan_shards, write_shards
+from ..utils.tensor_files import TensorEntry, plan_shards, read_entries, write_shards
 from .card import card_data, card_for_repository, replacing_card
 from .checks import DirectoryCheck
 
@@ -292,14 +292,12 @@ def _plan_shards(contents: Contents, max_bytes: int | None) -> None:
         contents.weight_names[folder] = names
         limit = max_bytes or _LARGEST[names.stem]
         for weights in names.find(contents.root / folder):
-            readers = weights.open(floats_only=False)
             # A single tensor cannot be split.
-            if all(reader.path.stat().st_size <= limit or len(reader.shapes) == 1 for reader in readers):
+            if all(path.stat().st_size <= limit or len(read_entries(path)) == 1 for path in weights.files):
                 continue
             for path in (*weights.files, *([weights.index] if weights.index else [])):
                 contents.files.pop(path.relative_to(contents.root).as_posix(), None)
-            entries = [entry for reader in readers for entry in reader.entries()]
-            shards = plan_shards(entries, limit, stem=names.stem, variant=weights.variant)
+            shards = plan_shards(weights.entries(), limit, stem=names.stem, variant=weights.variant)
             contents.shards.append((folder, shards))
 
 

@@ -213,8 +213,7 @@ def _read_part(component: Component, record: dict[str, Any]) -> ModelPart:
         own = MHLA_CLASSES[component.class_name]
         family, kind = own.name, f"{own.kind} model"
     try:
-        readers = component.weight_sets()[0].open(floats_only=False)
-        sizes = {name: math.prod(shape) for reader in readers for name, shape in reader.shapes.items()}
+        sizes = {entry.name: math.prod(entry.shape) for entry in component.weight_sets()[0].entries()}
     # Damaged weights are reported by the checks.
     except (OSError, ValueError):
         sizes = {}

@@ -12,13 +12,9 @@ import torch.nn as nn
 from ..config import MHLAConfig
 from ..layers.original import STATE_KEY, check_adapters, original_values
 from ..utils.compat.diffusers import fp32_parts
-from ..utils.tensor_files import FLOAT_TYPES
+from ..utils.tensor_files import FLOATS
 from .loading import warn_of_fresh
 from .registry import mhla_class_for
-
-
-FLOATS = tuple(FLOAT_TYPES.values())
-"""Types of weights that are not quantised."""
 
 
 def convert_model(

@@ -16,9 +16,9 @@ from ..config import MHLAConfig
 from ..utils.compat.diffusers import fp32_parts, loads_single_files
 from ..utils.locations import hub_downloads
 from ..utils.messages import shorten_list, shorten_text
-from ..utils.tensor_files import SafetensorsReader, TensorEntry, gguf_entries
+from ..utils.tensor_files import FLOATS, TensorEntry, check_floats, gguf_entries, read_entries
 from .bounds import check_layer_count, check_model_config
-from .converting import FLOATS, convert_model
+from .converting import convert_model
 from .options import from_stored, merge_options
 from .registry import family_for
 
@@ -102,7 +102,7 @@ def load_single_file(
         called, weights = "the state dict", dict(location)
     else:
         called = str(location)
-        weights = {entry.name: entry.load() for entry in read_entries(find_single_file(location, **options))[0]}
+        weights = {entry.name: entry.load() for entry in read_weights(find_single_file(location, **options))[0]}
     try:
         names = mhla_class.original_names(weights)
         if names is None:
@@ -126,7 +126,7 @@ def load_single_file(
     return convert_model(model, mhla, called)
 
 
-def read_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
+def read_weights(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
     """Read the tensors of a weight file without their values.
 
     Args:
@@ -145,7 +145,9 @@ def read_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
             f"{path} is not read: only .safetensors and .gguf files are, since others may run code. Save its weights "
             "as safetensors first."
         )
-    return SafetensorsReader(path).entries(), {}
+    entries = read_entries(path)
+    check_floats(entries, path)
+    return entries, {}
 
 
 def read_config(

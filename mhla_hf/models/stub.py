@@ -125,9 +125,9 @@ def add_stub(directory: Path) -> None:
     files = stub_files(source)
     pattern = "*.safetensors" if source.pipeline is None else "*/*.safetensors"
     for path in sorted(directory.glob(pattern)) if files else ():
-        for counts in count_values(path):
-            if counts.nans:
-                raise ValueError(f"{shorten_text(counts.name)} of {path.name} has NaN values; nothing is pushed.")
+        for entry, nans, _ in count_values(path):
+            if nans:
+                raise ValueError(f"{shorten_text(entry.name)} of {path.name} has NaN values; nothing is pushed.")
     for name, text in files.items():
         (directory / name).write_text(text, encoding="utf-8")
     if files and (directory / CARD).is_file():

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
 from ..utils.messages import shorten_list, shorten_text
-from ..utils.tensor_files import SafetensorsReader, check_safetensors
+from ..utils.tensor_files import TensorEntry, check_safetensors, read_entries
 
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -47,16 +47,15 @@ class WeightSet:
     files: tuple[Path, ...]
     index: Path | None = None
 
-    def open(self, *, floats_only: bool = True) -> list[SafetensorsReader]:
-        """Opens every file; errors as in [`SafetensorsReader`], and `ValueError` for a tensor in two of them."""
-        readers = [SafetensorsReader(path, floats_only=floats_only) for path in self.files]
-        seen: dict[str, Path] = {}
-        for reader in readers:
-            for name in reader.shapes:
-                if name in seen:
-                    raise ValueError(f"{shorten_text(name)} is both in {seen[name]} and in {reader.path}.")
-                seen[name] = reader.path
-        return readers
+    def entries(self) -> list[TensorEntry]:
+        """Reads the headers of every file; `ValueError` for damaged files, and for a tensor in two of them."""
+        found: dict[str, TensorEntry] = {}
+        for path in self.files:
+            for entry in read_entries(path):
+                if entry.name in found:
+                    raise ValueError(f"{path} holds {shorten_text(entry.name)}, which another file holds, too.")
+                found[entry.name] = entry
+        return list(found.values())
 
 
 @dataclass(frozen=True)

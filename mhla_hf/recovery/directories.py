@@ -20,7 +20,7 @@ from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, list_files, read_json, write_json
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, shorten_text
-from ..utils.tensor_files import FLOAT_TYPES, read_header
+from ..utils.tensor_files import FLOATS, read_entries
 from .calibration import DEFAULT_MEMORY_LIMIT, CalibrationReport, calibrate
 from .data import probe_batches
 from .selection import SelectionReport, select_layers
@@ -215,12 +215,7 @@ def write_models(
 
 def _cast_as_stored(model: nn.Module, files: Sequence[Path]) -> None:
     """Cast parameters to the types that they have in files."""
-    stored = {
-        name: FLOAT_TYPES[entry["dtype"]]
-        for path in files
-        for name, entry in read_header(path)[0].items()
-        if entry["dtype"] in FLOAT_TYPES
-    }
+    stored = {entry.name: entry.dtype for path in files for entry in read_entries(path) if entry.dtype in FLOATS}
     # Names in the file differ from the model's where transformers maps them.
     kinds = sorted(stored.values(), key=str)
     usual = max(kinds, key=kinds.count) if kinds else torch.float32

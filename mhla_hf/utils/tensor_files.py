@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from .files import atomic_file, write_staged_json
+from .files import write_staged_json
 from .messages import how_to_install, shorten_text
 
 
-FLOAT_TYPES: dict[str, torch.dtype] = {
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types of weights that a conversion takes; integers and 8-bit floats mean quantised weights."""
+
+# By their names in the headers of safetensors.
+_TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
-}
-"""Types in a safetensors header that a conversion takes; integers and 8-bit floats mean quantised weights."""
-
-_OTHER_TYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -41,62 +41,6 @@ _OTHER_TYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_TYPES = {**FLOAT_TYPES, **_OTHER_TYPES}
-_TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
-
-
-def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Read the header of a safetensors file, checked against the file's length.
-
-    Returns:
-        `dtype`, `shape` and `data_offsets` of each tensor, sorted by name, and the offset of the data in the file.
-
-    Raises:
-        OSError: If the file cannot be read.
-        SafetensorError: If it is truncated or no safetensors file.
-    """
-    with safe_open(str(path), framework="np"), path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return {name: header[name] for name in sorted(header) if name != "__metadata__"}, 8 + length
-
-
-def check_safetensors(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Read the header of a safetensors file; see [`read_header`].
-
-    Raises:
-        ValueError: If the file is truncated or not in the safetensors format.
-    """
-    try:
-        return read_header(path)
-    except (SafetensorError, OSError) as error:
-        reason = shorten_text(str(error), 200)
-        raise ValueError(f"{path} is truncated or not a safetensors file ({reason}).") from error
-
-
-def read_tensors(path: Path, remedy: str, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """Read a safetensors file.
-
-    Args:
-        path: The file.
-        remedy: Advice for the error if it cannot be read.
-        names: Tensors that it must hold.
-
-    Raises:
-        ValueError: If it is missing or damaged, or lacks a tensor.
-    """
-    try:
-        tensors = load_file(path)
-        return {**{name: tensors[name] for name in names}, **tensors}
-    except (OSError, SafetensorError, KeyError) as error:
-        reason = f"it has no tensor {error}" if isinstance(error, KeyError) else shorten_text(str(error), 200)
-        raise ValueError(f"{path} cannot be read ({reason}); {remedy}") from error
-
-
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically."""
-    with atomic_file(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
 
 
 @dataclass(frozen=True)
@@ -121,110 +65,98 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class ValueCounts:
-    """Numbers of values in a tensor.
+def check_safetensors(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Read the header of a safetensors file, which the library checks against the file's length.
 
-    Attributes:
-        name: The tensor.
-        total: All values.
-        nans: NaN values.
-        infinities: Infinite values.
-        nbytes: Size of the tensor in the file, in bytes.
-    """
-
-    name: str
-    total: int
-    nans: int
-    infinities: int
-    nbytes: int
-
-
-def count_values(path: Path) -> Iterator[ValueCounts]:
-    """Count the NaN and infinite values of each tensor in a safetensors file.
-
-    Integers and 8-bit floats are skipped.
-
-    Args:
-        path: The file.
-
-    Yields:
-        The counts of each tensor, by name.
+    Returns:
+        `dtype`, `shape` and `data_offsets` of each tensor, sorted by name, and the offset of the data in the file.
 
     Raises:
-        ValueError: If the file is truncated or not in the safetensors format.
+        ValueError: If the file is missing, truncated or not in the safetensors format.
+    """
+    try:
+        with safe_open(str(path), framework="np"), path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError) as error:
+        problem = f"is truncated or not a safetensors file ({shorten_text(str(error), 200)})"
+        if not path.is_file():
+            problem = "is missing, although the checkpoint needs it"
+        raise ValueError(f"{path} {problem}.") from error
+    return {name: header[name] for name in sorted(header) if name != "__metadata__"}, 8 + length
+
+
+def read_entries(path: Path) -> list[TensorEntry]:
+    """Read the header of a safetensors file; values are read on demand, and written as they are stored.
+
+    Raises:
+        ValueError: See [`check_safetensors`], or if a tensor has a type that is not known.
     """
     header, begin = check_safetensors(path)
-    for name, entry in header.items():
+    _refuse_quantized(path, {entry["dtype"] for entry in header.values()} - set(_TYPES))
+    return [
+        TensorEntry(
+            name,
+            shape := tuple(entry["shape"]),
+            dtype := _TYPES[entry["dtype"]],
+            partial(_read_tensor, path, begin + entry["data_offsets"][0], shape, dtype),
+        )
+        for name, entry in header.items()
+    ]
+
+
+def check_floats(entries: Iterable[TensorEntry], where: Any) -> None:
+    """Refuse quantised weights.
+
+    Args:
+        entries: Tensors that must be plain floats.
+        where: Their file or folder, for the error.
+
+    Raises:
+        ValueError: If one of them has another type.
+    """
+    types = {str(entry.dtype) for entry in entries if entry.dtype not in FLOATS}
+    _refuse_quantized(where, {name.removeprefix("torch.") for name in types})
+
+
+def _refuse_quantized(where: Any, types: set[str]) -> None:
+    if types:
+        raise ValueError(
+            f"{where} holds {', '.join(sorted(types))} tensors: quantised weights cannot be converted. Convert the "
+            "original weights, then quantise."
+        )
+
+
+def count_values(path: Path) -> Iterator[tuple[TensorEntry, int, int]]:
+    """Count the NaN and infinite values of each tensor in a safetensors file.
+
+    Integers and 8-bit floats have none.
+
+    Yields:
+        Each tensor with both counts, by name.
+
+    Raises:
+        ValueError: See [`read_entries`].
+    """
+    for entry in read_entries(path):
         nans = infinities = 0
-        start, end = entry["data_offsets"]
-        if entry["dtype"] in FLOAT_TYPES and end > start:
-            values = _read_tensor(path, begin + start, entry["shape"], FLOAT_TYPES[entry["dtype"]])
+        if entry.dtype in FLOATS and entry.nbytes:
+            values = entry.load()
             # Both bounds are NaN if one value is, and this is many times as fast as looking at each.
             if not all(bound.isfinite() for bound in torch.aminmax(values)):
                 nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
-        yield ValueCounts(name, math.prod(entry["shape"]), nans, infinities, end - start)
+        yield entry, nans, infinities
 
 
-def _read_tensor(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _read_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     # `safe_open` maps the file as writable memory for torch, which systems refuse for files larger than their memory.
-    tensor = torch.empty(tuple(shape), dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype)
     stored: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     with path.open("rb") as file:
         file.seek(offset)
         if file.readinto(stored) != stored.size:
             raise ValueError(f"{path} is truncated: a tensor reaches past its end.")
     return tensor
-
-
-class SafetensorsReader:
-    """A safetensors file whose tensors are read on demand.
-
-    Args:
-        path: The file.
-        floats_only: Refuse dtypes other than plain floats, which mean quantised weights in models without integer
-            buffers.
-
-    Attributes:
-        shapes: Shape of every tensor by name.
-        dtypes: Dtype of every tensor by name.
-
-    Raises:
-        ValueError: If the file is missing, truncated or not safetensors, or holds an unexpected dtype (a quantised
-            checkpoint).
-    """
-
-    def __init__(self, path: Path, *, floats_only: bool = True) -> None:
-        self.path = path
-        if not path.is_file():
-            raise ValueError(f"{path} is missing, although the checkpoint needs it.")
-        header, begin = check_safetensors(path)
-        self._refuse({entry["dtype"] for entry in header.values()} - set(FLOAT_TYPES if floats_only else _TYPES))
-        self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-        self.dtypes = {name: _TYPES[entry["dtype"]] for name, entry in header.items()}
-        self._offsets = {name: begin + entry["data_offsets"][0] for name, entry in header.items()}
-
-    def check_floats(self, names: Iterable[str]) -> None:
-        """Raise `ValueError` unless these tensors are plain floats: quantised weights cannot be converted."""
-        self._refuse({_TYPE_NAMES[self.dtypes[name]] for name in names} - set(FLOAT_TYPES))
-
-    def _refuse(self, quantised: set[str]) -> None:
-        if quantised:
-            raise ValueError(
-                f"{self.path} holds {', '.join(sorted(quantised))} tensors: quantised weights cannot be converted. "
-                "Convert the original weights, then quantise."
-            )
-
-    def load(self, name: str) -> torch.Tensor:
-        """Read one tensor."""
-        return _read_tensor(self.path, self._offsets[name], self.shapes[name], self.dtypes[name])
-
-    def entries(self) -> list[TensorEntry]:
-        """Return every tensor, to be written as it is stored."""
-        return [
-            TensorEntry(name, shape, self.dtypes[name], partial(self.load, name))
-            for name, shape in self.shapes.items()
-        ]
 
 
 def gguf_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
@@ -256,32 +188,13 @@ def gguf_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
             kinds[tensor.tensor_type.name] += 1
             # The innermost axis comes first in the file.
             shape = tuple(reversed(tensor.shape.tolist()))
-            dtype = FLOAT_TYPES.get(tensor.tensor_type.name, torch.bfloat16)
+            dtype = _TYPES.get(tensor.tensor_type.name, torch.bfloat16)
             entries.append(TensorEntry(tensor.name, shape, dtype, partial(load, tensor, shape)))
     # A damaged header ends in any kind of error.
     except Exception as error:
         reason = shorten_text(str(error) or type(error).__name__, 200)
         raise ValueError(f"{path} is damaged, truncated or not a GGUF file ({reason}).") from error
     return entries, dict(kinds)
-
-
-def write_safetensors(
-    path: Path, entries: Sequence[TensorEntry], on_bytes: Callable[[int], None] = lambda count: None
-) -> None:
-    """Write a safetensors file in place. Its tensors are held in memory together.
-
-    Args:
-        path: The file to write; its folder exists.
-        entries: The tensors.
-        on_bytes: Called with the size of each tensor after it was read.
-    """
-    tensors = {}
-    for entry in entries:
-        tensor = entry.load().detach().to("cpu", entry.dtype).contiguous()
-        # The tensors of a torch file may share one storage.
-        tensors[entry.name] = tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
-        on_bytes(entry.nbytes)
-    save_file(tensors, path, {"format": "pt"})
 
 
 def plan_shards(
@@ -320,11 +233,17 @@ def write_shards(
     Args:
         folder: The folder to write to; created if needed.
         shards: The result of [`plan_shards`].
-        on_bytes: See [`write_safetensors`].
+        on_bytes: Called with the size of each tensor after it was read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for file, entries in shards.items():
-        write_safetensors(folder / file, entries, on_bytes)
+        tensors = {}
+        for entry in entries:
+            tensor = entry.load().detach().to("cpu", entry.dtype).contiguous()
+            # The tensors of a torch file may share one storage.
+            tensors[entry.name] = tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
+            on_bytes(entry.nbytes)
+        save_file(tensors, folder / file, {"format": "pt"})
     if len(shards) > 1:
         stem, _, variant = re.sub(r"-\d{5}-of-\d{5}\.safetensors$", "", next(iter(shards))).partition(".")
         weight_map = {entry.name: file for file, entries in shards.items() for entry in entries}

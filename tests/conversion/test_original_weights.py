@@ -106,7 +106,7 @@ MISTAKES = {
     "vace": (lambda weights: weights.update({"vace_blocks.0.x.weight": torch.zeros(1)}), "Wan-VACE"),
     "8 bits": (
         lambda weights: weights.update({"head.head.weight": weights["head.head.weight"].to(torch.float8_e4m3fn)}),
-        "holds (torch.float8_e4m3fn|F8_E4M3) .*quantised",
+        "holds (torch.float8_e4m3fn|float8_e4m3fn) .*quantised",
     ),
     "empty": (lambda weights: weights.update({"text_embedding.0.bias": torch.zeros(0)}), "without elements|shape"),
 }

@@ -20,10 +20,9 @@ from mhla_hf.conversion.writing import check_space
 from mhla_hf.models.options import to_stored
 from mhla_hf.utils.files import list_files
 from mhla_hf.utils.tensor_files import (
-    SafetensorsReader,
     TensorEntry,
     plan_shards,
-    write_safetensors,
+    read_entries,
     write_shards,
 )
 from tests import tiny
@@ -93,16 +92,16 @@ def test_writer_agrees_with_the_library(tmp_path):
     }
     entries = [TensorEntry(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()]
     seen = []
-    write_safetensors(tmp_path / "w.safetensors", entries, seen.append)
+    write_shards(tmp_path, {"w.safetensors": entries}, seen.append)
     loaded = load_file(tmp_path / "w.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor)
     assert sum(seen) == sum(entry.nbytes for entry in entries)
-    reader = SafetensorsReader(tmp_path / "w.safetensors")
-    assert reader.shapes["strided"] == (6, 4)
-    assert torch.equal(reader.load("half"), tensors["half"])
+    read = {entry.name: entry for entry in read_entries(tmp_path / "w.safetensors")}
+    assert read["strided"].shape == (6, 4)
+    assert torch.equal(read["half"].load(), tensors["half"])
 
 
 def test_shards_are_written_one_at_a_time(tmp_path):
