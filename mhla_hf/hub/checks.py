@@ -11,19 +11,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
-import torch
+import diffusers
 
-from ..config import MHLAConfig
-from ..conversion.planning import empty_model
 from ..conversion.transformers_planning import StoredNames
 from ..conversion.writing import byte_progress
 from ..integrations.transformers.checks import check_layers, check_sizes
 from ..models.bounds import check_layer_count, check_model_config
+from ..models.directory import ModelDirectory
 from ..models.registry import FAMILIES, MHLA_CLASSES, current_class
-from ..models.source import Component
 from ..models.stub import LIBRARY as STUB_LIBRARY
 from ..models.weight_files import PICKLES
 from ..utils.compat.diffusers import declared
@@ -190,7 +189,7 @@ class DirectoryCheck:
             with self._noting(index):
                 self._check_pipeline(index)
         elif self.root / "config.json" in self.files:
-            self._check_model(self.root, None)
+            self._check_model(self.root)
         else:
             self._note(
                 self.root, f"has neither {PIPELINE_INDEX} (a pipeline) nor config.json (a model); give its directory."
@@ -202,49 +201,45 @@ class DirectoryCheck:
         with byte_progress(total, progress and total > 0) as (describe, advance):
             describe("checking weights")
             for path in paths:
-                broken, rest = [], path.stat().st_size
+                broken = []
                 with self._noting(path):
                     for entry, nans, infinities in count_values(path):
-                        rest -= entry.nbytes
                         advance(entry.nbytes)
                         if nans or infinities:
                             what = f"{nans} NaN, {infinities} infinite of {math.prod(entry.shape)} values"
                             broken.append(f"{shorten_text(entry.name)} ({what})")
-                advance(rest)
                 if broken:
                     self._note(path, f"has NaN or infinite values: {shorten_list(broken)}; take earlier weights.")
 
-    def _check_pipeline(self, index: Path) -> None:
-        import diffusers
-
-        content = read_json(index, "the pipeline's index")
-        self.class_name = str(content.get("_class_name"))
+    def _check_pipeline(self, path: Path) -> None:
+        index = read_json(path, "the pipeline's index")
+        self.class_name = str(index.get("_class_name"))
         pipeline_class: Any = getattr(diffusers, self.class_name, None)
-        if isinstance(content.get("_class_name"), list):
-            self._note(index, "names a pipeline with its own code, which is not run here.", "warning")
+        if isinstance(index.get("_class_name"), list):
+            self._note(path, "names a pipeline with its own code, which is not run here.", "warning")
         elif not hasattr(pipeline_class, "_optional_components"):
             version = diffusers.__version__
-            self._note(index, f"is for {shorten_text(self.class_name)}, which diffusers {version} does not have.")
+            self._note(path, f"is for {shorten_text(self.class_name)}, which diffusers {version} does not have.")
         else:
             parameters = inspect.signature(pipeline_class.__init__).parameters.items()
             needed = {name for name, parameter in parameters if parameter.default is inspect.Parameter.empty}
             needed -= {"self", *pipeline_class._optional_components}
-            absent = [name for name in needed if content.get(name) in (None, [None, None])]
+            absent = [name for name in needed if index.get(name) in (None, [None, None])]
             if absent:
-                self._note(index, f"has no {shorten_list(absent)}, which {self.class_name} needs; save it again.")
-        for name, entry in content.items():
+                self._note(path, f"has no {shorten_list(absent)}, which {self.class_name} needs; save it again.")
+        for name, entry in index.items():
             # Other lists are settings of pipelines.
             if isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry):
                 if not name.startswith("_"):
-                    with self._noting(index):
-                        self._check_component(index, name, *entry)
+                    with self._noting(path):
+                        self._check_component(path, name, *entry)
 
     def _check_component(self, index: Path, name: str, library: str, class_name: str) -> None:
         folder = named_file(self.root, name, str(index))
-        found = _find_class(library, class_name)
         if not folder.is_dir():
             self._note(index, f"names the component {shorten_text(name)}, whose folder is missing; save it again.")
             return
+        found = _find_class(library, class_name)
         if found is None:
             what = f"{shorten_text(name)} a {shorten_text(class_name)} of {shorten_text(library)}"
             self._note(index, f"calls {what}, which is not installed here or unknown.")
@@ -259,7 +254,7 @@ class DirectoryCheck:
             if not any(folder / file in self.files for file in names):
                 self._note(folder, f"has no {' or '.join(dict.fromkeys(names))}; download or save it again.")
 
-    def _check_model(self, folder: Path, named: str | None) -> None:
+    def _check_model(self, folder: Path, named: str | None = None) -> None:
         """Check a model; `named` is the class that the pipeline's index gives it."""
         path = folder / "config.json"
         if path not in self.files:
@@ -268,46 +263,58 @@ class DirectoryCheck:
         with self._noting(path):
             types: dict[str, Types] = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
             config = read_json(path, "the configuration", optional=types)
-            component = Component("model" if named is None else folder.name, folder, config)
-            sets = self._read_weights(component)
-            problem = _contradiction(component, named, sets)
-            if problem is not None:
-                self._note(path, problem)
-                return
-            self.class_name = self.class_name or component.class_name
-            self._describe(component, sets)
+            if not {"_class_name", "model_type"} & set(config):
+                raise ValueError("does not say which model it is, by _class_name (diffusers) or model_type.")
+            if named is not None and "_class_name" not in config:
+                # What the pipeline loads, whatever the model was saved as.
+                config["architectures"] = [named]
+            name = "model" if named is None else folder.name
+            model = ModelDirectory(str(folder), folder, None, {name: config}, name)
+            sets = self._read_weights(model)
+            self._describe(model, sets)
+            if named is not None and "_class_name" in config and current_class(named, config) != model.class_name:
+                calls = f"{PIPELINE_INDEX} calls {name} a {shorten_text(named)}"
+                raise ValueError(f"says {shorten_text(model.class_name)}, but {calls}.")
             if any(part.get("quantization_config") for part in _parts(config)):
                 self._note(path, "describes quantised weights, whose names and shapes are not checked.", "warning")
                 return
-            model = _build(component, named, sets)
-            for owner, tensors in sets:
+            _check_mhla(model, any(".mhla." in name for tensors in sets.values() for name in tensors), bool(sets))
+            # A wrong size may ask for more memory than there is.
+            check_sizes(config, str(path))
+            if model.class_name in {**FAMILIES, **MHLA_CLASSES}:
+                check_model_config(model.load_class(), config, str(path))
+                for tensors in sets.values():
+                    check_layer_count(config.get("num_layers", 0), tensors, str(path))
+            empty = model.build()
+            for owner, tensors in sets.items():
                 with self._noting(owner):
-                    self._compare(owner, component, model, tensors)
+                    self._compare(owner, model, empty, tensors)
 
-    def _read_weights(self, component: Component) -> list[tuple[Path, dict[str, Any]]]:
-        """Read the headers of each set of weights: the file that stands for it, and its tensors."""
-        sets = []
-        with self._noting(component.folder):
-            found = component.weight_sets()
+    def _read_weights(self, model: ModelDirectory) -> dict[Path, dict[str, Any]]:
+        """Read the headers of each set of weights: its tensors, by the file that stands for it."""
+        sets: dict[Path, dict[str, Any]] = {}
+        with self._noting(model.folder):
+            found = model.weight_sets()
             if all(weights.variant for weights in found):
                 advice = "write them without a variant for others to load."
-                self._note(component.folder, f"has weights of variant={found[0].variant!r} alone; {advice}", "warning")
+                self._note(model.folder, f"has weights of variant={found[0].variant!r} alone; {advice}", "warning")
             for weights in found:
                 owner = weights.index or weights.files[0]
                 left_out = [path.name for path in weights.files if path.is_file() and path not in self.files]
                 if left_out:
                     self._note(owner, f"lists {shorten_list(left_out)}, which is not uploaded.")
                 with self._noting(owner):
-                    sets.append((owner, {entry.name: (entry.dtype, entry.shape) for entry in weights.entries()}))
+                    sets[owner] = {entry.name: (entry.dtype, entry.shape) for entry in weights.entries()}
         return sets
 
-    def _describe(self, component: Component, sets: list[tuple[Path, dict[str, Any]]]) -> None:
-        config, tensors = component.config, sets[0][1] if sets else {}
+    def _describe(self, model: ModelDirectory, sets: Mapping[Path, Mapping[str, Any]]) -> None:
+        self.class_name = self.class_name or model.class_name
+        config, tensors = model.config, next(iter(sets.values()), {})
         sizes = [(dtype, math.prod(shape)) for dtype, shape in tensors.values()]
         types = Counter(str(dtype).removeprefix("torch.") for dtype, _ in sizes)
         description = ModelDescription(
-            name=component.name,
-            class_name=component.class_name,
+            name=model.component,
+            class_name=model.class_name,
             mhla_layers=len({match[1] for match in map(_MHLA_LAYER.match, tensors) if match}),
             num_layers=next((config[key] for key in LAYER_COUNTS if isinstance(config.get(key), int)), None),
             options=config["mhla"] if isinstance(config.get("mhla"), dict) else None,
@@ -317,18 +324,18 @@ class DirectoryCheck:
         )
         self.models.append(description)
 
-    def _compare(self, owner: Path, component: Component, model: Any, tensors: Mapping[str, Any]) -> None:
+    def _compare(self, owner: Path, directory: ModelDirectory, model: Any, tensors: Mapping[str, Any]) -> None:
         """Compare the tensors of the files with those of the model."""
         state = model.state_dict()
         optional: set[str] = set()
-        if component.is_transformers:
+        if directory.is_transformers:
             names = StoredNames(model, list(tensors))
             unknown = [name for name in tensors if name not in names.loaded]
-            check_layers(model, (), [names.renamed[name] for name in unknown], str(component.folder))
+            check_layers(model, (), [names.renamed[name] for name in unknown], str(directory.folder))
             expected = {**names.expected, **{file: tuple(state[name].shape) for name, file in names.fresh.items()}}
             found = {target: tensors[name][1] for name, target in names.written.items()}
             optional = {*names.may_be_missing, *filter(_OPTIONAL.search, expected)}
-            floats = {name for name in tensors if name in names.loaded and names.is_float(name)}
+            floats = {name for name in names.loaded if names.is_float(name)}
             ignored = ignored_names(model, "load_unexpected")
         else:
             expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -337,29 +344,24 @@ class DirectoryCheck:
             floats = {name for name in tensors if name in state and state[name].is_floating_point()}
             ignored = [re.escape(part) for part in declared(model, "_keys_to_ignore_on_load_unexpected")]
         unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
+        is_mhla = _MHLA_LAYER.match
         integers = [f"{name} ({tensors[name][0]})" for name in floats if tensors[name][0] not in FLOATS]
-        shapes = {name: shape for name, shape in expected.items() if found.get(name, shape) != shape}
-        problems = {
+        found_problems = {
             "lacks {}; write or download the weights again.": set(expected) - set(found) - optional,
             "has tensors of other shapes than config.json describes: {}; the two do not belong together.": [
-                f"{shorten_text(name)} {found[name]} instead of {shape}" for name, shape in shapes.items()
+                f"{shorten_text(name)} {found[name]} instead of {shape}"
+                for name, shape in expected.items()
+                if found.get(name, shape) != shape
             ],
             "has trained MHLA tensors that 'mhla' in config.json leaves out: {}; take config.json from the directory "
-            "that the weights were written to.": [name for name in unknown if component.is_mhla and ".mhla." in name],
-            "holds MHLA parameters that are not of a floating-point type: {}.": [
-                text for text in integers if ".mhla." in text
-            ],
+            "that the weights were written to.": filter(is_mhla, unknown),
+            "holds MHLA parameters that are not of a floating-point type: {}.": filter(is_mhla, integers),
+            "holds other types in place of floating-point parameters: {}.": filterfalse(is_mhla, integers),
+            "has tensors that the model does not know: {}.": filterfalse(is_mhla, unknown),
         }
-        reported = [name for names_found in problems.values() for name in names_found]
-        for message, names_found in problems.items():
-            if names_found:
-                self._note(owner, message.format(shorten_list(names_found)))
-        for message, others in (
-            ("holds other types in place of floating-point parameters: {}.", set(integers) - set(reported)),
-            ("has tensors that the model does not know: {}.", set(unknown) - set(reported)),
-        ):
-            if others:
-                self._note(owner, message.format(shorten_list(others)), "warning")
+        for number, (message, listed) in enumerate(found_problems.items()):
+            if listed := list(listed):
+                self._note(owner, message.format(shorten_list(listed)), "error" if number < 4 else "warning")
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -367,53 +369,19 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, *(part for part in config.values() if isinstance(part, Mapping))]
 
 
-def _contradiction(component: Component, named: str | None, sets: list[tuple[Path, dict[str, Any]]]) -> str | None:
-    """Return what in a configuration contradicts the pipeline's index or the weights; `None` if nothing does."""
-    config = component.config
-    if not all(isinstance(entry, str) for entry in config.get("architectures") or []):
-        return "'architectures' must be a list of class names."
-    if not {"_class_name", "model_type"} & set(config):
-        return "does not say which model it is, by _class_name (diffusers) or model_type."
-    class_name = shorten_text(component.class_name)
-    if named is not None and not component.is_transformers and current_class(named, config) != component.class_name:
-        return f"says {class_name}, but {PIPELINE_INDEX} calls {component.name} a {shorten_text(named)}."
-    given = [part["mhla"] for part in _parts(config) if part.get("mhla") is not None]
-    for options in given:
-        # The entry of a model of several towers may hold options for each.
-        if not (isinstance(options, Mapping) and any(isinstance(value, Mapping) for value in options.values())):
-            MHLAConfig.from_dict(options)
-    has_weights = any(".mhla." in name for _, tensors in sets for name in tensors)
-    if has_weights and not given:
-        return (
+def _check_mhla(model: ModelDirectory, has_parameters: bool, has_weights: bool) -> None:
+    """Raise `ValueError` where a model would load without its MHLA weights, or without weights for MHLA."""
+    if has_parameters and not any(part.get("mhla") is not None for part in _parts(model.config)):
+        raise ValueError(
             "has no entry 'mhla', although the weights hold MHLA parameters; take config.json from the directory that "
             "the weights were written to."
         )
-    if has_weights and not component.is_mhla:
-        target = FAMILIES[component.class_name].mhla_class if component.class_name in FAMILIES else "an MHLA class"
-        return f"says _class_name={class_name!r}, which would drop the MHLA weights; it should say {target}."
-    if component.is_mhla and sets and not has_weights:
-        return "describes an MHLA model, but the weights hold no MHLA parameters; convert it again."
-    return None
-
-
-def _build(component: Component, named: str | None, sets: list[tuple[Path, dict[str, Any]]]) -> Any:
-    """Build a model without memory for its weights."""
-    where = str(component.folder / "config.json")
-    # A wrong size may ask for more memory than there is.
-    check_sizes(component.config, where)
-    if component.is_transformers:
-        model_class = component.load_class() if named is None else _find_class("transformers", named)
-        config = component.load_config()
-        with torch.device("meta"):
-            return model_class(config)
-    model_class = _find_class("diffusers", component.class_name)
-    if model_class is None:
-        raise ValueError(f"is for {shorten_text(component.class_name)}, which diffusers does not have.")
-    if component.class_name in {**FAMILIES, **MHLA_CLASSES}:
-        check_model_config(model_class, component.config, where)
-        for _, tensors in sets:
-            check_layer_count(component.config.get("num_layers", 0), tensors, where)
-    return empty_model(model_class, component.config)
+    if has_parameters and not model.is_mhla:
+        target = FAMILIES[model.class_name].mhla_class if model.class_name in FAMILIES else "an MHLA class"
+        says = f"says _class_name={shorten_text(model.class_name)!r}"
+        raise ValueError(f"{says}, which would drop the MHLA weights; it should say {target}.")
+    if model.is_mhla and has_weights and not has_parameters:
+        raise ValueError("describes an MHLA model, but the weights hold no MHLA parameters; convert it again.")
 
 
 def _find_class(library: str, class_name: str) -> Any:
