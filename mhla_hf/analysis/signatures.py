@@ -257,15 +257,15 @@ def directory_signatures(root: str | Path) -> list[tuple[Path, FailureSignature]
 def _stored_signatures(directory: ModelDirectory) -> list[FailureSignature]:
     model = directory.build()
     linear = bool(getattr(model, "upstream_is_linear", False))
-    readers = {name: reader for reader in directory.weight_sets()[0].open(floats_only=False) for name in reader.shapes}
-    stored = {name: name for name in readers}
+    entries = {entry.name: entry for entry in directory.weight_sets()[0].entries()}
+    stored = {name: name for name in entries}
     if directory.is_transformers:
-        stored = {name: file for file, name in StoredNames(model, list(readers)).loaded.items()}
+        stored = {name: file for file, name in StoredNames(model, list(entries)).loaded.items()}
     found = []
     for layer in mhla_layers(model):
         name = stored.get(f"{layer.name}.mhla.mixing")
         if name is not None:
-            found += weight_signatures(layer.mhla, layer.name, mixing=readers[name].load(name), linear=linear)
+            found += weight_signatures(layer.mhla, layer.name, mixing=entries[name].load(), linear=linear)
     return found
 
 

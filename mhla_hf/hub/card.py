@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..models.directory import ModelDirectory
 from ..models.registry import MHLA_CLASSES
-from ..models.source import Component, Source, read_source
 from ..models.stub import TAGS
 from ..ops.feature_maps import FEATURE_MAPS
 from ..ops.normalizers import NORMALIZERS
@@ -34,9 +34,7 @@ from ..utils.model_cards import (
     read_card,
     without_mark,
 )
-from . import tables
-from .records import LONGEST, RECOVERY, ModelPart, Records, Tower, known, read_records
-from .tables import eval_results, measured_rows, public_location, quality_table, read_benchmarks
+from . import records as recorded
 
 
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.jinja"
@@ -148,20 +146,20 @@ def model_card(
     """
     directory = Path(directory).expanduser()
     text = text or CardText()
-    records = read_records(directory)
+    records = recorded.read_records(directory)
     part = records.parts[0]
-    measured, others = read_benchmarks(benchmarks, records.recovery)
-    compared = {title: known(report, RECOVERY) for title, report in (comparisons or {}).items()}
-    quality = quality_table(records, {**compared, **others})
-    speed = [{**report, "results": measured_rows(report, part)} for report in measured]
+    measured, others = recorded.read_benchmarks(benchmarks, records.recovery)
+    compared = {title: recorded.known(report, recorded.RECOVERY) for title, report in (comparisons or {}).items()}
+    quality = recorded.quality_table(records, {**compared, **others})
+    speed = [{**report, "results": recorded.measured_rows(report, part)} for report in measured]
     sample = next((name for name in _SAMPLES if (directory / name).is_file()), None)
     data = card_data(directory)
     data.license = data.license or text.license
     origin = records.recovery["data"]["origin"].partition(":")[0]
     data.datasets = [origin] if is_hub_id(origin) else None
-    data.eval_results = eval_results(records, data.pipeline_tag, text.dataset) or None
+    data.eval_results = recorded.eval_results(records, data.pipeline_tag, text.dataset) or None
     title = text.name or _title(records, data.base_model, Path(destination or directory))
-    data.model_name = one_line(title, LONGEST) if data.eval_results else None
+    data.model_name = one_line(title, recorded.LONGEST) if data.eval_results else None
     if text.prompt is not None:
         output = {} if sample is None else {"output": {"url": sample}}
         data["widget"] = [{"text": one_line(text.prompt, 1000), **output}]
@@ -172,7 +170,9 @@ def model_card(
         text=text,
         records=records,
         base=data.base_model,
-        location=public_location(records.conversion["source"]["location"] or records.training["source"]["location"]),
+        location=recorded.public_location(
+            records.conversion["source"]["location"] or records.training["source"]["location"]
+        ),
         family=_FAMILY_NAMES.get(part.family, part.family),
         starts_as_original=all(_starts_as_original(part) for part in records.parts),
         sample=sample,
@@ -183,7 +183,7 @@ def model_card(
         speed=speed,
         feature_maps=FEATURE_MAPS,
         normalizers=NORMALIZERS,
-        **dict(inspect.getmembers(tables, inspect.isfunction)),
+        **dict(inspect.getmembers(recorded, inspect.isfunction)),
     )
     return ModelCard(mark_generated(re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", str(card)))))
 
@@ -267,40 +267,40 @@ def card_data(directory: str | Path) -> ModelCardData:
     Raises:
         ValueError: If it is neither, or its files are damaged.
     """
-    source = read_source(Path(directory))
-    part = next(iter(source.mhla_components), source.components[0])
-    family = part.config["model_type"] if part.is_transformers else part.class_name
-    base = next((location for location in source.records() if is_hub_id(location)), None)
+    opened = ModelDirectory.read(Path(directory))
+    model = next(iter(opened.mhla_models), opened)
+    family = model.config["model_type"] if model.is_transformers else model.class_name
+    base = next((origin["location"] for origin in model.origins() if is_hub_id(origin["location"])), None)
     library = "diffusers"
-    if part.is_transformers:
-        library = "sentence-transformers" if (source.root / "modules.json").is_file() else "transformers"
-    carried: dict[str, Any] = carried_metadata(source.root)
+    if model.is_transformers:
+        library = "sentence-transformers" if (model.root / "modules.json").is_file() else "transformers"
+    carried: dict[str, Any] = carried_metadata(model.root)
     if base is not None:
         carried["base_model_relation"] = "finetune"
     return ModelCardData(
         library_name=library,
-        pipeline_tag=_task(source, part),
+        pipeline_tag=_task(model),
         base_model=base,
         tags=[*TAGS, MHLA_CLASSES[family].name if family in MHLA_CLASSES else family],
         **carried,
     )
 
 
-def _task(source: Source, part: Component) -> str | None:
-    if part.is_transformers:
-        if (source.root / "modules.json").is_file():
-            path = source.root / "config_sentence_transformers.json"
+def _task(model: ModelDirectory) -> str | None:
+    if model.is_transformers:
+        if (model.root / "modules.json").is_file():
+            path = model.root / "config_sentence_transformers.json"
             kind = read_json(path, "the configuration").get("model_type") if path.is_file() else None
             return _SENTENCE_TASKS.get(str(kind), "sentence-similarity")
-        return next((task for task, names in task_classes().items() if part.class_name in names), None)
+        return next((task for task, names in task_classes().items() if model.class_name in names), None)
     # A transformer of diffusers alone generates nothing.
-    if source.pipeline is None or not part.is_mhla:
+    if model.index is None or not model.is_mhla:
         return None
-    named = (task for words, task in _PIPELINE_TASKS.items() if words in str(source.pipeline.get("_class_name")))
-    return next(named, f"text-to-{MHLA_CLASSES[part.class_name].kind}")
+    named = (task for words, task in _PIPELINE_TASKS.items() if words in str(model.index.get("_class_name")))
+    return next(named, f"text-to-{MHLA_CLASSES[model.class_name].kind}")
 
 
-def _title(records: Records, base_model: Any, directory: Path) -> str:
+def _title(records: recorded.Records, base_model: Any, directory: Path) -> str:
     if base_model is not None:
         return f"{base_model.partition('/')[2]} with MHLA"
     root = directory.expanduser().resolve()
@@ -309,32 +309,29 @@ def _title(records: Records, base_model: Any, directory: Path) -> str:
     return "A model with MHLA" if re.fullmatch(r"[0-9a-f]{40}|", name) else name
 
 
-def _starts_as_original(part: ModelPart) -> bool:
-    family = MHLA_CLASSES.get(part.component.class_name)
+def _starts_as_original(part: recorded.ModelPart) -> bool:
+    family = MHLA_CLASSES.get(part.directory.class_name)
     return family is not None and bool(family.load_class().starts_as_upstream(part.towers[0].options))
 
 
 # The model
 
 
-def _usage(records: Records, data: ModelCardData, location: str, text: CardText) -> dict[str, Any]:
+def _usage(records: recorded.Records, data: ModelCardData, location: str, text: CardText) -> dict[str, Any]:
     """Return what the examples of the template are made of."""
     part = records.parts[0]
-    task, name = str(data.pipeline_tag), part.component.class_name
-    kind = "pipeline"
-    if records.source.pipeline is None:
-        kind = "transformers" if part.component.is_transformers else "model"
+    task, name, kind = str(data.pipeline_tag), part.directory.class_name, part.directory.kind
     if data.library_name == "sentence-transformers":
         kind = "sentences"
     inputs = {"unconditional-image-generation": ["class_labels=[0]"]}.get(task, [])
     if task in ("text-to-video", "text-to-image"):
-        size = _call_size(records, part, part.towers[0]) or {}
+        size = _call_size(part, part.towers[0]) or {}
         inputs = [_literal(text.prompt or "A lighthouse on a cliff at sunset")]
         inputs += [f"{name}={value!r}" for name, value in {**size, **text.arguments}.items()]
     processor = "AutoTokenizer"
     if "image" in task:
         processor = "AutoProcessor" if "text" in task else "AutoImageProcessor"
-    has_processor = any((records.source.root / file).is_file() for file in _PROCESSORS[processor])
+    has_processor = any((part.directory.root / file).is_file() for file in _PROCESSORS[processor])
     auto_class = next((end for end in _AUTO_CLASSES if name.endswith(end)), _AUTO_BY_TASK.get(task, ""))
     return {
         "kind": kind,
@@ -348,29 +345,29 @@ def _usage(records: Records, data: ModelCardData, location: str, text: CardText)
     }
 
 
-def _sample_size(records: Records, part: ModelPart, tower: Tower) -> str | None:
+def _sample_size(part: recorded.ModelPart, tower: recorded.Tower) -> str | None:
     """Return the size of the images or videos that the token grid stands for; `None` if unknown."""
-    size = _call_size(records, part, tower)
+    size = _call_size(part, tower)
     if size is None:
         return None
     frame = f"{size['height']}×{size['width']} pixels"
     return frame if "num_frames" not in size else f"{size['num_frames']} frames of {frame}"
 
 
-def _call_size(records: Records, part: ModelPart, tower: Tower) -> dict[str, int] | None:
+def _call_size(part: recorded.ModelPart, tower: recorded.Tower) -> dict[str, int] | None:
     """Return the same as arguments of the pipeline."""
     grid = tower.options.grid
-    if grid is None or records.source.pipeline is None or part.component.is_transformers or len(grid) < 2:
+    if grid is None or part.directory.index is None or len(grid) < 2:
         return None
     try:
-        found = PipelineSource(records.source.root, part.component.name).sizes
+        found = PipelineSource(part.directory.root, part.directory.component).sizes
     # Families without training have no sizes here.
     except (ValueError, KeyError, TypeError):
         return None
     sides = [length * patch * found.spatial_factor for length, patch in zip(grid[-2:], found.patch_size, strict=True)]
     size = {"height": sides[0], "width": sides[1]}
     if len(grid) == 3:
-        (patch, *_) = known(part.component.config.get("patch_size"), [int]) or [1]
+        (patch, *_) = recorded.known(part.directory.config.get("patch_size"), [int]) or [1]
         size["num_frames"] = (grid[0] * (patch or 1) - 1) * found.temporal_factor + 1
     return size
 
