@@ -16,9 +16,7 @@ from typing import Any
 
 from .layouts import MAX_BLOCKS, MAX_TOKENS
 from .layouts.windows import WINDOW_GAINS, WINDOWS, check_window
-from .ops import BACKENDS
-from .ops.feature_maps import FEATURE_MAPS
-from .ops.normalizers import NORMALIZERS
+from .ops.tables import BACKENDS, FEATURE_MAPS, NORMALIZERS
 from .utils.messages import check_names, shorten_list, shorten_value
 from .utils.options import Options, option
 

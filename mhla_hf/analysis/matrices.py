@@ -22,9 +22,8 @@ from ..layers.mhla import MHLA
 from ..layers.sequence import TokenSequence
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import extend_mixing
-from ..ops.checks import check_attention
-from ..ops.mixing import repeat_heads
-from ..ops.numerics import Operands, from_head_blocks, head_blocks
+from ..ops.operands import Operands, check_attention, from_head_blocks, head_blocks
+from ..ops.tables import repeat_heads
 from ..utils.messages import check_choice
 from .statistics import rank_bound
 

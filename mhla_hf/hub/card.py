@@ -17,8 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..models.directory import ModelDirectory
 from ..models.registry import MHLA_CLASSES
 from ..models.stub import TAGS
-from ..ops.feature_maps import FEATURE_MAPS
-from ..ops.normalizers import NORMALIZERS
+from ..ops.tables import FEATURE_MAPS, NORMALIZERS
 from ..recovery.report import PLOT
 from ..training.loading import PipelineSource
 from ..utils.compat.transformers import task_classes

@@ -12,7 +12,7 @@ import torch.nn as nn
 from ..config import MHLAConfig
 from ..ops import FEATURE_MAPS, NORMALIZERS
 from ..ops.kernel_check import kernels_pass
-from ..ops.numerics import accumulation_dtype
+from ..ops.operands import accumulation_dtype
 from ..utils.messages import check_choice
 
 

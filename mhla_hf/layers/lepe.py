@@ -12,8 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout
-from ..ops.mixing import repeat_heads
 from ..ops.sharded import TokenShard, tokens_with_neighbors
+from ..ops.tables import repeat_heads
 
 
 _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

@@ -22,12 +22,20 @@ from ..layouts.blocks import BlockLayout, check_count, positive_axes
 from ..layouts.resampling import resample_mixing
 from ..layouts.sequences import SequenceLayout
 from ..ops import FEATURE_MAPS, choose_backend, extend_mixing
-from ..ops.checks import check_layout, check_mixing, check_sequence_normalizer, check_tokens, check_valid
 from ..ops.dispatch import attend_on
 from ..ops.kernel_check import kernels_pass
-from ..ops.mixing import repeat_heads
-from ..ops.numerics import Operands, accumulation_dtype, autocast_type
-from ..ops.sharded import TokenShard, sharded_mhla_attention
+from ..ops.operands import (
+    Operands,
+    accumulation_dtype,
+    autocast_type,
+    check_layout,
+    check_mixing,
+    check_sequence_normalizer,
+    check_tokens,
+    check_valid,
+)
+from ..ops.sharded import TokenShard, attend_sharded
+from ..ops.tables import repeat_heads
 from ..utils.messages import shorten_value
 from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for
 from .features import LearnedFeatureMap, features_and_plain, token_dtype
@@ -422,7 +430,7 @@ class MHLA(nn.Module):
             )
             operands = Operands(query, key, value.to(dtype), plain_query, plain_key, config.normalizer, config.eps)
             mixing = self.mixing_matrix(layout).to(accumulation_dtype(dtype))
-            check_mixing(mixing, query.shape[2], query.device)
+            check_mixing(mixing, query)
             state = None
             if sequence is not None:
                 block_size = self._sequence_block_size()
@@ -434,13 +442,9 @@ class MHLA(nn.Module):
                 assert layout is not None
                 # Not by whether gradients are recorded: checkpointing computes the same output with and without.
                 half = value.dtype == torch.bfloat16 and not self.training
-                output = sharded_mhla_attention(
-                    *operands.tokens, mixing, layout, shard, normalizer_query=plain_query, normalizer_key=plain_key,
-                    normalizer=config.normalizer, eps=config.eps, summary_dtype=torch.bfloat16 if half else None,
-                )  # fmt: skip
+                output = attend_sharded(operands, mixing, layout, shard, torch.bfloat16 if half else None)
             else:
                 assert layout is not None
-                check_layout(layout, config.normalizer, config.causal)
                 if config.causal:
                     mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
                 output = attend_on(backend, operands, mixing, layout, causal=config.causal)
@@ -465,13 +469,12 @@ class MHLA(nn.Module):
     ) -> torch.Tensor:
         """Attention by the kernels that have hedgehog features inside, and output norm."""
         mixing = self.mixing_matrix(layout)
-        check_mixing(mixing, query.shape[2], query.device)
+        check_mixing(mixing, query)
         blocks: BlockLayout | SequenceLayout
         if sequence is not None:
             mixing, blocks = sequence_blocks(mixing, query, self._sequence_block_size(), sequence)
         else:
             assert layout is not None
-            check_layout(layout, self.config.normalizer, self.config.causal)
             blocks = layout
         options: dict[str, Any] = {"rotary": rotary, "norms": norms, "scaling": scaling}
         with torch.autocast(autocast_type(query.device), enabled=False):
@@ -493,7 +496,9 @@ class MHLA(nn.Module):
         if math.prod(grid) + self.num_prefix_tokens != num_tokens:
             prefix = f" after {self.num_prefix_tokens}" if self.num_prefix_tokens else ""
             raise ValueError(f"grid={tuple(grid)} has {math.prod(grid)} tokens{prefix}, but query has {num_tokens}.")
-        return self.layout_for(grid)
+        layout = self.layout_for(grid)
+        check_layout(layout, self.config.normalizer, self.config.causal)
+        return layout
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"

@@ -21,8 +21,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ..ops.mixing import repeat_heads
 from ..ops.sharded import TokenShard
+from ..ops.tables import repeat_heads
 from ..utils.messages import shorten_list
 from .fused import HeadNorms
 from .mhla import MHLA

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..layouts.tables import cached
-from ..ops import MHLAState, choose_backend, empty_state, extend_mixing
-from ..ops.checks import check_mixing, check_operands, check_sequence_normalizer, check_valid
+from ..ops import MHLAState, empty_state, extend_mixing
 from ..ops.dispatch import attend_on
-from ..ops.numerics import Operands
-from ..ops.recurrent_extend import extend
-from ..ops.recurrent_step import step
+from ..ops.operands import Operands
+from ..ops.recurrent import extend, step
 
 
 if TYPE_CHECKING:
@@ -86,50 +84,21 @@ class TokenSequence:
             raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
 
 
-def sequence_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    block_size: int,
-    sequence: TokenSequence,
-    *,
-    backend: str = "auto",
-    **options: Any,
-) -> torch.Tensor:
-    """MHLA over the tokens of a sequence, in blocks of `block_size` valid tokens.
-
-    Tokens and options as in [`mhla_hf.ops.mhla_attention`].
-
-    Args:
-        mixing: `[M, M]` or `[H, M, M]`, extended for longer sequences.
-        block_size: Tokens of a block.
-        sequence: Padding and documents; its state is not looked at.
-        backend: See [`mhla_hf.ops.choose_backend`].
-        **options: `normalizer`, `normalizer_query`, `normalizer_key` and `eps` of [`mhla_hf.ops.mhla_attention`].
-
-    Returns:
-        `[B, T, H, V]` in the dtype of `value`; zero for padding.
-
-    Raises:
-        ValueError: If an argument has a wrong type, shape, dtype, device or value; the message names the argument.
-    """
-    operands = Operands(query, key, value, **options)
-    check_sequence_normalizer(operands.normalizer, " for sequences")
-    check_operands(operands)
-    check_mixing(mixing, query.shape[2], query.device)
-    check_valid(sequence.valid, key)
-    family = "causal" if sequence.causal else "block"
-    backend = choose_backend(
-        backend, query, key, value, operands.normalizer_query, operands.normalizer_key, family=family
-    )
-    return attend_sequence(operands, mixing, block_size, sequence, backend)
-
-
 def attend_sequence(
     operands: Operands, mixing: torch.Tensor, block_size: int, sequence: TokenSequence, backend: str
 ) -> torch.Tensor:
-    """[`sequence_attention`] without its checks, on a chosen backend."""
+    """MHLA over the tokens of a sequence, in blocks of `block_size` valid tokens, without checks.
+
+    Args:
+        operands: The tokens and the normaliser.
+        mixing: `[M, M]` or `[H, M, M]`, extended for longer sequences.
+        block_size: Tokens of a block.
+        sequence: Padding and documents; its state is not looked at.
+        backend: `"torch"` or `"triton"`.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of the values; zero for padding.
+    """
     weights, layout = sequence_blocks(mixing, operands.query, block_size, sequence)
     return attend_on(backend, operands, weights, layout, causal=sequence.causal)
 
@@ -140,7 +109,7 @@ def sequence_blocks(
     """The blocks of a sequence's tokens, and the mixing weights among them.
 
     Args:
-        mixing: As in [`sequence_attention`], like `block_size`.
+        mixing: As in [`attend_sequence`], like `block_size`.
         query: `[B, T, ...]`.
         block_size: Tokens of a block.
         sequence: Padding and documents; its state is not looked at.
@@ -165,7 +134,7 @@ def decode_sequence(
 
     Args:
         operands: The tokens and the normaliser.
-        mixing: As in [`sequence_attention`], like `block_size`.
+        mixing: As in [`attend_sequence`], like `block_size`.
         block_size: Tokens of a block.
         sequence: Padding and the state.
         backend: `"torch"` or `"triton"`.

@@ -31,7 +31,7 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..layouts.tables import cached
 from ..ops.backends import choose_backend
-from ..ops.numerics import from_head_blocks, head_blocks
+from ..ops.operands import from_head_blocks, head_blocks
 from .sequence import TokenSequence
 from .window_cross import cross_attention
 

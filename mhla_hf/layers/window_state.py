@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..layouts.tables import indices
-from ..ops.numerics import records_gradients
+from ..ops.operands import records_gradients
 from .sequence import TokenSequence
 from .window import sequence_window_attention
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..utils.messages import check_choice, how_to_install
-from . import BACKENDS
 from .kernel_check import kernels_pass
+from .tables import BACKENDS
 
 
 logger = logging.getLogger(__name__)

@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout, extend_mixing
 from ..utils.messages import check_choice
-from . import OPERATOR_BACKENDS
 from .backends import choose_backend
-from .block import attend_by_block
-from .causal import attend_by_chunk
-from .checks import check_attention
-from .naive import attend_naively
-from .numerics import Operands
+from .forms import attend_by_block, attend_by_chunk, attend_naively
+from .operands import Operands, check_attention
+from .tables import OPERATOR_BACKENDS
 
 
 def mhla_attention(
@@ -24,7 +19,7 @@ def mhla_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mixing: torch.Tensor,
-    layout: BlockLayout,
+    layout: BlockLayout | SequenceLayout,
     *,
     normalizer_query: torch.Tensor | None = None,
     normalizer_key: torch.Tensor | None = None,
@@ -42,16 +37,17 @@ def mhla_attention(
         query: Feature-mapped (and rotated, where there is RoPE) queries `[B, T, H, K]`.
         key: Feature-mapped (and rotated) keys `[B, T, H_kv, K]`; H_kv is H or a divisor of it (grouped queries).
         value: Values `[B, T, H_kv, V]`.
-        mixing: Mixing weights, `[M, M]` or `[H, M, M]`. Causal layouts may have more blocks than M: see
+        mixing: Mixing weights, `[M, M]` or `[H, M, M]`. Causal layouts and sequences may have more blocks than M: see
             [`mhla_hf.ops.extend_mixing`].
-        layout: Blocks of the T tokens. Causal attention needs a 1-D layout made with `block_size`.
+        layout: Blocks of the T tokens: a [`BlockLayout`], which for causal attention is 1-D and made with
+            `block_size`, or a `SequenceLayout` for padded or packed sequences, whose padding gets zeros.
         normalizer_query: Queries `[B, T, H, K]` for the denominator, where they differ from `query` (unrotated ones).
         normalizer_key: Keys `[B, T, H_kv, K]` for the denominator, likewise.
         normalizer: `"query"`, `"block_query"` (blocks of equal shape only) or `"none"`.
         causal: Token t sees j ≤ t only; earlier blocks contribute whole.
         eps: Added to the denominator.
         backend: `"auto"`, `"torch"` (block-parallel or chunked), `"triton"` (the same by kernels) or `"naive"` (the
-            dense oracle); see [`mhla_hf.ops.choose_backend`].
+            dense oracle, for a [`BlockLayout`]); see [`mhla_hf.ops.choose_backend`].
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`.
@@ -73,48 +69,30 @@ def mhla_attention(
     check_attention(operands, mixing, layout, causal)
     if backend == "naive":
         return attend_naively(operands, mixing, layout, causal)
-    if causal:
+    if isinstance(layout, SequenceLayout):
+        mixing = layout.mixing_matrix(mixing, causal=causal)
+    elif causal:
         mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
     family = "causal" if causal else "block"
     backend = choose_backend(backend, query, key, value, normalizer_query, family=family)
     return attend_on(backend, operands, mixing, layout, causal=causal)
 
 
-def attend_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    layout: BlockLayout | SequenceLayout,
-    *,
-    causal: bool,
-    backend: str = "auto",
-    **options: Any,
-) -> torch.Tensor:
-    """The linear form of the operator, on the backend that is best for it, without checks of the arguments.
-
-    Tokens as in [`mhla_attention`].
-
-    Args:
-        mixing: Weights of the layout's own blocks, `[..., M, M]`.
-        layout: The blocks, those of padded or packed sequences too.
-        causal: Whether to look back only.
-        backend: See [`mhla_hf.ops.choose_backend`].
-        **options: `normalizer`, `normalizer_query`, `normalizer_key` and `eps` of [`mhla_attention`].
-
-    Returns:
-        `[B, T, H, V]` in the dtype of `value`; zero for padding.
-    """
-    operands = Operands(query, key, value, **options)
-    family = "causal" if causal else "block"
-    backend = choose_backend(backend, query, key, value, operands.normalizer_query, family=family)
-    return attend_on(backend, operands, mixing, layout, causal=causal)
-
-
 def attend_on(
     backend: str, operands: Operands, mixing: torch.Tensor, layout: BlockLayout | SequenceLayout, *, causal: bool
 ) -> torch.Tensor:
-    """[`attend_blocks`] on a backend that [`mhla_hf.ops.choose_backend`] chose, `"torch"` or `"triton"`."""
+    """Compute the linear form of the operator, whose arguments have been checked.
+
+    Args:
+        backend: `"torch"` or `"triton"`, as [`mhla_hf.ops.choose_backend`] chose.
+        operands: The tokens and the normaliser.
+        mixing: Weights of the layout's own blocks, `[..., M, M]`.
+        layout: The blocks.
+        causal: Whether to look back only.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of the values; zero for padding.
+    """
     if backend == "triton":
         # Imported here alone: Triton need not be installed.
         from .triton.block import triton_block_mhla_attention

@@ -18,13 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout
-from .block import attend_by_block
 from .dispatch import attend_on
-from .feature_maps import FEATURE_MAPS
-from .numerics import Operands
-from .recurrent import MHLAState, empty_state
-from .recurrent_extend import extend
-from .recurrent_step import step
+from .forms import attend_by_block
+from .operands import MHLAState, Operands
+from .recurrent import empty_state, extend, step
+from .tables import FEATURE_MAPS
 
 
 HEADS, KEY_HEADS = 4, 2

@@ -1,69 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of causal MHLA in its recurrent form: block summaries and the prefixes that are mixed from them.
+"""The recurrent form of causal MHLA: a state of block summaries, and the prefixes that are mixed from them.
 
-Every batch entry has its own position, so that sequences of different lengths decode side by side. Nothing here reads
-a value back from the device. [`mhla_hf.ops.mhla_extend`] and [`mhla_hf.ops.mhla_step`] return the state after
-more tokens, [`rewind_state`] the one before the last tokens.
+[`mhla_extend`] runs a prompt, or any number of tokens more, in chunks from a state; [`mhla_step`] decodes one token of
+every batch entry; [`rewind_state`] takes the last tokens back. Every batch entry has its own position, so that
+sequences of different lengths decode side by side. Nothing here reads a value back from the device, and the cost of a
+step does not grow with the length: the mixed prefix of the next block is summed up a few finished blocks a token,
+while the current block fills.
 
 Shape letters: B batch, T tokens, H query heads, H_kv key/value heads, K query/key width, V value width, n finished
-blocks with room in the state. Summaries carry the normaliser z as their last column, hence V + 1. H_m is H_kv where
-all heads share the mixing weights, else H.
+blocks with room in the state, I blocks that new tokens may reach, the one they begin in first. Summaries carry the
+normaliser z as their last column, hence V + 1. H_m is H_kv where all heads share the mixing weights, else H.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from ..layouts.blocks import check_count
-from ..layouts.sequences import mixing_at
-from ..layouts.tables import indices
-from ..utils.messages import check_choice
-from . import BACKENDS
-from .checks import check_mixing, check_operands, check_sequence_normalizer, check_tokens, check_valid
-from .mixing import mix_summaries
-from .numerics import Operands, accumulation_dtype, records_gradients
-
-
-@dataclass(frozen=True)
-class MHLAState:
-    """Decoding state of one causal MHLA layer. [`mhla_step`] writes into `summaries`: go on with what it returns.
-
-    Attributes:
-        summaries: Finished blocks, `[B, H_kv, n, K, V + 1]`, zeros after them.
-        current: The current block's summary so far, `[B, H_kv, K, V + 1]`. A full block stays the current one until
-            the next token comes.
-        prefix: Σ_{b<i} m_ib S_b for the current block i, `[B, H_m, K, V + 1]`.
-        upcoming: The same for block i + 1, as far as it is summed up, `[B, H_m, K, V + 1]`.
-        position: Tokens seen so far, LongTensor `[B]`.
-        block_size: Tokens of a block.
-        is_empty: Whether no entry has seen a token, where this is known without asking the device.
-    """
-
-    summaries: torch.Tensor
-    current: torch.Tensor
-    prefix: torch.Tensor
-    upcoming: torch.Tensor
-    position: torch.Tensor
-    block_size: int
-    is_empty: bool = False
-
-    @property
-    def num_blocks(self) -> int:
-        """Number n of finished blocks with room in the state."""
-        return self.summaries.shape[2]
-
-    def with_room(self, num_blocks: int) -> MHLAState:
-        """Returns a state with room for at least `num_blocks` finished blocks."""
-        check_count("num_blocks", num_blocks, minimum=0)
-        missing = num_blocks - self.num_blocks
-        if missing <= 0:
-            return self
-        return dataclasses.replace(self, summaries=F.pad(self.summaries, (0, 0, 0, 0, 0, missing)))
+from ..layouts.blocks import BlockLayout, check_count
+from ..layouts.sequences import SequenceLayout, check_mixing_shape, extend_mixing, mixing_at
+from ..layouts.tables import cached, indices
+from .backends import choose_backend
+from .forms import finite_tokens, spoilt_tokens
+from .operands import (
+    MHLAState,
+    Operands,
+    autocast_type,
+    check_recurrent,
+    check_state,
+    check_tokens,
+    check_valid,
+    current_block,
+    from_head_blocks,
+    head_blocks,
+    records_gradients,
+)
+from .tables import mix_summaries, prefix_and_own, repeat_heads
 
 
 def empty_state(
@@ -79,7 +51,7 @@ def empty_state(
     summary_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> MHLAState:
-    """Returns the state before the first token.
+    """Return the state before the first token.
 
     Args:
         batch_size: B.
@@ -101,11 +73,9 @@ def empty_state(
     for name, size in {**sizes, "block_size": block_size, "num_mixing_heads": mixing_heads}.items():
         check_count(name, size)
     check_count("num_blocks", num_blocks, minimum=0)
-    if mixing_heads % num_heads:
-        raise ValueError(f"num_mixing_heads={mixing_heads} must be num_heads={num_heads} or a multiple of it.")
-    for name, kind in (("dtype", dtype), ("summary_dtype", summary_dtype)):
-        if not (isinstance(kind, torch.dtype) and kind.is_floating_point) and (name == "dtype" or kind is not None):
-            raise ValueError(f"{name}={kind!r} must be a floating-point dtype.")
+    for name, kind in (("dtype", dtype), ("summary_dtype", summary_dtype or dtype)):
+        if not kind.is_floating_point:
+            raise ValueError(f"{name}={kind} must be a floating-point dtype.")
     shape = (key_width, value_width + 1)
     return MHLAState(
         torch.zeros(batch_size, num_heads, num_blocks, *shape, dtype=summary_dtype or dtype, device=device),
@@ -118,6 +88,101 @@ def empty_state(
     )
 
 
+def mhla_extend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    state: MHLAState,
+    *,
+    valid: torch.Tensor | None = None,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, MHLAState]:
+    """Run any number of tokens through the chunked form after the tokens that `state` has seen.
+
+    Serves the prompt, a prompt in parts, and the next turn of a conversation. `state` stays valid.
+
+    Args:
+        query: Feature-mapped queries `[B, T, H, K]`.
+        key: Feature-mapped keys `[B, T, H_kv, K]`.
+        value: Values `[B, T, H_kv, V]`.
+        mixing: `[M, M]` or `[H, M, M]`, lower triangle used; see [`mhla_hf.ops.extend_mixing`] for longer texts.
+        state: The state before these tokens; must have room for the blocks that they finish.
+        valid: BoolTensor `[B, T]`, False for padding, which is skipped and gets zeros; `None` for no padding.
+        normalizer_query: Unrotated queries where they differ from `query`.
+        normalizer_key: Unrotated keys where they differ from `key`.
+        normalizer: `"query"` or `"none"`.
+        eps: Added to the denominator.
+        backend: See [`mhla_hf.ops.choose_backend`]; the kernels of causal attention serve where no gradient is
+            recorded. What they read is the new tokens; what the past adds to the new blocks is mixed in plain torch.
+
+    Returns:
+        The output `[B, T, H, V]` in the dtype of `value`, and the [`MHLAState`] after these tokens.
+
+    Raises:
+        ValueError: If an argument has a wrong type, shape, dtype, device or value, or does not fit the state; the
+            message names the argument. `"block_query"` is refused: its state would grow with every token. Whether a
+            state that has seen tokens has room for more is not checked, which would wait for the device.
+    """
+    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+    check_recurrent(operands, mixing, state, valid)
+    if query.shape[1] < 1:
+        raise ValueError("query has no tokens.")
+    finished = (query.shape[1] - 1) // state.block_size
+    if state.is_empty and valid is None and finished > state.num_blocks:
+        raise ValueError(
+            f"state has room for {state.num_blocks} finished blocks, but these tokens finish {finished}: "
+            "see MHLAState.with_room."
+        )
+    backend = choose_backend(backend, query, key, value, normalizer_query, normalizer_key, family="prompt")
+    return extend(operands, mixing, state, valid, backend)
+
+
+def mhla_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    state: MHLAState,
+    *,
+    valid: torch.Tensor | None = None,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, MHLAState]:
+    """Decode one token for each batch entry in O(K·V), whatever came before.
+
+    Arguments as in [`mhla_hf.ops.mhla_extend`], with T = 1, but these.
+
+    Args:
+        state: The state after the tokens before, with room for one block more than those finished. Its summaries are
+            written to, unless gradients are recorded.
+        valid: BoolTensor `[B, 1]`; the state of an entry whose token is padding stays as it is.
+        backend: See [`mhla_hf.ops.choose_backend`]; the kernel, which does the whole step in one launch, serves where
+            no gradient is recorded.
+
+    Returns:
+        The output `[B, 1, H, V]` in the dtype of `value`, and the state after this token.
+
+    Raises:
+        ValueError: If more than one token is given, or as in [`mhla_hf.ops.mhla_extend`].
+    """
+    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+    check_recurrent(operands, mixing, state, valid)
+    if query.shape[1] != 1:
+        raise ValueError(f"mhla_step takes one token, got query with {query.shape[1]}; use mhla_extend for several.")
+    backend = choose_backend(
+        backend, query, key, value, normalizer_query, normalizer_key, products=False, family="decode"
+    )
+    return step(operands, mixing, state, valid, backend)
+
+
 def rewind_state(
     state: MHLAState,
     mixing: torch.Tensor,
@@ -128,7 +193,7 @@ def rewind_state(
     *,
     kept: torch.Tensor | None = None,
 ) -> MHLAState:
-    """Takes the last tokens back out of a state, all or some of them.
+    """Take the last tokens back out of a state, all or some of them.
 
     Args:
         state: The state after these tokens.
@@ -146,7 +211,7 @@ def rewind_state(
         ValueError: If an argument does not fit the state; the message names the argument.
     """
     check_tokens(key, key, value, None, normalizer_key)
-    check_mixing(mixing, None, key.device)
+    check_mixing_shape(mixing)
     check_valid(valid, key)
     check_valid(kept, key, "kept")
     check_state(state, key, value, mixing)
@@ -163,12 +228,11 @@ def rewind_state(
         kept = kept & valid
         taken = taken - _membership(kept, position, size, index).to(dtype)
         position = position + kept.sum(dim=1)
-    columns = torch.cat([value.to(dtype), torch.ones_like(value[..., :1], dtype=dtype)], dim=-1)
-    removed = torch.einsum("btn,bthk,bthv->bhnkv", taken, key.to(dtype), columns[..., :-1])
+    removed = torch.einsum("btn,bthk,bthv->bhnkv", taken, key.to(dtype), value.to(dtype))
     removed_keys = torch.einsum("btn,bthk->bhnk", taken, normalizer_key.to(dtype))
     summaries = summaries - torch.cat([removed, removed_keys.unsqueeze(-1)], dim=-1)
     current = block_summary_at(summaries, current_block(position, size))
-    return settled_state(state, summaries[:, :, :room], current, position, mixing.to(dtype))
+    return rebuild_state(state, summaries[:, :, :room], current, position, mixing.to(dtype))
 
 
 def _membership(valid: torch.Tensor, position: torch.Tensor, size: int, index: torch.Tensor) -> torch.Tensor:
@@ -177,79 +241,214 @@ def _membership(valid: torch.Tensor, position: torch.Tensor, size: int, index: t
     return (token_block[..., None] == index) & valid[..., None]
 
 
-def check_state(
-    state: Any, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor, num_heads: int | None = None
-) -> None:
-    """Checks that a state is one of these tokens' batch, heads, widths, dtype and device.
+def extend(
+    operands: Operands, mixing: torch.Tensor, state: MHLAState, valid: torch.Tensor | None, backend: str
+) -> tuple[torch.Tensor, MHLAState]:
+    """[`mhla_extend`] without its checks, on a chosen backend."""
+    query = operands.query
+    mixing = mixing.to(operands.dtype)
+    layout, lead = _layout_after(state, valid, query)
+    first = current_block(state.position, state.block_size)
+    blocks = first[:, None] + indices(layout.num_blocks, query.device)
+    position = state.position + (query.shape[1] if valid is None else valid.sum(dim=1))
+    with torch.autocast(autocast_type(query.device), enabled=False):
+        if state.is_empty:
+            own, past = extend_mixing(mixing, layout.num_blocks, causal=True), None
+        else:
+            own = mixing_at(mixing, blocks[:, :, None], blocks[:, None, :]).tril()
+            past = _mixed_past(mixing, blocks, state)
+        if backend == "triton" and serves_kernels(operands, mixing, state):
+            # Imported here alone: Triton need not be installed.
+            from .triton.prompt import attend_prompt
 
-    Args:
-        state: The state.
-        key: `[B, T, H_kv, K]`.
-        value: `[B, T, H_kv, V]`.
-        mixing: `[M, M]` or `[H, M, M]`.
-        num_heads: H; `None` where there are no queries.
+            output, *tensors = attend_prompt(
+                *operands.tokens, operands.pair, mixing, own, past, layout, lead, state, position,
+                divides=operands.entry.divides, eps=operands.eps,
+            )  # fmt: skip
+            summaries, current, prefix, upcoming = tensors
+            return output, MHLAState(summaries, current, prefix, upcoming, position, state.block_size)
+        output, summaries = _attend_chunks(operands, own, past, layout, lead)
+        if valid is not None:
+            output = output.masked_fill(~valid[..., None, None], 0)
+        state = _advance(state, summaries, blocks, position, mixing)
+    return output.to(operands.value.dtype), state
 
-    Raises:
-        ValueError: If it is not; the message names the field.
+
+def _attend_chunks(
+    operands: Operands,
+    mixing: torch.Tensor,
+    past: torch.Tensor | None,
+    layout: BlockLayout | SequenceLayout,
+    lead: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs `[B, T, H, V]`, and what the new tokens add to their blocks, `[B, H_kv, I, K, V + 1]`, in plain torch.
+
+    `mixing` are the weights of the layout's blocks, `past` is what [`_mixed_past`] returns, and `lead` slots of the
+    layout come before the tokens.
     """
-    if not isinstance(state, MHLAState):
-        raise ValueError(f"state must be an MHLAState (see mhla_hf.ops.empty_state), got {type(state).__name__}.")
-    batch, _, heads, width = key.shape
-    columns, device = value.shape[3] + 1, key.device
-    mixed = state.prefix.shape[1] if state.prefix.dim() == 4 else 0
-    if mixing.dim() == 3 and mixing.shape[0] != 1:
-        allowed = [mixing.shape[0]]
+    *clean, bad = finite_tokens(operands)
+    if lead:
+        bad = F.pad(bad, (0, 0, lead, 0))
+    query, plain_query, key, plain_key, value = (
+        head_blocks(F.pad(x, (0, 0, 0, 0, lead, 0)) if lead else x, layout, mixing.dtype)
+        for x in (operands.query, operands.plain_query, *clean)
+    )
+    past_products, past_sums = (None, None) if past is None else (past[..., :-1], past[..., -1:])
+    output, products = prefix_and_own(query, key, value, mixing, past_products)
+    output = from_head_blocks(output, layout)
+    if operands.entry.divides:
+        product, sums = prefix_and_own(plain_query, plain_key, None, mixing, past_sums)
+        output = output / operands.entry.divisor(from_head_blocks(product, layout), operands.eps)
     else:
-        allowed = [heads] if num_heads is None else [heads, num_heads]
-    if mixed not in allowed:
-        raise ValueError(
-            f"state.prefix has shape {tuple(state.prefix.shape)}, but these heads and mixing weights need "
-            f"{' or '.join(map(str, dict.fromkeys(allowed)))} heads: make the state with num_mixing_heads."
-        )
-    blocks = state.summaries.shape[2] if state.summaries.dim() == 5 else 0
-    _check_field("summaries", state.summaries, (batch, heads, blocks, width, columns), device)
-    _check_field("current", state.current, (batch, heads, width, columns), device)
-    _check_field("prefix", state.prefix, (batch, mixed, width, columns), device)
-    _check_field("upcoming", state.upcoming, (batch, mixed, width, columns), device)
-    _check_field("position", state.position, (batch,), device)
-    dtype = accumulation_dtype(value.dtype)
-    if state.current.dtype != dtype:
-        raise ValueError(f"state.current is {state.current.dtype}, but {value.dtype} values are summed up in {dtype}.")
+        sums = plain_key.sum(dim=-2).unsqueeze(-1)
+    output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))[:, lead:]
+    spoilt_blocks = head_blocks(bad.unsqueeze(-1), layout).any(dim=-2, keepdim=True)
+    return output, torch.cat([products, sums], dim=-1).masked_fill(spoilt_blocks, float("nan"))
 
 
-def _check_field(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if tensor.shape != shape:
-        raise ValueError(
-            f"state.{name} has shape {tuple(tensor.shape)}, but these tokens need {shape}: a state serves one batch, "
-            "its heads and their widths."
-        )
-    if tensor.device != device:
-        raise ValueError(f"state.{name} is on {tensor.device}, but key is on {device}.")
+def _layout_after(
+    state: MHLAState, valid: torch.Tensor | None, query: torch.Tensor
+) -> tuple[BlockLayout | SequenceLayout, int]:
+    """The blocks of the new tokens, and how many slots before them stand for tokens that the state has seen."""
+    num_tokens, size = query.shape[1], state.block_size
+    if valid is None and state.is_empty:
+        return cached(BlockLayout, (num_tokens,), None, (size,)), 0
+    if valid is None:
+        valid = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
+    if state.is_empty:
+        return SequenceLayout(valid, size), 0
+    filled = state.position - current_block(state.position, size) * size
+    slots = indices(size, valid.device) < filled[:, None]
+    return SequenceLayout(torch.cat([slots, valid], dim=1), size), size
 
 
-def check_recurrent(operands: Operands, mixing: Any, state: Any, valid: Any, backend: Any) -> None:
-    """Checks the arguments of [`mhla_hf.ops.mhla_step`] and [`mhla_hf.ops.mhla_extend`].
+def _mixed_past(mixing: torch.Tensor, blocks: torch.Tensor, state: MHLAState) -> torch.Tensor:
+    """Σ_b m_ib S_b over all that the state has seen, the current block included, for blocks `blocks` `[B, I]`.
 
-    Raises:
-        ValueError: If one has a wrong type, shape, dtype, device or value; the message names it.
+    Returns:
+        `[B, H_m, I, K, V + 1]`.
     """
-    check_sequence_normalizer(operands.normalizer, " for decoding token by token")
-    check_choice("backend", backend, BACKENDS)
-    check_operands(operands)
-    query, key, value = operands.tokens
-    # Summaries carry z as a column. That the two agree is known by now.
-    if operands.plain_query.shape[3] != query.shape[3]:
-        raise ValueError(
-            f"normalizer_query has width {operands.plain_query.shape[3]}, but a state keeps sums of {query.shape[3]} "
-            "wide keys."
-        )
-    check_mixing(mixing, query.shape[2], query.device)
-    check_valid(valid, key)
-    check_state(state, key, value, mixing, query.shape[2])
+    index, heads = indices(state.num_blocks, blocks.device), state.prefix.shape[1]
+    weights = mixing_at(mixing, blocks[:, :, None], index[None, None])
+    # Slots after the finished blocks are zero, but a weight there may be anything.
+    weights = torch.where((index < blocks[:, :1])[:, None, None], weights, 0)
+    finished = mix_summaries(weights, state.summaries.to(state.current.dtype), heads)
+    weights = mixing_at(mixing, blocks[:, :, None], blocks[:, None, :1])
+    return finished + mix_summaries(weights, state.current.unsqueeze(2), heads)
+
+
+def _advance(
+    state: MHLAState, summaries: torch.Tensor, blocks: torch.Tensor, position: torch.Tensor, mixing: torch.Tensor
+) -> MHLAState:
+    """The state at `position`, given what the new tokens add to blocks `blocks` `[B, I]`: `[B, H_kv, I, K, V + 1]`."""
+    room = state.num_blocks
+    if state.is_empty:
+        everything = F.pad(summaries, (0, 0, 0, 0, 0, room - summaries.shape[2]))
+    else:
+        first = indices(summaries.shape[2], blocks.device)[:, None, None] == 0
+        summaries = summaries + torch.where(first, state.current.unsqueeze(2), 0)
+        # One slot more for blocks that there is no room for: those past the last token, which are empty, and the
+        # current one, which is kept apart.
+        target = blocks.clamp(max=room)[:, None, :, None, None].expand_as(summaries)
+        kept = F.pad(state.summaries.to(summaries.dtype), (0, 0, 0, 0, 0, 1))
+        everything = kept.scatter(2, target, summaries)[:, :, :room]
+    local = current_block(position, state.block_size) - blocks[:, 0]
+    return rebuild_state(state, everything, block_summary_at(summaries, local), position, mixing)
+
+
+def step(
+    operands: Operands, mixing: torch.Tensor, state: MHLAState, valid: torch.Tensor | None, backend: str
+) -> tuple[torch.Tensor, MHLAState]:
+    """[`mhla_step`] without its checks, on a chosen backend."""
+    (query, key, value), entry = operands.tokens, operands.entry
+    dtype, size, num_heads = state.current.dtype, state.block_size, query.shape[2]
+    mixing = mixing.to(dtype)
+    # The kernel files every block that is full.
+    if backend == "triton" and state.num_blocks > 0 and serves_kernels(operands, mixing, state):
+        return _step_by_kernel(operands, mixing, state, valid)
+    counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
+    block, offset = state.position // size, state.position % size
+    with torch.autocast(autocast_type(query.device), enabled=False):
+        state = _start_block(state, mixing, block, (offset == 0) & (block > 0) & counted.bool())
+        key, plain_key, value_row = (x.to(dtype).transpose(1, 2) for x in (key, operands.plain_key, value))
+        added = torch.cat([key.transpose(-1, -2) @ value_row, plain_key.transpose(-1, -2)], dim=-1)
+        keep = counted.bool()[:, None, None, None]
+        current = state.current + torch.where(keep, added, 0)
+        own = _weights(mixing, block, block)
+        mixed = repeat_heads(state.prefix, num_heads, 1) + own * repeat_heads(current, num_heads, 1)
+        output = query.to(dtype).transpose(1, 2) @ mixed[..., :-1]
+        if entry.divides:
+            plain_query = operands.plain_query.to(dtype).transpose(1, 2)
+            output = output / entry.divisor(plain_query @ mixed[..., -1:], operands.eps)
+        upcoming = state.upcoming + torch.where(keep, _upcoming_share(state, mixing, block, offset), 0)
+        output = output.masked_fill(~keep, 0)
+    state = MHLAState(state.summaries, current, state.prefix, upcoming, state.position + counted, size)
+    return output.transpose(1, 2).to(value.dtype), state
+
+
+def _step_by_kernel(
+    operands: Operands, mixing: torch.Tensor, state: MHLAState, valid: torch.Tensor | None
+) -> tuple[torch.Tensor, MHLAState]:
+    # Imported here alone: Triton need not be installed.
+    from .triton.decode import decode_token
+
+    # The kernel writes where a dense tensor would have the block.
+    summaries = state.summaries.contiguous()
+    output, current, prefix, upcoming, position = decode_token(
+        *operands.tokens, *operands.pair, valid, mixing, summaries, state.current, state.prefix, state.upcoming,
+        state.position, state.block_size, operands.entry.divides, operands.eps,
+    )  # fmt: skip
+    return output, MHLAState(summaries, current, prefix, upcoming, position, state.block_size)
+
+
+def _weights(mixing: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """One weight for each batch entry: `[B, 1 or H, 1, 1]`."""
+    return mixing_at(mixing, row[:, None, None], column[:, None, None])
+
+
+def _start_block(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, starting: torch.Tensor) -> MHLAState:
+    """File the full current block of the batch entries that are `starting` a block `[B]`."""
+    if state.num_blocks == 0:
+        return state
+    before = (block - 1).clamp(min=0)
+    start = starting[:, None, None, None]
+    # Entries that start no block write back what stands there.
+    entries = indices(block.shape[0], block.device)
+    slot = before.clamp(max=state.num_blocks - 1)
+    filed = torch.where(start, state.current.to(state.summaries.dtype), state.summaries[entries, :, slot])
+    # Written in place unless autograd still needs what stood there.
+    write = state.summaries.index_put if records_gradients(filed, state.summaries) else state.summaries.index_put_
+    all_heads = indices(state.summaries.shape[1], block.device)[None, :]
+    summaries = write((entries[:, None], all_heads, slot[:, None]), filed)
+    heads = state.prefix.shape[1]
+    own = _weights(mixing, block, before) * repeat_heads(state.current, heads, 1)
+    current = torch.where(start, 0, state.current)
+    prefix = torch.where(start, state.upcoming + own, state.prefix)
+    upcoming = torch.where(start, 0, state.upcoming)
+    return MHLAState(summaries, current, prefix, upcoming, state.position, state.block_size)
+
+
+def _upcoming_share(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """This token's share of the next block's prefix: finished blocks b with b ≡ offset modulo the block size.
+
+    Every finished block comes up exactly once while a block fills.
+    """
+    if state.num_blocks == 0:
+        return torch.zeros_like(state.upcoming)
+    strides = -(-state.num_blocks // state.block_size)
+    if torch.compiler.is_compiling():
+        # One more than needed: a single one would be compiled in, and others recompiled.
+        strides = strides + 1
+    index = offset[:, None] + state.block_size * indices(strides, block.device)
+    weights = mixing_at(mixing, (block + 1)[:, None, None], index[:, None, :])
+    weights = torch.where((index < block[:, None])[:, None, None], weights, 0)
+    entries = indices(block.shape[0], block.device)[:, None]
+    chosen = state.summaries[entries, :, index.clamp(max=state.num_blocks - 1)].transpose(1, 2)
+    return mix_summaries(weights, chosen.to(state.current.dtype), state.prefix.shape[1]).squeeze(2)
 
 
 def serves_kernels(operands: Operands, mixing: torch.Tensor, state: MHLAState) -> bool:
-    """Returns whether Triton kernels can move this state on: they keep no gradients and no float64."""
+    """Return whether Triton kernels can move this state on: they keep no gradients and no float64."""
     per_head = mixing.dim() > 2 and mixing.shape[0] != 1
     heads = operands.query.shape[2] if per_head else state.current.shape[1]
     if state.current.dtype != torch.float32 or state.prefix.shape[1] != heads or operands.entry.kernel is None:
@@ -258,25 +457,20 @@ def serves_kernels(operands: Operands, mixing: torch.Tensor, state: MHLAState) -
     return not records_gradients(*operands.tokens, *operands.pair, mixing, *held)
 
 
-def current_block(position: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Index of the block that the last token went to, `[B]`."""
-    return (position - 1).clamp(min=0) // block_size
-
-
 def block_summary_at(summaries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The summary of block `index` `[B]` out of `[B, H_kv, n, K, V + 1]`: `[B, H_kv, K, V + 1]`."""
+    """Return the summary of block `index` `[B]` out of `[B, H_kv, n, K, V + 1]`: `[B, H_kv, K, V + 1]`."""
     index = index[:, None, None, None, None].expand(-1, summaries.shape[1], 1, *summaries.shape[-2:])
     return summaries.gather(2, index).squeeze(2)
 
 
-def settled_state(
+def rebuild_state(
     state: MHLAState,
     summaries: torch.Tensor,
     current: torch.Tensor,
     position: torch.Tensor,
     mixing: torch.Tensor,
 ) -> MHLAState:
-    """The state at `position` with these summaries of all blocks; everything derived from them is recomputed."""
+    """Return the state at `position` with these summaries of all blocks, and recompute all that derives from them."""
     size, index = state.block_size, indices(summaries.shape[2], position.device)
     block = current_block(position, size)
     finished = index < block[:, None]

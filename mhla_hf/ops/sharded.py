@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.tables import cached
-from .checks import check_blocks, check_layout, check_mixing, check_operands
-from .mixing import mix_summaries, repeat_heads
-from .numerics import Operands, autocast_type
+from .operands import Operands, autocast_type
+from .tables import mix_summaries, repeat_heads
 
 
 @dataclass(frozen=True)
@@ -112,23 +111,15 @@ def tokens_with_neighbors(tokens: torch.Tensor, shard: TokenShard, reach: int) -
     return rows.transpose(0, 1), first
 
 
-def sharded_mhla_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+def attend_sharded(
+    operands: Operands,
     mixing: torch.Tensor,
     layout: BlockLayout,
     shard: TokenShard,
-    *,
-    normalizer_query: torch.Tensor | None = None,
-    normalizer_key: torch.Tensor | None = None,
-    normalizer: str = "query",
-    eps: float = 1e-6,
     summary_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """[`mhla_hf.ops.mhla_attention`] of one process' queries to the tokens of all processes.
+    """MHLA of one process' queries to the tokens of all processes, without checks.
 
-    Arguments as there, the tokens those of this process, `[B, L, ...]`, and the same mixing weights in all processes.
     Each process adds its own keys and values up by blocks; one all-reduce adds those up over the processes. The key
     sums of the normaliser travel with the summaries as one more channel of the values. `normalizer="block_query"`
     pairs tokens of different blocks, and needs a second all-reduce of one number for each token and head.
@@ -137,23 +128,16 @@ def sharded_mhla_attention(
     whatever else all processes hold alike, are each process' own part: their sum is the gradient.
 
     Args:
+        operands: The tokens of this process, `[B, L, ...]`, and the normaliser.
+        mixing: `[M, M]` or `[H, M, M]`, the same in all processes.
         layout: Blocks of all T tokens.
         shard: The tokens of this process.
         summary_dtype: Dtype of the summaries that travel; by default float32 (float64 for float64 values), as in sums.
 
     Returns:
-        `[B, L, H, V]` in the dtype of `value`.
-
-    Raises:
-        ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
+        `[B, L, H, V]` in the dtype of the values.
     """
-    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
-    check_operands(operands)
-    check_layout(layout, normalizer, causal=False)
-    shard.check_length(query.shape[1])
-    layout.check_length(shard.num_tokens, "the sequence of all processes")
-    check_mixing(mixing, query.shape[2], query.device)
-    check_blocks(mixing, layout)
+    query, key, value = operands.tokens
     entry, dtype, num_heads, width = operands.entry, operands.dtype, query.shape[2], value.shape[3]
     plain_query, plain_key = operands.plain_query, operands.plain_key
     touched = cached(_touched_blocks, layout, *shard.run, query.device)
@@ -178,7 +162,7 @@ def sharded_mhla_attention(
                 key_sum = repeat_heads(summary[:, :, touched, :, width:], num_heads, 1)
                 own = _ungroup(plain_query_blocks @ key_sum, layout, shard)
                 product = _aligned_product(own, own_mixing, layout, shard)
-            output = output / entry.divisor(product, eps)
+            output = output / entry.divisor(product, operands.eps)
         return output.to(value.dtype)
 
 

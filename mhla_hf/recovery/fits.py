@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.mhla import MHLA
-from ..ops.mixing import repeat_heads
+from ..ops.tables import repeat_heads
 from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters
 
 

@@ -14,7 +14,7 @@ import torch
 from mhla_hf import BlockLayout, MHLAConfig
 from mhla_hf.layers.blocks import with_window_size
 from mhla_hf.ops import naive_mhla_attention
-from mhla_hf.ops.numerics import Operands
+from mhla_hf.ops.operands import Operands
 
 
 # Kinds of MHLA layer, as changes to a case's own options.

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_hf import BlockLayout, mhla_attention
-from mhla_hf.ops import block_mhla_attention, causal_mhla_attention
 
 from .reference import assert_same, make_inputs, output_and_gradients
 
@@ -168,12 +167,6 @@ def test_autocast_does_not_reach_the_products():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = mhla_attention(**inputs, layout=layout)
     assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("function", [block_mhla_attention, causal_mhla_attention])
-def test_the_forms_themselves_name_an_unknown_normalizer(function):
-    with pytest.raises(ValueError, match="normalizer='row'"):
-        function(**_arguments(), normalizer="row")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mhla_hf import BlockLayout, mhla_attention
-from mhla_hf.layers.sequence import TokenSequence, sequence_attention
+from mhla_hf.layouts.sequences import SequenceLayout
 from mhla_hf.ops import empty_state, mhla_extend, mhla_step
 
 
@@ -35,11 +35,10 @@ def attend(inputs, backend, normalizer):
 
 
 def attend_sequence(inputs, backend, normalizer):
-    pair = {name: inputs[name] for name in ("normalizer_query", "normalizer_key")}
-    tokens = (inputs[name] for name in ("query", "key", "value"))
-    valid = torch.ones(1, LENGTH, dtype=torch.bool)
-    sequence = TokenSequence(causal=True, valid=valid)
-    return sequence_attention(*tokens, mixing(), BLOCK, sequence, backend=backend, normalizer=normalizer, **pair)
+    layout = SequenceLayout(torch.ones(1, LENGTH, dtype=torch.bool), BLOCK)
+    return mhla_attention(
+        **inputs, mixing=mixing(), layout=layout, causal=True, normalizer=normalizer, backend=backend
+    )
 
 
 def decode(inputs, backend, normalizer):

@@ -11,15 +11,11 @@ import torch
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
 from mhla_hf.ops import (
-    block_mhla_attention,
-    causal_mhla_attention,
     empty_state,
     extend_mixing,
     mhla_extend,
     mhla_step,
-    mixing_at,
     naive_mhla_attention,
-    naive_mhla_weights,
     rewind_state,
 )
 
@@ -49,8 +45,6 @@ def recurrent_arguments(length: int):
 
 FUNCTIONS = {
     "attention": (mhla_attention, dense_arguments),
-    "causal": (causal_mhla_attention, dense_arguments),
-    "block": (block_mhla_attention, dense_arguments),
     "naive": (naive_mhla_attention, dense_arguments),
     "extend": (mhla_extend, lambda: recurrent_arguments(3)),
     "step": (mhla_step, lambda: recurrent_arguments(1)),
@@ -168,7 +162,7 @@ def test_rewinding():
 
 
 def test_number_of_blocks_of_a_sequence():
-    refused(extend_mixing, {"mixing": torch.rand(3, 3), "num_blocks": 0, "causal": True}, "num_blocks")
+    refused(extend_mixing, {"mixing": torch.rand(3), "num_blocks": 2, "causal": True}, "mixing")
     refused(SequenceLayout, {"valid": torch.ones(1, 4, dtype=torch.bool), "block_size": 1.5}, "block_size")
 
 
@@ -179,21 +173,8 @@ def test_documents_of_a_sequence():
     refused(SequenceLayout, {"valid": [[True]], "block_size": 2}, "valid")
 
 
-def test_indices_of_blocks():
-    index = torch.arange(2)
-    refused(mixing_at, {"mixing": torch.rand(3), "rows": index, "columns": index}, "mixing")
-
-
 @pytest.mark.parametrize("name", ["grid", "blocks", "block_size"])
 def test_axes_of_a_layout(name):
     sizes = {"grid": (4,), "blocks" if name != "block_size" else "block_size": (2,)}
     refused(BlockLayout, {**sizes, name: (1.5,)}, name)
     refused(BlockLayout, {**sizes, "num_prefix_tokens": -1}, "num_prefix_tokens")
-
-
-def test_weights_of_the_dense_form():
-    arguments = {name: value for name, value in dense_arguments().items() if name != "value"}
-    arguments["key"] = torch.rand(BATCH, LENGTH, HEADS, WIDTH)
-    naive_mhla_weights(**arguments)
-    refused(naive_mhla_weights, {**arguments, "mixing": torch.rand(3, 3)}, "mixing")
-    refused(naive_mhla_weights, {**arguments, "key": arguments["key"].double()}, "key")

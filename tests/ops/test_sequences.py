@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mhla_hf import BlockLayout
+from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
-from mhla_hf.ops import block_mhla_attention, causal_mhla_attention, extend_mixing, mixing_at, naive_mhla_attention
+from mhla_hf.ops import extend_mixing, mixing_at, naive_mhla_attention
 
 
 BLOCK_SIZE, LENGTH = 4, 23
@@ -31,10 +31,7 @@ def make_inputs(per_head: bool, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def attend(inputs: dict[str, torch.Tensor], layout: SequenceLayout, causal: bool) -> torch.Tensor:
-    tokens = {name: tensor for name, tensor in inputs.items() if name != "mixing"}
-    mixing = layout.mixing_matrix(inputs["mixing"], causal=causal)
-    function = causal_mhla_attention if causal else block_mhla_attention
-    return function(**tokens, mixing=mixing, layout=layout, **OPTIONS)
+    return mhla_attention(**inputs, layout=layout, causal=causal, **OPTIONS)
 
 
 def alone(inputs: dict[str, torch.Tensor], row: int, chosen: torch.Tensor, causal: bool) -> torch.Tensor:

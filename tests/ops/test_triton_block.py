@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
-from mhla_hf.ops import attend_blocks, naive_mhla_attention
+from mhla_hf.ops import naive_mhla_attention
 
 from .reference import assert_same, make_inputs, output_and_gradients
 from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_errors, on
@@ -147,9 +147,8 @@ def test_groups_of_lines_of_padded_rows(lines, device, monkeypatch):
     results = []
     for override in (None, lines):
         monkeypatch.setattr(launching, "GROUP_LINES", override)
-        mixing = layout.mixing_matrix(inputs["mixing"], causal=False)
         tokens = [inputs[name] for name in ("query", "key", "value")]
-        output = attend_blocks(*tokens, mixing, layout, causal=False, backend="triton")
+        output = mhla_attention(*tokens, inputs["mixing"], layout, backend="triton")
         results.append([output, *torch.autograd.grad(output.square().sum(), [*tokens, inputs["mixing"]])])
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
@@ -196,12 +195,11 @@ def test_padding_is_neither_read_nor_left_unwritten(device):
     for name in ("query", "key", "value", "normalizer_query", "normalizer_key"):
         inputs[name] = inputs[name].detach().masked_fill(~valid[..., None, None], float("nan")).requires_grad_()
     layout = SequenceLayout(valid, 4)
-    mixing = layout.mixing_matrix(inputs["mixing"], causal=False)
     tokens = [inputs[name] for name in ("query", "key", "value")]
     options = {name: inputs[name] for name in ("normalizer_query", "normalizer_key")}
     results = {}
     for backend in ("torch", "triton"):
-        output = attend_blocks(*tokens, mixing, layout, causal=False, backend=backend, **options)
+        output = mhla_attention(*tokens, inputs["mixing"], layout, backend=backend, **options)
         chosen = output.masked_fill(~valid[..., None, None], 0).square().sum()
         gradients = torch.autograd.grad(chosen, [*tokens, *options.values(), inputs["mixing"]], retain_graph=True)
         results[backend] = [output, *gradients]

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
-from mhla_hf.ops import attend_blocks
 
 from .reference import assert_same, make_inputs, output_and_gradients
 from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_errors, on
@@ -111,10 +110,9 @@ def both_backends(inputs: dict[str, torch.Tensor], layout: SequenceLayout, valid
     """Output and gradients by the kernels and by plain torch, NaN and padding without influence on the gradients."""
     results = []
     for backend in ("triton", "torch"):
-        mixing = layout.mixing_matrix(inputs["mixing"], causal=True)
         tokens = [inputs[name] for name in TOKENS[:3]]
         options = {name: inputs[name] for name in TOKENS[3:]}
-        output = attend_blocks(*tokens, mixing, layout, causal=True, backend=backend, **options)
+        output = mhla_attention(*tokens, inputs["mixing"], layout, causal=True, backend=backend, **options)
         counted = valid[..., None, None] & ~output.isnan()
         loss = torch.where(counted, output, 0).square().sum()
         gradients = torch.autograd.grad(loss, list(inputs.values()))

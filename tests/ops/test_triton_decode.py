@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer
 from mhla_hf.layers.sequence import TokenSequence, decode_sequence
 from mhla_hf.ops import MHLAState, mhla_step
-from mhla_hf.ops.numerics import Operands
+from mhla_hf.ops.operands import Operands
 
 from .recurrent_cases import ALL_KERNELS, STATE, assert_same_state, kernels_counted, make_inputs, part, start
 from .triton_checks import DEVICES, buffers_full_of_nan

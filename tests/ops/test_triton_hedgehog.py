@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layers.fused import PairwiseRotary
 from mhla_hf.layouts.sequences import SequenceLayout
-from mhla_hf.ops.dispatch import attend_blocks
-from mhla_hf.ops.feature_maps import FEATURE_MAPS
+from mhla_hf.ops.tables import FEATURE_MAPS
 
 from .reference import assert_same
 from .triton_checks import DEVICES, buffers_full_of_nan
@@ -187,9 +186,7 @@ def test_padded_and_packed_sequences(per_head, device):
         **tokens, mixing=mixing, layout=layout, feature_map_eps=0.0, normalizer="query", eps=1e-6, scaling=1.0
     )
     query, key = (HEDGEHOG(leaves[name], leaves[f"{name}_weight"]) for name in ("query", "key"))
-    plain = attend_blocks(
-        query, key, leaves["value"], mixing, layout, causal=False, backend="torch", normalizer="query", eps=1e-6
-    )
+    plain = mhla_attention(query, key, leaves["value"], leaves["mixing"], layout, backend="torch")
     cotangent = torch.randn(plain.shape, generator=torch.Generator().manual_seed(1)).to(device)
     gradients = [torch.autograd.grad(output, list(leaves.values()), cotangent, retain_graph=True)
                  for output in (kernel, plain)]  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...config import CHOICES, MHLAConfig
-from ...ops.normalizers import SEQUENCE_NORMALIZERS
+from ...ops.tables import SEQUENCE_NORMALIZERS
 from ...utils.messages import check_names
 
 

@@ -27,8 +27,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
-from ..normalizers import NORMALIZERS
-from ..numerics import Operands, from_head_blocks, head_blocks
+from ..operands import Operands, from_head_blocks, head_blocks
+from ..tables import NORMALIZERS
 from .block_gradient import block_attention_backward, block_flops, needs_output
 from .device_functions import (
     COUNTS,
@@ -75,7 +75,9 @@ def triton_block_mhla_attention(
     normalizer: str = "query",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Non-causal MHLA by Triton kernels; arguments as in [`mhla_hf.ops.block_mhla_attention`].
+    """Non-causal MHLA by Triton kernels, without checks; `mixing` are the weights of the layout's own blocks.
+
+    Other arguments are those of [`mhla_hf.ops.mhla_attention`].
 
     Summaries are float32, but bfloat16 for bfloat16 tokens; sums always run in float32.
 

@@ -28,9 +28,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
-from ..causal import causal_mhla_attention
-from ..normalizers import NORMALIZERS
-from ..numerics import Operands
+from ..forms import attend_by_chunk
+from ..operands import Operands
+from ..tables import NORMALIZERS
 from .causal_gradient import causal_attention_backward, causal_flops, mixed_prefix
 from .chunks import (
     chunk_options,
@@ -84,7 +84,9 @@ def triton_causal_mhla_attention(
     normalizer: str = "query",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Causal MHLA by Triton kernels; arguments as in [`mhla_hf.ops.causal.causal_mhla_attention`].
+    """Causal MHLA by Triton kernels, without checks; `mixing` are the weights of the layout's own blocks.
+
+    Other arguments are those of [`mhla_hf.ops.mhla_attention`].
 
     Summaries are bfloat16 for bfloat16 tokens, otherwise float32; the backward pass recomputes them in float32.
     Sums always run in float32. Normalisers without a kernel run in plain torch, which is logged once.
@@ -96,10 +98,8 @@ def triton_causal_mhla_attention(
     if entry.kernel is None:
         if not torch.compiler.is_compiling():
             _log_fallback(normalizer)
-        return causal_mhla_attention(
-            query, key, value, mixing, layout,
-            normalizer_query=normalizer_query, normalizer_key=normalizer_key, normalizer=normalizer, eps=eps,
-        )  # fmt: skip
+        operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+        return attend_by_chunk(operands, mixing, layout)
     pair: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if entry.divides:
         pair = Operands(query, key, value, normalizer_query, normalizer_key).pair

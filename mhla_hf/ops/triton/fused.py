@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
-from ..feature_maps import FEATURE_MAPS
-from ..normalizers import NORMALIZERS
+from ..tables import FEATURE_MAPS, NORMALIZERS
 from . import launching
 from .block_gradient import block_flops
 from .fused_gradient import fused_attention_backward

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
-from ..normalizers import NORMALIZERS
+from ..tables import NORMALIZERS
 from .block_gradient import block_gradients, needs_output
 from .fused_gradient import norm_gradient_
 from .fused_products import heads_together, inverse_norms, rotary_table

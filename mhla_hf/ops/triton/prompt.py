@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
-from ..recurrent import MHLAState, current_block
+from ..operands import MHLAState, current_block
 from .causal import causal_stages
 from .causal_gradient import causal_flops
 from .decode import is_per_head, mixing_weights, weight_at

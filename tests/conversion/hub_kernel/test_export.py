@@ -80,7 +80,7 @@ def test_folder_is_what_the_library_and_its_builder_expect(kernel):
 def test_other_sources_give_another_namespace(kernel, tmp_path):
     package = tmp_path / "package"
     shutil.copytree(ROOT / "mhla_hf", package, ignore=shutil.ignore_patterns("assets", "__pycache__"))
-    with (package / "ops/naive.py").open("a") as file:
+    with (package / "ops/forms.py").open("a") as file:
         file.write("# Another revision.\n")
     export_kernel(tmp_path / "other", repo_id="user/mhla", package=package)
     program = f"""

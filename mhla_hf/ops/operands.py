@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the forms of the operator take: tokens with their normaliser and the decoding state; and the checks of both.
+
+Checks read types, shapes and devices alone, so that none waits for a device; torch.compile traces through them and
+leaves nothing. They run once, in the public functions. Every error is a `ValueError` that names the argument.
+
+Shape letters: B batch, T tokens, H query heads, H_kv key/value heads, K query/key width, V value width, M blocks, N
+tokens of a block, n finished blocks with room in a state. Summaries carry the normaliser z as their last column, hence
+V + 1. H_m is H_kv where all heads share the mixing weights, else H.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..layouts.blocks import BlockLayout
+from ..layouts.sequences import SequenceLayout, check_mixing_shape
+from ..utils.messages import check_choice, shorten_value
+from .tables import NORMALIZERS, SEQUENCE_NORMALIZERS, Normalizer
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that summaries and normalisers are accumulated in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocast_type(device: torch.device) -> str:
+    """Return the type of device to turn autocast off for; the meta device, which has no autocast, counts as a CPU."""
+    return "cpu" if device.type == "meta" else device.type
+
+
+def records_gradients(*tensors: torch.Tensor | None) -> bool:
+    """Return whether autograd records results of any of these tensors."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tokens and the normaliser that every form of the operator takes; see [`mhla_hf.ops.mhla_attention`].
+
+    Attributes:
+        query: Feature-mapped queries `[B, T, H, K]`.
+        key: Feature-mapped keys `[B, T, H_kv, K]`.
+        value: Values `[B, T, H_kv, V]`.
+        normalizer_query: Queries for the denominator, where they differ.
+        normalizer_key: Keys for the denominator, likewise.
+        normalizer: Name of the normaliser.
+        eps: Added to the denominator.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    normalizer_query: torch.Tensor | None = None
+    normalizer_key: torch.Tensor | None = None
+    normalizer: str = "query"
+    eps: float = 1e-6
+
+    @property
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def plain_query(self) -> torch.Tensor:
+        """Queries for the denominator."""
+        return self.query if self.normalizer_query is None else self.normalizer_query
+
+    @property
+    def plain_key(self) -> torch.Tensor:
+        """Keys for the denominator."""
+        return self.key if self.normalizer_key is None else self.normalizer_key
+
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Query and key for the denominator; `None` for both where they are query and key themselves."""
+        pair = self.plain_query, self.plain_key
+        return (None, None) if pair[0] is self.query and pair[1] is self.key else pair
+
+    @property
+    def entry(self) -> Normalizer:
+        """The normaliser."""
+        return NORMALIZERS[self.normalizer]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that sums are accumulated in."""
+        return accumulation_dtype(self.value.dtype)
+
+
+@dataclass(frozen=True)
+class MHLAState:
+    """Decoding state of one causal MHLA layer. [`mhla_step`] writes into `summaries`: go on with what it returns.
+
+    Attributes:
+        summaries: Finished blocks, `[B, H_kv, n, K, V + 1]`, zeros after them.
+        current: The current block's summary so far, `[B, H_kv, K, V + 1]`. A full block stays the current one until
+            the next token comes.
+        prefix: Σ_{b<i} m_ib S_b for the current block i, `[B, H_m, K, V + 1]`.
+        upcoming: The same for block i + 1, as far as it is summed up, `[B, H_m, K, V + 1]`.
+        position: Tokens seen so far, LongTensor `[B]`.
+        block_size: Tokens of a block.
+        is_empty: Whether no entry has seen a token, where this is known without asking the device.
+    """
+
+    summaries: torch.Tensor
+    current: torch.Tensor
+    prefix: torch.Tensor
+    upcoming: torch.Tensor
+    position: torch.Tensor
+    block_size: int
+    is_empty: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Number n of finished blocks with room in the state."""
+        return self.summaries.shape[2]
+
+    def with_room(self, num_blocks: int) -> MHLAState:
+        """Return a state with room for at least `num_blocks` finished blocks."""
+        missing = num_blocks - self.num_blocks
+        if missing <= 0:
+            return self
+        return dataclasses.replace(self, summaries=F.pad(self.summaries, (0, 0, 0, 0, 0, missing)))
+
+
+def current_block(position: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return the index of the block that the last token went to, `[B]`."""
+    return (position - 1).clamp(min=0) // block_size
+
+
+def head_blocks(
+    tokens: torch.Tensor, layout: BlockLayout | SequenceLayout, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Group `[B, T, H, D]` by head and block in another type: `[B, H, M, N, D]`, zeros in empty slots."""
+    if isinstance(layout, BlockLayout):
+        return layout.to_head_blocks(tokens, dtype)
+    return layout.to_blocks(tokens if dtype is None else tokens.to(dtype)).permute(0, 3, 1, 2, 4)
+
+
+def from_head_blocks(blocks: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
+    """Undo [`head_blocks`]: `[B, T, H, D]`."""
+    return layout.from_blocks(blocks.permute(0, 2, 3, 1, 4))
+
+
+def check_attention(operands: Operands, mixing: Any, layout: Any, causal: Any) -> None:
+    """Check the arguments of [`mhla_hf.ops.mhla_attention`] beside the backend."""
+    check_operands(operands)
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={shorten_value(causal)} must be True or False.")
+    check_layout(layout, operands.normalizer, causal)
+    layout.check_length(operands.query.shape[1], "query")
+    check_mixing(mixing, operands.query)
+    if not causal and isinstance(layout, BlockLayout) and mixing.shape[-1] != layout.num_blocks:
+        raise ValueError(
+            f"mixing has {mixing.shape[-1]} blocks, but the layout has {layout.num_blocks} ({layout.blocks})."
+        )
+
+
+def check_operands(operands: Operands) -> None:
+    """Check the tokens against each other, the normaliser's name and eps."""
+    check_choice("normalizer", operands.normalizer, NORMALIZERS)
+    eps = operands.eps
+    # Integers beyond the largest float count as infinite.
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= sys.float_info.max:
+        raise ValueError(f"eps={shorten_value(eps)} must be a finite number of at least 0.")
+    check_tokens(*operands.tokens, operands.normalizer_query, operands.normalizer_key)
+
+
+def check_sequence_normalizer(normalizer: Any, why: str) -> None:
+    """Refuse normalisers that sequences, whose blocks are not all full, cannot have."""
+    check_choice("normalizer", normalizer, SEQUENCE_NORMALIZERS, why)
+
+
+def check_tokens(query: Any, key: Any, value: Any, normalizer_query: Any = None, normalizer_key: Any = None) -> None:
+    """Check the tensors of tokens against each other."""
+    batch, length, heads, width = _token_sizes("query", query, None)
+    _, _, key_heads, _ = key_sizes = _token_sizes("key", key, query)
+    if key_heads < 1 or heads % key_heads:
+        key_heads = heads
+    _compare("key", key_sizes, (batch, length, key_heads, width))
+    value_sizes = _token_sizes("value", value, query)
+    _compare("value", value_sizes, (batch, length, key_heads, value_sizes[3]))
+    # The denominator's pair may be as wide as it likes, as long as the two agree.
+    if normalizer_query is not None:
+        sizes = _token_sizes("normalizer_query", normalizer_query, query)
+        width = width if normalizer_key is None else sizes[3]
+        _compare("normalizer_query", sizes, (batch, length, heads, width))
+    if normalizer_key is not None:
+        sizes = _token_sizes("normalizer_key", normalizer_key, query)
+        _compare("normalizer_key", sizes, (batch, length, key_heads, width))
+
+
+def check_mixing(mixing: Any, query: torch.Tensor) -> None:
+    """Check mixing weights `[M, M]` or `[H, M, M]` against queries `[B, T, H, K]`."""
+    check_mixing_shape(mixing)
+    heads = mixing.shape[0] if mixing.dim() == 3 else 1
+    if heads not in (1, query.shape[2]) or mixing.device != query.device:
+        raise ValueError(
+            f"mixing has {heads} heads on {mixing.device}, but query has {query.shape[2]} on {query.device}."
+        )
+
+
+def check_layout(layout: Any, normalizer: str, causal: bool) -> None:
+    """Check that a layout has the blocks that causal attention or the normaliser needs."""
+    if not isinstance(layout, (BlockLayout, SequenceLayout)):
+        raise ValueError(f"layout must be a BlockLayout or a SequenceLayout, got {type(layout).__name__}.")
+    if causal and isinstance(layout, BlockLayout):
+        lengths = layout.tile_lengths[0]
+        if len(layout.grid) != 1 or any(length != lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
+            raise ValueError(f"causal=True needs a 1-D layout made with block_size, got {layout!r}.")
+    if not NORMALIZERS[normalizer].mixes_sums and not layout.is_uniform:
+        raise ValueError(
+            f"normalizer={normalizer!r} pairs tokens at the same position of each block and needs blocks of equal "
+            f"shape, but {layout!r} has uneven ones. Use normalizer='query', or a grid that the blocks divide."
+        )
+
+
+def check_valid(valid: Any, tokens: torch.Tensor, name: str = "valid") -> None:
+    """Refuse a mask that is neither `None` nor a BoolTensor `[B, T]` beside tokens `[B, T, H, D]`."""
+    if valid is None:
+        return
+    is_tensor, shape = isinstance(valid, torch.Tensor), tuple(tokens.shape[:2])
+    if not is_tensor or (valid.dtype, tuple(valid.shape), valid.device) != (torch.bool, shape, tokens.device):
+        found = f"{valid.dtype} {tuple(valid.shape)} on {valid.device}" if is_tensor else type(valid).__name__
+        raise ValueError(f"{name} must be a bool tensor [batch, tokens] = {shape} on {tokens.device}, got {found}.")
+
+
+def check_recurrent(operands: Operands, mixing: Any, state: Any, valid: Any) -> None:
+    """Check the arguments of [`mhla_hf.ops.mhla_step`] and [`mhla_hf.ops.mhla_extend`] beside the backend."""
+    check_sequence_normalizer(operands.normalizer, " for decoding token by token")
+    check_operands(operands)
+    query, key, value = operands.tokens
+    # Summaries carry z as a column. That the two agree is known by now.
+    _compare("normalizer_query", tuple(operands.plain_query.shape), tuple(query.shape))
+    check_mixing(mixing, query)
+    check_valid(valid, key)
+    check_state(state, key, value, mixing, query.shape[2])
+
+
+def check_state(
+    state: Any, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor, num_heads: int | None = None
+) -> None:
+    """Check that a state is one of these tokens' batch, heads, widths, dtype and device.
+
+    Args:
+        state: The state.
+        key: `[B, T, H_kv, K]`.
+        value: `[B, T, H_kv, V]`.
+        mixing: `[M, M]` or `[H, M, M]`.
+        num_heads: H; `None` where there are no queries.
+    """
+    if not isinstance(state, MHLAState):
+        raise ValueError(f"state must be an MHLAState (see mhla_hf.ops.empty_state), got {type(state).__name__}.")
+    batch, _, heads, width = key.shape
+    columns = value.shape[3] + 1
+    mixed = mixing.shape[0] if mixing.dim() == 3 and mixing.shape[0] != 1 else heads
+    if num_heads is not None and state.prefix.shape[1] == num_heads:
+        # A state made for weights per head serves shared ones too.
+        mixed = num_heads
+    shapes = {
+        "summaries": (batch, heads, state.num_blocks, width, columns),
+        "current": (batch, heads, width, columns),
+        "prefix": (batch, mixed, width, columns),
+        "upcoming": (batch, mixed, width, columns),
+        "position": (batch,),
+    }
+    for name, shape in shapes.items():
+        tensor = getattr(state, name)
+        if tensor.shape != shape or tensor.device != key.device:
+            raise ValueError(
+                f"state.{name} has shape {tuple(tensor.shape)} on {tensor.device}, but these tokens need {shape} on "
+                f"{key.device}: see mhla_hf.ops.empty_state, with num_mixing_heads for weights per head."
+            )
+    dtype = accumulation_dtype(value.dtype)
+    if state.current.dtype != dtype:
+        raise ValueError(f"state.current is {state.current.dtype}, but {value.dtype} values are summed up in {dtype}.")
+
+
+# Sizes are taken apart once: slices of shapes cost more than all comparisons.
+
+
+def _token_sizes(name: str, tensor: Any, query: torch.Tensor | None) -> tuple[int, int, int, int]:
+    """Sizes of a dense floating-point tensor of four axes, on the device of `query`."""
+    is_tensor = isinstance(tensor, torch.Tensor)
+    is_good = is_tensor and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.dim() == 4
+    if not is_good or not (query is None or tensor.device == query.device):
+        found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}" if is_tensor else type(tensor).__name__
+        where = "" if query is None else f" on {query.device}"
+        raise ValueError(
+            f"{name} must be a dense floating-point tensor [batch, tokens, heads, width]{where}, got {found}."
+        )
+    batch, length, heads, width = tensor.shape
+    return batch, length, heads, width
+
+
+def _compare(name: str, sizes: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if sizes != expected or expected[2] < 1 or expected[3] < 1:
+        raise ValueError(f"{name} has [batch, tokens, heads, width] = {sizes}, but it must have {expected}.")

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of feature maps φ and normalisers, and the sums over blocks that the forms are made of.
+
+Configuration, command line, layers and kernels take names and definitions from here. A new feature map is an entry of
+[`FEATURE_MAPS`], and a branch of `feature_map` and of `feature_map_gradient` in `ops/triton/feature_maps.py` where
+the fused kernels shall compute it. A normaliser divides o_t by a function of a product of queries and key sums
+z_b = Σ φ(k_j); a new one is an entry of [`NORMALIZERS`]: kernels divide by it where it has a `kernel`, plain torch
+elsewhere. Importing this module does not import torch.
+
+Shape letters: B batch, T tokens, H heads, H_kv key/value heads, K query/key width, V value width, M blocks, N tokens
+of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..layouts.blocks import BlockLayout
+
+
+BACKENDS = ("auto", "torch", "triton")
+OPERATOR_BACKENDS = (*BACKENDS, "naive")
+"""Those of [`mhla_hf.ops.mhla_attention`]; `"naive"`, the dense oracle, can be asked for by name only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureMap:
+    """One feature map.
+
+    Attributes:
+        name: Value of the option `feature_map`.
+        formula: φ(x) as text.
+        forward: φ of tokens `[B, T, H, K]`. Learned maps take their weight `[H, K, K]` as a second argument.
+        gradient: Gradient with respect to x, from the gradient with respect to φ(x) and x; `None` for autograd alone.
+            Together with `forward` the definition that the kernels are tested against.
+        kernel: The constant by which the fused kernels know the map; `None` where they do not.
+        is_learned: Whether it has a weight for each feature head, which starts as the identity.
+        width_factor: Features for each of the K channels.
+        is_exact: Whether it rounds nothing: every result is an input or zero.
+    """
+
+    name: str
+    formula: str
+    forward: Callable[..., torch.Tensor]
+    gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    kernel: str | None = None
+    is_learned: bool = False
+    width_factor: int = 1
+    is_exact: bool = False
+
+
+def _elu(tokens: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import elu
+
+    return elu(tokens) + 1
+
+
+def _hedgehog(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    projected = torch.einsum("bthk,hfk->bthf", tokens, weight)
+    return torch.cat([projected, -projected], dim=-1).softmax(dim=-1)
+
+
+_MAPS = (
+    FeatureMap(
+        name="relu",
+        formula="max(x, 0)",
+        forward=lambda tokens: tokens.relu(),
+        gradient=lambda gradient, tokens: gradient.masked_fill(tokens <= 0, 0),
+        kernel="relu",
+        is_exact=True,
+    ),
+    FeatureMap(
+        name="elu",
+        formula="elu(x) + 1",
+        forward=_elu,
+        gradient=lambda gradient, tokens: gradient * tokens.clamp(max=0).exp(),
+        kernel="elu",
+    ),
+    FeatureMap(
+        name="exp",
+        formula="exp(x)",
+        forward=lambda tokens: tokens.exp(),
+        gradient=lambda gradient, tokens: gradient * tokens.exp(),
+        kernel="exp",
+    ),
+    FeatureMap(
+        name="hedgehog",
+        formula="softmax([Wx, -Wx]) with a learned W a head, twice as many features",
+        forward=_hedgehog,
+        is_learned=True,
+        width_factor=2,
+    ),
+    FeatureMap(
+        name="identity",
+        formula="x",
+        forward=lambda tokens: tokens,
+        gradient=lambda gradient, tokens: gradient,
+        kernel="identity",
+        is_exact=True,
+    ),
+)
+
+FEATURE_MAPS: dict[str, FeatureMap] = {entry.name: entry for entry in _MAPS}
+"""All feature maps by name."""
+
+
+def repeat_heads(tensor: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
+    """Gives each query head its key/value head (grouped-query attention).
+
+    Args:
+        tensor: Has H_kv heads on axis `dim`.
+        num_heads: H, a multiple of H_kv.
+        dim: The axis of heads.
+
+    Returns:
+        The tensor with H heads on that axis, each of its heads H / H_kv times in a row; itself when H = H_kv.
+    """
+    repeats = num_heads // tensor.shape[dim]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=dim)
+
+
+def mix_summaries(mixing: torch.Tensor, summary: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Σ_b m_ib S_b for every row i of `mixing` and every query head.
+
+    Args:
+        mixing: `[..., I, M]`; the axes before the last two are none, `[H]`, `[B, 1]` or `[B, H]`.
+        summary: `[B, H_kv, M, K, V]`.
+        num_heads: H.
+
+    Returns:
+        `[B, H, I, K, V]`. A mixing matrix that all heads share is applied before the heads are repeated.
+    """
+    per_head = mixing.dim() > 2 and mixing.shape[-3] != 1
+    if per_head:
+        summary = repeat_heads(summary, num_heads, 1)
+    mixed = (mixing @ summary.flatten(-2)).unflatten(-1, summary.shape[-2:])
+    return repeat_heads(mixed, num_heads, 1)
+
+
+def diagonal_weights(mixing: torch.Tensor) -> torch.Tensor:
+    """m_ii shaped to broadcast over `[B, H, M, N, D]`."""
+    return mixing.diagonal(dim1=-2, dim2=-1)[..., None, None]
+
+
+def prefix_and_own(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    mixing: torch.Tensor,
+    past: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """φ(q)ᵀ applied to the mixed earlier chunks plus the causal part of the own chunk.
+
+    Args:
+        query: `[B, H, M, N, K]`.
+        key: `[B, H_kv, M, N, K]`.
+        value: `[B, H_kv, M, N, V]`; `None` for a column of ones.
+        mixing: `[..., M, M]`.
+        past: Mixed summaries of tokens before these, added to the earlier chunks, `[B, H or H_kv, M, K, V]`.
+
+    Returns:
+        `[B, H, M, N, V]`, and the chunks' summaries `[B, H_kv, M, K, V]`.
+    """
+    num_heads = query.shape[1]
+    if value is None:
+        value = key.new_ones(*key.shape[:-1], 1)
+    summaries = key.transpose(-1, -2) @ value
+    prefix = mix_summaries(mixing.tril(-1), summaries, num_heads)
+    if past is not None:
+        prefix = prefix + repeat_heads(past, num_heads, 1)
+    key, value = repeat_heads(key, num_heads, 1), repeat_heads(value, num_heads, 1)
+    own = (query @ key.transpose(-1, -2)).tril() @ value
+    return query @ prefix + diagonal_weights(mixing) * own, summaries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalizer:
+    """One normaliser: o_t / divisor(product_t, eps).
+
+    Attributes:
+        name: Value of the option `normalizer`.
+        formula: The divisor as text.
+        dense: Product of queries and keys `[B, T, H, K]` by token weights `[..., T, T]` over a layout, causal or not:
+            `[B, H, T]`. `None` for a normaliser that does not divide, as in the two after it.
+        block: Product of query blocks `[B, H, M, N, K]` and key sums `[B, H_kv, M, K]` by mixing weights
+            `[..., M, M]`: `[B, H, M, N, 1]`.
+        chunked: Causal product of query and key blocks `[B, H or H_kv, M, N, K]` by lower-triangular mixing weights:
+            `[B, H, M, N, 1]`.
+        divisor: From the product and eps.
+        gradient: Derivative of the divisor with respect to the product; with `divisor` the definition that the
+            kernels are tested against.
+        kernel: Division in the kernels: 0 for none, 1 by φ(q)·z̃ + eps; `None` for a divisor that torch computes.
+        mixes_sums: Whether the product is φ(q_t)·z̃ with z̃_i = Σ_b m_ib z_b, so that z is one more column of the
+            summaries. Sequences and decoding need that; without it blocks must have equal shapes.
+    """
+
+    name: str
+    formula: str
+    dense: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockLayout, bool], torch.Tensor] | None = None
+    block: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    chunked: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    divisor: Callable[[Any, float], Any] = lambda product, eps: product + eps
+    gradient: Callable[[Any, float], Any] = lambda product, eps: 1.0
+    kernel: int | None = None
+    mixes_sums: bool = True
+
+    @property
+    def divides(self) -> bool:
+        """`True` if there is a divisor at all."""
+        return self.block is not None
+
+
+def _dense_mixed_sums(
+    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, layout: BlockLayout, causal: bool
+) -> torch.Tensor:
+    scores = weights * (query.transpose(1, 2) @ key.permute(0, 2, 3, 1))
+    return (scores.tril() if causal else scores).sum(-1)
+
+
+def _block_mixed_sums(query: torch.Tensor, key_sum: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
+    return query @ mix_summaries(mixing, key_sum.unsqueeze(-1), query.shape[1])
+
+
+def _chunked_mixed_sums(query: torch.Tensor, key: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
+    return prefix_and_own(query, key, None, mixing)[0]
+
+
+def _dense_aligned_queries(
+    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, layout: BlockLayout, causal: bool
+) -> torch.Tensor:
+    """Σ_b m_ib φ(q_bw)·z_b over tokens: token t pairs key j of block b with the query of block b at t's position."""
+    block, position = layout.block_of_token.to(query.device), layout.position_in_block.to(query.device)
+    token_at = block.new_zeros(layout.num_blocks, layout.max_block_tokens)
+    token_at[block, position] = block.new_ones(len(block)).cumsum(0) - 1
+    # partner[t, j] is the token of j's block that stands at t's position.
+    partner = token_at[block[None, :], position[:, None]]
+    scores = query.transpose(1, 2) @ key.permute(0, 2, 3, 1)
+    scores = weights * scores.gather(2, partner.expand(*scores.shape[:2], -1, -1))
+    return (scores.tril() if causal else scores).sum(-1)
+
+
+def _block_aligned_queries(query: torch.Tensor, key_sum: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
+    """Each block's own queries against its own key sum, then mixed over blocks."""
+    own = (query @ repeat_heads(key_sum, query.shape[1], 1).unsqueeze(-1)).squeeze(-1)
+    return (mixing @ own).unsqueeze(-1)
+
+
+def _chunked_aligned_queries(query: torch.Tensor, key: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
+    """Σ_{b<i} m_ib φ(q_bw)·z_b + m_ii φ(q_iw)·Σ_{j≤t, j in i} φ(k_j)."""
+    key = repeat_heads(key, query.shape[1], 1)
+    whole = (query @ key.sum(dim=-2, keepdim=True).transpose(-1, -2)).squeeze(-1)
+    running = (query * key.cumsum(dim=-2)).sum(dim=-1, keepdim=True)
+    # A zero weight does not stop the NaN of a later chunk's query. Those of earlier ones are part of the sum.
+    bad = ~whole.isfinite()
+    earlier = (mixing.tril(-1) @ whole.masked_fill(bad, 0)).masked_fill(bad.cumsum(dim=-2) > bad, float("nan"))
+    return earlier.unsqueeze(-1) + diagonal_weights(mixing) * running
+
+
+_NORMALIZERS = (
+    Normalizer(
+        name="query",
+        formula="φ(q_t)·Σ_b m_ib z_b + eps",
+        dense=_dense_mixed_sums,
+        block=_block_mixed_sums,
+        chunked=_chunked_mixed_sums,
+        kernel=1,
+    ),
+    Normalizer(
+        name="block_query",
+        formula="Σ_b m_ib φ(q_bw)·z_b + eps for the token at position w of block i",
+        dense=_dense_aligned_queries,
+        block=_block_aligned_queries,
+        chunked=_chunked_aligned_queries,
+        mixes_sums=False,
+    ),
+    Normalizer(name="none", formula="1", kernel=0),
+)
+
+NORMALIZERS: dict[str, Normalizer] = {entry.name: entry for entry in _NORMALIZERS}
+"""All normalisers by name."""
+
+SEQUENCE_NORMALIZERS = tuple(entry.name for entry in _NORMALIZERS if entry.mixes_sums)
+"""Names of those that serve sequences and decoding."""
