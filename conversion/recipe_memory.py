@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from mhla_hf.recovery.recipes import VIDEO, Expected, Recipe
-from mhla_hf.training.data.batch_sources import PASSAGE_LENGTH, ROW_LENGTH
+from mhla_hf.training.data.texts import PASSAGE_LENGTH, ROW_LENGTH
 from mhla_hf.training.matching.layers import AttentionLayer, mhla_layers
 
 

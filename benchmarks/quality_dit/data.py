@@ -13,7 +13,7 @@ import torch
 
 from mhla_hf.training.data.batches import DataOrder, stable_seed
 from mhla_hf.training.data.digits import load_scans
-from mhla_hf.training.stages.flow_matching import add_noise, shift_sigmas
+from mhla_hf.training.stages.objectives import add_noise, shift_sigmas
 
 from .options import QualityOptions
 

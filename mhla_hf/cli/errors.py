@@ -33,8 +33,8 @@ _OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 # Options that lower the memory of a command, those that cost least first.
 _MEMORY_OPTIONS = (
     "--batch-size", "--match-batch-size", "--distill-batch-size", "--finetune-batch-size", "--match-cache",
-    "--memory-limit", "--num-frames", "--height", "--width", "--max-length", "--max-tokens", "--contexts", "--shapes",
-    "--models",
+    "--memory-limit", "--sizes", "--num-frames", "--height", "--width", "--max-length", "--max-tokens", "--contexts",
+    "--shapes", "--models",
 )  # fmt: skip
 # Panels of fewer columns would cut the names of options.
 _PANEL_COLUMNS = 78

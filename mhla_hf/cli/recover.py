@@ -12,8 +12,14 @@ import typer
 
 from ..config import CHOICES, MHLAConfig
 from ..recovery.recipes import STAGES, VARIANTS, DataOptions, recipe_names
-from ..training.config import UNCONVERTED, CacheConfig, TrainingConfig
-from ..training.families import FAMILIES, check_options, option_families
+from ..training.config import (
+    FAMILIES,
+    UNCONVERTED,
+    CacheConfig,
+    TrainingConfig,
+    check_options,
+    option_families,
+)
 from ..utils.files import read_json
 from ..utils.messages import check_count, check_names
 from .options import (
@@ -317,7 +323,7 @@ _METAVARS = {
     "data": "FOLDER",
     "prompts": FILE,
     "mhla": "JSON",
-    "buckets": "SIZES",
+    "sizes": "SIZES",
     "validation_prompts": "TEXT",
     "validation_negative_prompt": "TEXT",
 }
@@ -385,7 +391,7 @@ def _training_command(family: str) -> Callable[..., None]:
         _train(family, run, cache, cache_only, json_file, track_attention)
 
     script = f"accelerate launch conversion/train_{family}.py MODEL OUTPUT ..."
-    command.__doc__ = f"{FAMILIES[family].help}\n\nOn several GPUs: {script}"
+    command.__doc__ = f"{FAMILIES[family]}\n\nOn several GPUs: {script}"
     return command
 
 
@@ -408,8 +414,8 @@ def _train(
             source.check_family(family)
             if not cache_only:
                 source.check_run(config)
-    if cache_config.data is not None:
-        make_cache(config, cache_config, accelerator, source)
+    if source is not None and cache_config.data is not None:
+        make_cache(config, cache_config, accelerator, source.model)
     if cache_only:
         return
 
@@ -460,9 +466,13 @@ def cache_command(
             raise ValueError(f"{name} must be given")
 
     from ..training.data.cache import make_cache
+    from ..training.loading import PipelineSource
     from ..training.processes import make_accelerator
 
-    make_cache(run, cache, make_accelerator(run))
+    accelerator = make_accelerator(run)
+    with accelerator.main_process_first():
+        source = PipelineSource.find(str(run.model), run.component, run.teacher)
+    make_cache(run, cache, accelerator, source.model)
 
 
 for _family, _command in COMMANDS.items():

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from ..recovery.recover import recover
 from ..training import objective_for
-from ..training.data.batch_sources import Latents
+from ..training.data.batches import Latents
 from ..training.data.digits import MovingDigits, stack_videos
-from ..training.families.wan import encode_videos
+from ..training.families import encode_videos
 from ..utils.destinations import LOCK, lock_output
 from ..utils.files import atomic_file, read_json, write_json
 from ..utils.locations import PIPELINE_INDEX

@@ -19,7 +19,7 @@ from ..models.registry import MHLA_CLASSES
 from ..models.stub import TAGS
 from ..ops.tables import FEATURE_MAPS, NORMALIZERS
 from ..recovery.report import PLOT
-from ..training.loading import PipelineSource
+from ..training.families import family_of_class
 from ..utils.compat.transformers import task_classes
 from ..utils.files import atomic_file, read_json
 from ..utils.locations import is_hub_id
@@ -359,7 +359,7 @@ def _call_size(part: recorded.ModelPart, tower: recorded.Tower) -> dict[str, int
     if grid is None or part.directory.index is None or len(grid) < 2:
         return None
     try:
-        found = PipelineSource(part.directory.root, part.directory.component).sizes
+        found = family_of_class(part.directory.class_name).sizes(part.directory)
     # Families without training have no sizes here.
     except (ValueError, KeyError, TypeError):
         return None

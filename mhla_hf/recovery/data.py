@@ -10,23 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.directory import ModelDirectory
 from ..models.registry import is_mhla_class
 from ..models.source import Component
 from ..training.config import CacheConfig, TrainingConfig
-from ..training.data.batch_sources import (
-    ROW_LENGTH,
-    BatchSource,
-    Latents,
-    PackedText,
-    RecordedCalls,
-    image_batches,
-    open_images,
-    open_texts,
-    text_batches,
-)
-from ..training.data.generated import generate_text, read_prompts
+from ..training.data.batches import BatchSource, Latents, RecordedCalls
+from ..training.data.cache import LatentDataset, make_cache, open_samples, read_prompts
+from ..training.data.images import image_batches, open_images
 from ..training.data.probes import pipeline_batches
-from ..training.loading import PipelineSource, objective_for
+from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
+from ..training.families import objective_for
 from ..training.matching.layers import Batch, mhla_layers
 from ..utils.locations import PIPELINE_INDEX
 from .recipes import TEXT, TRANSFORMERS, Recipe
@@ -90,11 +83,9 @@ class RecoveryData:
         elif family == "vision":
             open_images(self.component.load_config(), self.root, data)
         else:
-            from ..training.data.cache import open_samples
-
             _, cache_config = self._cache_options("cpu")
-            source = PipelineSource(self.root, self.component.name)
-            open_samples(source, cache_config, self.seed, torch.device("cpu"))
+            directory = ModelDirectory.read(self.root, self.component.name)
+            open_samples(directory, cache_config, self.seed, torch.device("cpu"))
 
     def open(self, model: nn.Module) -> BatchSource:
         """Prepare the data once, as tokens or as latents and embeddings, and open them for the converted model.
@@ -119,12 +110,12 @@ class RecoveryData:
 
     def _make_cache(self, model: nn.Module) -> None:
         """Encode images or videos to latents and embeddings."""
-        from ..training.data.cache import make_cache
         from ..training.processes import make_accelerator
 
         device = "cpu" if next(model.parameters()).device.type == "cpu" else "auto"
         config, cache_config = self._cache_options(device)
-        make_cache(config, cache_config, make_accelerator(config))
+        directory = ModelDirectory.read(self.root, self.component.name)
+        make_cache(config, cache_config, make_accelerator(config), directory)
 
     def _cache_options(self, device: str) -> tuple[TrainingConfig, CacheConfig]:
         options = self.recipe.data
@@ -137,9 +128,14 @@ class RecoveryData:
             progress=self.progress,
             seed=self.seed,
         )
-        given: dict[str, Any] = {name: getattr(options, name) for name in ("height", "width", "num_frames")}
-        given = {name: value for name, value in {**given, "prompts": self.prompts}.items() if value is not None}
-        return config, CacheConfig(data=self.data, num_samples=options.samples + options.held_out, **given)
+        sides = (options.height, options.width, options.num_frames)
+        given = [str(side) for side in sides[: 3 if options.num_frames else 2]]
+        return config, CacheConfig(
+            data=self.data,
+            sizes=",".join(given) if any(sides) else None,
+            num_samples=options.samples + options.held_out,
+            prompts=self.prompts,
+        )
 
     def _recorded(self, model: nn.Module) -> BatchSource:
         """Record inputs of the model while the pipeline samples with the original attention."""
@@ -208,7 +204,5 @@ def probe_batches(
 
 def _latents(model: nn.Module, directory: Path, cache: Path, held_out: int, config: TrainingConfig) -> Latents:
     """Open cached latents with the objective of the model's pipeline, which adds noise."""
-    from ..training.data.cache import LatentDataset
-
     pipeline = directory if (directory / PIPELINE_INDEX).is_file() else None
     return Latents(LatentDataset(cache), objective_for(model, pipeline, config), model, held_out, config.seed)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..training.data.batch_sources import BatchSource, Latents, PackedText, RecordedCalls
+from ..training.data.batches import BatchSource, Latents, RecordedCalls
+from ..training.data.texts import PackedText
 from ..training.evaluation import evaluate_batches
 from ..training.matching.layers import Batch, evaluating, mhla_layers, on_device, original_heads, run
 

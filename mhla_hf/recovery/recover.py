@@ -79,7 +79,7 @@ def recover(
             folder of images; `digits` where scikit-learn's scans will do; `generated` for samples that the original
             makes. `None` is `generated` for DiT, PixArt and language models, and for others with `prompts`. In a
             program also a function from the converted model to a
-            [`BatchSource`][mhla_hf.training.data.batch_sources.BatchSource].
+            [`BatchSource`][mhla_hf.training.data.batches.BatchSource].
         prompts: Text file with one prompt per line, for samples of the original; unused if `data` is a function.
         recipe: A YAML file, or the name of a recipe that comes with the package; `fast` is the default with ReLU,
             which is faster and recovers less, `paper` has the settings of arXiv 2601.07832. `None` takes the default

@@ -18,7 +18,7 @@ from ..config import automatic_share
 from ..conversion import convert_pretrained
 from ..models.source import Component, Source, read_source
 from ..training.config import TrainingConfig
-from ..training.data.batch_sources import BatchSource, Latents
+from ..training.data.batches import BatchSource, Latents
 from ..training.matching.layers import AttentionLayer, find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..utils.destinations import atomic_directory

@@ -14,18 +14,18 @@ from ..utils import lazy_names
 if TYPE_CHECKING:
     from .config import CacheConfig as CacheConfig
     from .config import TrainingConfig as TrainingConfig
+    from .data.batches import evaluation_batches as evaluation_batches
     from .data.cache import LatentDataset as LatentDataset
     from .evaluation import EvaluationResult as EvaluationResult
     from .evaluation import evaluate as evaluate
     from .evaluation import evaluate_batches as evaluate_batches
-    from .evaluation import evaluation_batches as evaluation_batches
-    from .families import DiTObjective as DiTObjective
-    from .families import SanaObjective as SanaObjective
-    from .families import WanObjective as WanObjective
-    from .loading import objective_for as objective_for
-    from .stages.flow_matching import add_noise as add_noise
-    from .stages.flow_matching import flow_matching_loss as flow_matching_loss
-    from .stages.flow_matching import sample_sigmas as sample_sigmas
+    from .families import objective_for as objective_for
+    from .stages.objectives import DiTObjective as DiTObjective
+    from .stages.objectives import SanaObjective as SanaObjective
+    from .stages.objectives import WanObjective as WanObjective
+    from .stages.objectives import add_noise as add_noise
+    from .stages.objectives import flow_matching_loss as flow_matching_loss
+    from .stages.objectives import sample_sigmas as sample_sigmas
     from .trainer import DiffusionTrainer as DiffusionTrainer
     from .trainer import TrainingResult as TrainingResult
     from .trainer import TransformersTrainer as TransformersTrainer

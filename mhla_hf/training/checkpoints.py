@@ -24,7 +24,7 @@ from torch import nn
 
 from ..utils.destinations import atomic_directory, remove_directory
 from ..utils.files import read_json
-from .data.fingerprints import file_fingerprint
+from .data.folders import file_fingerprint
 from .sharding import full_moments, full_shape, full_tensor, load_moment, shard_like
 
 

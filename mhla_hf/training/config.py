@@ -8,15 +8,28 @@ from their fields, so a field's `help` is also its documentation there. They imp
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ..utils.files import check_fields, parse_json, read_json
 from ..utils.messages import shorten_value
 from ..utils.options import DEVICE_HELP, Options, option
-from .data.folders import parse_buckets
 
+
+FAMILIES = {
+    "wan": "Fine-tune a Wan pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
+    "softmax model.",
+    "sana": "Fine-tune a SANA pipeline by flow matching.\n\nWith --match-steps, layers that do not start from SANA's "
+    "linear attention are first matched to it.",
+    "dit": "Fine-tune a DiT pipeline by noise prediction.\n\nWith --match-steps, its layers are first matched to the "
+    "softmax model.",
+}
+"""Families of diffusion models that can be trained, with the help of their commands."""
+
+TRANSFORMERS = "transformers"
+"""Name in messages of the models of transformers, which have no command."""
 
 TRAIN_MODES = ("mhla", "lora", "full")
 COMPONENTS = ("transformer", "transformer_2")
@@ -24,7 +37,6 @@ PRECISIONS = ("no", "fp16", "bf16")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 TRACKERS = ("none", "tensorboard", "wandb")
 TRANSFER_CACHES = ("auto", "memory", "disk", "none")
-CACHE_DTYPES = ("float32", "bfloat16", "float16")
 # Value of `mhla` for a model that is not converted.
 UNCONVERTED = "none"
 DISTILL_TARGETS = ("logits", "last_hidden_state", "hidden_states", "pooled")
@@ -37,6 +49,8 @@ LONGEST_SIDE = 16_384
 MOST_FRAMES = 16_384
 LONGEST_TEXT = 65_536
 MOST_SAMPLES = 10**7
+# Families with flow matching, and those that are conditioned on text.
+_FLOW = _TEXT = ("wan", "sana")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +69,9 @@ class TrainingConfig(Options):
     cache: str | None = option(
         None, "Directory of cached latents and their captions or classes. Default: OUTPUT/cache."
     )
-    component: str = option("transformer", "Transformer of the pipeline to train.", choices=COMPONENTS)
+    component: str = option(
+        "transformer", "Transformer of the pipeline to train.", choices=COMPONENTS, families=("wan",)
+    )
     mhla: dict | str | None = option(
         None,
         "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' leaves it unconverted.",
@@ -108,8 +124,11 @@ class TrainingConfig(Options):
         "state.",
         choices=DISTILL_TARGETS,
         advanced=True,
+        families=(TRANSFORMERS,),
     )
-    distill_temperature: float = option(1.0, "Temperature of the logits in distillation.", above=0, advanced=True)
+    distill_temperature: float = option(
+        1.0, "Temperature of the logits in distillation.", above=0, advanced=True, families=(TRANSFORMERS,)
+    )
     lr_schedule: str = option("constant", "Learning rate after the warm-up.", choices=LR_SCHEDULES)
     warmup_steps: int = option(0, "Steps of linear warm-up, in each stage.", minimum=0)
     adam_beta1: float = option(0.9, "AdamW's first beta.", minimum=0, below=1, advanced=True)
@@ -133,13 +152,21 @@ class TrainingConfig(Options):
     )
 
     flow_shift: float | None = option(
-        None, "Shift of the noise levels towards noise. Default: the pipeline scheduler's.", above=0, advanced=True
+        None,
+        "Shift of the noise levels towards noise. Default: the pipeline scheduler's.",
+        above=0,
+        advanced=True,
+        families=_FLOW,
     )
     logit_mean: float | None = option(
-        None, "Mean of the logit-normal distribution of noise levels. Default: 0.", advanced=True
+        None, "Mean of the logit-normal distribution of noise levels. Default: 0.", advanced=True, families=_FLOW
     )
     logit_std: float | None = option(
-        None, "Standard deviation of the logit-normal distribution. Default: 1.", above=0, advanced=True
+        None,
+        "Standard deviation of the logit-normal distribution. Default: 1.",
+        above=0,
+        advanced=True,
+        families=_FLOW,
     )
     condition_dropout: float = option(
         0.1,
@@ -166,7 +193,9 @@ class TrainingConfig(Options):
     validation_steps: int = option(500, "Make validation samples every so many fine-tuning steps.", minimum=1)
     validation_inference_steps: int = option(20, "Denoising steps of a validation sample.", minimum=1, advanced=True)
     validation_guidance: float = option(4.0, "Guidance scale of validation samples.", minimum=0, advanced=True)
-    validation_negative_prompt: str = option("", "Negative prompt of validation samples.", advanced=True)
+    validation_negative_prompt: str = option(
+        "", "Negative prompt of validation samples.", advanced=True, families=_TEXT
+    )
 
     startup_timeout: float = option(
         10.0,
@@ -196,11 +225,42 @@ class TrainingConfig(Options):
                 raise ValueError(f"{name} needs {needed}")
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """A size in pixels, and of videos the number of frames; 1 for images."""
+
+    height: int
+    width: int
+    num_frames: int = 1
+
+
+def parse_sizes(text: str, num_frames: int = 1, name: str = "sizes") -> tuple[Bucket, ...]:
+    """Parse sizes from `"height,width;height,width"`, the format of buckets in diffusers' training scripts.
+
+    Args:
+        text: The sizes, `"480,832,81;832,480,81"` for videos.
+        num_frames: Frames of those that do not say.
+        name: Name of the text, for the error.
+
+    Raises:
+        ValueError: If the text is of another form, or a size is far beyond what models are made for.
+    """
+    number = r"\s*([1-9]\d{0,4})\s*"
+    found = []
+    for part in text.strip().strip(";").split(";"):
+        match = re.fullmatch(f"{number},{number}(?:,{number})?", part)
+        if match is None or max(int(side) for side in match.groups("1")) > LONGEST_SIDE:
+            raise ValueError(
+                f"{name} must be like '480,832;832,480', height and width, or with frames '480,832,81;832,480,49', of "
+                f"at most {LONGEST_SIDE:,} each, got {shorten_value(part)}"
+            )
+        found.append(Bucket(int(match[1]), int(match[2]), int(match[3] or num_frames)))
+    return tuple(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(Options):
     """Options of the cache step, which encodes videos or images and their captions once.
-
-    Sizes that are not given depend on the model; see `families.base.PipelineSizes.complete`.
 
     Raises:
         ValueError: If a value is not allowed; the message names the option and what it may be.
@@ -211,28 +271,24 @@ class CacheConfig(Options):
         "Folder of videos or images with captions (metadata.jsonl, metadata.csv or one .txt per file); for DiT, of "
         "one folder of images per class; 'digits'; or 'generated' for samples that the original pipeline draws.",
     )
-    height: int | None = option(
+    sizes: str | None = option(
         None,
-        "Height in pixels. Default: 480 for videos, the model's own for images; less for 'digits'.",
-        minimum=8,
-        maximum=LONGEST_SIDE,
-    )
-    width: int | None = option(
-        None,
-        "Width in pixels. Default: 832 for videos, the model's own for images; less for 'digits'.",
-        minimum=8,
-        maximum=LONGEST_SIDE,
-    )
-    buckets: str | None = option(
-        None,
-        "Sizes to sort images or videos into, in place of height and width: 'height,width;height,width;...', of "
-        "videos with frames: '480,832,81;832,480,81'. The first is that of validation samples.",
-    )
-    num_frames: int | None = option(
-        None, "Frames per video. Default: 81; 17 for 'digits'.", minimum=1, maximum=MOST_FRAMES
+        "Height and width in pixels, of videos also frames: '480,832,81'. Several, split by ';', are buckets: each "
+        "image or video goes to the nearest; the first is that of validation samples. Default: 480,832,81 for videos, "
+        "the model's own for images; less for 'digits'.",
     )
     fps: float | None = option(
-        None, "Frame rate to sample at. Default: take the frames as they are.", above=0, maximum=1000
+        None,
+        "Frame rate to sample at. Default: take the frames as they are.",
+        above=0,
+        maximum=1000,
+        families=("wan",),
+    )
+    num_samples: int | None = option(
+        None,
+        "Use at most so many videos or images; for 'digits' and 'generated' how many to make (256).",
+        minimum=1,
+        maximum=MOST_SAMPLES,
     )
     max_sequence_length: int | None = option(
         None,
@@ -240,33 +296,44 @@ class CacheConfig(Options):
         minimum=1,
         maximum=LONGEST_TEXT,
         advanced=True,
+        families=_TEXT,
     )
-    cache_dtype: str = option("float32", "Type the cached tensors are stored in.", choices=CACHE_DTYPES, advanced=True)
-    num_samples: int | None = option(
-        None,
-        "Use at most so many videos or images; for 'digits' and 'generated' how many to make (256).",
-        minimum=1,
-        maximum=MOST_SAMPLES,
-    )
-    prompts: str | None = option(None, "Text file with one prompt a line, for data='generated'.")
-    generated_steps: int | None = option(
-        None, "Denoising steps for data='generated'. Default: the pipeline's.", minimum=1, maximum=1000, advanced=True
-    )
-    generated_guidance: float | None = option(
-        None, "Guidance scale for data='generated'. Default: the pipeline's.", minimum=0, advanced=True
-    )
+    prompts: str | None = option(None, "Text file with one prompt a line, for data='generated'.", families=_TEXT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("prompts", "generated_steps", "generated_guidance"):
-            if getattr(self, name) is not None and self.data != GENERATED:
-                raise ValueError(f"{name} is for data='generated' only")
-        if self.buckets is not None:
-            parse_buckets(self.buckets)
-            if self.data in (DIGITS, GENERATED):
-                raise ValueError(f"buckets are for data in files: data={self.data!r} has one size")
-        if self.data == DIGITS and None not in (self.height, self.width) and self.height != self.width:
-            raise ValueError(f"height and width must be the same for data='digits', got {self.height}, {self.width}")
+        if self.prompts is not None and self.data != GENERATED:
+            raise ValueError("prompts is for data='generated' only")
+        sizes = () if self.sizes is None else parse_sizes(self.sizes)
+        if len(sizes) > 1 and self.data in (DIGITS, GENERATED):
+            raise ValueError(f"sizes of data={self.data!r} must be one: several are buckets for data in files")
+        if self.data == DIGITS and any(size.height != size.width for size in sizes):
+            raise ValueError(f"sizes must have the same height and width for data='digits', got {self.sizes}")
+
+
+def option_families(name: str) -> tuple[str, ...]:
+    """Return the families that have an option of a run or its cache.
+
+    Args:
+        name: Name of a field of `TrainingConfig` or `CacheConfig`.
+    """
+    options = {item.name: item.metadata for cls in (TrainingConfig, CacheConfig) for item in fields(cls)}
+    return options[name].get("families", (*FAMILIES, TRANSFORMERS))
+
+
+def check_options(config: TrainingConfig | CacheConfig, family: str) -> None:
+    """Check that every option that differs from its default is one of a family.
+
+    Args:
+        config: The options.
+        family: A name in `FAMILIES`, or `TRANSFORMERS`.
+
+    Raises:
+        ValueError: If one is not; the message names it.
+    """
+    for name in config.changed():
+        if family not in (families := option_families(name)):
+            raise ValueError(f"{name} is not an option of {family} models, only of {', '.join(families)}")
 
 
 def _parse_mhla(value: Any) -> Any:

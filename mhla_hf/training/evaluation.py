@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from .data.batches import Batch, LatentSamples, assemble_batch, stable_seed
-from .families import Objective
-from .loading import objective_for
+from .data.batches import LatentSamples, evaluation_batches
+from .families import objective_for
 from .matching.layers import evaluating
+from .stages.objectives import LatentBatch, Objective
 
 
 @dataclass(frozen=True)
@@ -47,66 +47,8 @@ class EvaluationResult:
         return mean, math.sqrt(spread / len(differences))
 
 
-def evaluation_batches(
-    dataset: LatentSamples,
-    objective: Objective,
-    *,
-    seed: int = 0,
-    batch_size: int = 8,
-    draws_per_sample: int = 1,
-    max_samples: int | None = None,
-) -> list[Batch]:
-    """Fixed batches to evaluate on: a pure function of the arguments.
-
-    Noise levels are stratified: the draws together cover the distribution evenly, which leaves the mean loss far
-    less noisy than independent draws. Captions and classes are never dropped.
-
-    Args:
-        dataset: Held-out samples.
-        objective: Draws the noise levels.
-        seed: Seed of noise and noise levels.
-        batch_size: Samples per batch.
-        draws_per_sample: Noise draws of each sample.
-        max_samples: Use the first samples only.
-
-    Raises:
-        ValueError: If there is no sample.
-    """
-    count = len(dataset) if max_samples is None else min(len(dataset), max_samples)
-    if count < 1:
-        raise ValueError("the data set to evaluate on is empty")
-    total = count * draws_per_sample
-    generator = torch.Generator().manual_seed(stable_seed(seed, "evaluation", "strata"))
-    strata = torch.randperm(total, generator=generator).tolist()
-    buckets = getattr(dataset, "buckets", None) or [0] * count
-    draws: dict[int, list[int]] = {}
-    for number in range(total):
-        draws.setdefault(buckets[number % count], []).append(number)
-    batches = []
-    for numbers in (
-        of_bucket[first : first + batch_size]
-        for of_bucket in draws.values()
-        for first in range(0, len(of_bucket), batch_size)
-    ):
-
-        def uniform_of(generator: torch.Generator, position: int, numbers: list[int] = numbers) -> torch.Tensor:
-            within = torch.rand((), generator=generator, dtype=torch.float64)
-            return (strata[numbers[position]] + within) / total
-
-        batches.append(
-            assemble_batch(
-                dataset,
-                [number % count for number in numbers],
-                [stable_seed(seed, "evaluation", number) for number in numbers],
-                uniform_of,
-                objective,
-            )
-        )
-    return batches
-
-
 @torch.no_grad()
-def evaluate_batches(model: Any, batches: Sequence[Batch], objective: Objective) -> EvaluationResult:
+def evaluate_batches(model: Any, batches: Sequence[LatentBatch], objective: Objective) -> EvaluationResult:
     """The loss of a model on given batches, in evaluation mode; the model's mode is put back afterwards.
 
     Args:

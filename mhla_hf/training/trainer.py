@@ -23,12 +23,12 @@ from ..utils.machine import installed_versions
 from ..utils.model_cards import carried_metadata
 from . import parameters
 from .checkpoints import Position
-from .config import UNCONVERTED, TrainingConfig
+from .config import TRANSFORMERS, UNCONVERTED, TrainingConfig, check_options
 from .data.batches import DataOrder, LatentSamples, check_null_condition, first_of_buckets, make_batch, stable_seed
 from .data.cache import LatentDataset
-from .data.fingerprints import folder_fingerprint, model_fingerprint, samples_fingerprint
-from .families import TRANSFORMERS, Tensors, check_options
-from .loading import PipelineSource, TrainingSource, TransformersSource, objective_for
+from .data.folders import folder_fingerprint, model_fingerprint, samples_fingerprint
+from .families import objective_for
+from .loading import PipelineSource, TrainingSource, TransformersSource
 from .loop import StageLoop
 from .matching.layers import Batch
 from .matching.teacher import SharedTeacher, Teacher, memory_of, share_weights
@@ -37,6 +37,7 @@ from .processes import StopSignals, TrainingStopped, check_distribution, make_ac
 from .run import Callback, MetricsFile, ModelTracker, Run, find_start
 from .sharding import unsharded
 from .stages.matching import Transfer
+from .stages.objectives import Tensors
 from .stages.prediction import DiffusionStage, PredictionStage, Stage
 from .stages.transformers import BatchesByStep, TransformersObjective, TransformersStage
 from .validation import Validator, make_validator
@@ -421,7 +422,7 @@ class DiffusionTrainer(Trainer):
         return dataset
 
     def _make_objective(self) -> Any:
-        objective = objective_for(self.model, self.source, self.config)
+        objective = objective_for(self.model, self.source and self.source.model, self.config)
         for index in first_of_buckets(self.dataset):
             objective.check_data(self.model, self.dataset[index], self.null_condition)
         return objective
@@ -489,7 +490,7 @@ class TransformersTrainer(Trainer):
 
     Args:
         config: The options.
-        batches: Source of the batches, such as a `BatchSource` of `mhla_hf.training.data.batch_sources`.
+        batches: Source of the batches, such as a `BatchSource` of `mhla_hf.training.data.batches`.
         model: The converted model, trained in place; None loads it from `config.model`.
         teacher: See `DiffusionTrainer`.
         callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.

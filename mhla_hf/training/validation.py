@@ -17,6 +17,7 @@ from .data.batches import LatentSamples
 from .data.cache import LatentDataset
 from .data.images import image_grid
 from .data.videos import write_video
+from .families import load_encoders
 from .loading import PipelineSource
 from .matching.layers import evaluating
 
@@ -39,11 +40,14 @@ class Validator:
         self.config = config
         self.device = device
         self.family = source.family
-        pipeline = source.load_encoders()
+        pipeline = load_encoders(source.model)
         if "text_encoder" in self.family.prompt_encoders:
             pipeline.text_encoder.to(device)
+        length = dataset.settings["max_sequence_length"]
         with torch.no_grad():
-            self.inputs = self.family.validation_inputs(pipeline, source, config, dataset)
+            self.inputs = self.family.validation_inputs(
+                pipeline, source.model, config, dataset.sizes[0], length, dataset.manifest["classes"]
+            )
         self.pipeline_class = type(pipeline)
         self.vae, self.scheduler = pipeline.vae, pipeline.scheduler
         stored = {name: pipeline.config.get(name) for name in self.family.pipeline_options}
@@ -138,7 +142,7 @@ def make_validator(
         return None
     if (
         source is None
-        or source.index.get("boundary_ratio") is not None
+        or (source.model.index or {}).get("boundary_ratio") is not None
         or config.output is None
         or not isinstance(dataset, LatentDataset)
     ):

@@ -172,7 +172,7 @@ def test_errors_are_one_line(error, shown, capsys, monkeypatch):
 def test_full_memory_names_the_options_that_lower_it(error, capsys):
     for words, expected in (
         (("calibrate",), "; lower --batch-size, --memory-limit, --num-frames, --height ("),
-        (("train", "wan"), "; lower --batch-size, --match-cache, --num-frames, --height ("),
+        (("train", "wan"), "; lower --batch-size, --match-cache, --sizes ("),
         (("import-official",), "; a smaller model or input takes less ("),
     ):
         with pytest.raises(typer.Exit), errors.friendly_errors(COMMANDS[words]):

@@ -15,8 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
-from mhla_hf.training.config import CacheConfig, TrainingConfig
-from mhla_hf.training.families import option_families
+from mhla_hf.training.config import CacheConfig, TrainingConfig, option_families
 from mhla_hf.training.run import read_metrics
 from tests import ROOT
 
@@ -36,7 +35,7 @@ def wan(tmp_path_factory):
     return directory
 
 
-DIGITS = ["--data", "digits", "--samples", "3", "--height", "16", "--width", "16", "--num-frames", "5"]
+DIGITS = ["--data", "digits", "--samples", "3", "--sizes", "16,16,5"]
 QUIET = ["--max-sequence-length", "32", "--quiet", "--device", "cpu"]
 
 
@@ -82,7 +81,7 @@ def test_a_folder_of_videos(wan, tmp_path):
     (videos / "grey.txt").write_text("nothing happens")
     result = invoke(
         "wan", wan, tmp_path / "run", "--cache-only", "--data", videos,
-        "--height", 16, "--width", 16, "--num-frames", 5, *QUIET,
+        "--sizes", "16,16,5", *QUIET,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     manifest = json.loads((tmp_path / "run" / "cache" / "cache.json").read_text())
@@ -98,8 +97,8 @@ def test_a_folder_of_videos(wan, tmp_path):
         (["cache", "x", "--data", "digits"], "OUTPUT must be given"),
         (["cache", "x", "y"], "--data must be given"),
         (
-            ["cache", "x", "y", "--data", "digits", "--width", "32", "--height", "64"],
-            "--height and --width must be the same for --data 'digits'",
+            ["cache", "x", "y", "--data", "digits", "--sizes", "32,64"],
+            "--sizes must have the same height and width for --data 'digits'",
         ),
         (["dit", "--config", "{folder}/flow.json"], "flow_shift is not an option of dit models, only of wan, sana"),
         (["wan", "--config", "{folder}/list.json"], "is not a JSON object but a list"),

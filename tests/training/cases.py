@@ -12,7 +12,7 @@ import torch
 
 from mhla_hf import convert
 from mhla_hf.training import DiTObjective, SanaObjective, WanObjective
-from mhla_hf.training.families import Objective
+from mhla_hf.training.stages.objectives import Objective
 
 from .. import tiny, tiny_images
 

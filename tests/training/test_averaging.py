@@ -88,6 +88,7 @@ def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
     pipeline = tiny.wan_pipeline(num_layers=3)
     pipeline.transformer = student
     pipeline.save_pretrained(source)
+    from mhla_hf.models.directory import ModelDirectory
     from mhla_hf.training import CacheConfig
     from mhla_hf.training.data.cache import make_cache
     from mhla_hf.training.processes import make_accelerator
@@ -97,11 +98,11 @@ def test_validation_and_export_have_the_average(tmp_path, monkeypatch):
         validation_prompts="a", validation_steps=2, validation_inference_steps=1, validation_guidance=1.0,
         progress=False, device="cpu", **EMA,
     )  # fmt: skip
-    cache = CacheConfig(data="digits", height=16, width=16, num_frames=5, max_sequence_length=8, num_samples=2)
+    cache = CacheConfig(data="digits", sizes="16,16,5", max_sequence_length=8, num_samples=2)
     video = torch.zeros(3, 5, 16, 16)
 
     accelerator = make_accelerator(config)
-    make_cache(config, cache, accelerator)
+    make_cache(config, cache, accelerator, ModelDirectory.open(source))
     seen = {}
 
     def write(self, transformer, folder, step):

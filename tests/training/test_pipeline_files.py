@@ -48,8 +48,8 @@ def check(directory):
     """What the command checks before it loads anything."""
     source = PipelineSource(directory)
     source.check_run(TrainingConfig(model=str(directory), output="x", mhla="none"))
-    if source.sizes.num_classes:
-        pipeline_labels(source)
+    if source.family.sizes(source.model).num_classes:
+        pipeline_labels(source.model.index.get("id2label"))
 
 
 INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
@@ -59,7 +59,7 @@ VAE, MODEL = "vae/config.json", "transformer/config.json"
 @pytest.mark.parametrize(
     ("family", "name", "changes", "message"),
     [
-        ("dit", INDEX, {"id2label": ["cat"]}, "'id2label' must be an object or null, and is a list"),
+        ("dit", INDEX, {"id2label": ["cat"]}, "'id2label' must map numbers of classes to their names"),
         ("dit", INDEX, {"id2label": {"x": "cat"}}, "'id2label' must map numbers of classes to their names"),
         ("wan", SCHEDULER, {"prediction_type": None}, "'prediction_type' must be a string, and is null"),
         ("dit", SCHEDULER, {"num_train_timesteps": 10**9}, "'num_train_timesteps' must be from 1 to 100,000"),

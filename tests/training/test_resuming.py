@@ -172,14 +172,18 @@ def write_cache(directory, seed=0):
             "latents": torch.randn(16, 2, 4, 4, generator=generator),
             "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
         }
-        write_tensors(directory / "samples" / name, tensors, torch.float32)
-    write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)}, torch.float32)
+        write_tensors(directory / "samples" / name, tensors)
+    write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)})
     manifest = {
         "format_version": FORMAT_VERSION,
-        "settings": {"max_sequence_length": 8, "height": 32, "width": 32, "num_frames": 5},
+        "settings": {"max_sequence_length": 8, "sizes": "32,32,5"},
         "complete": True,
         "samples": names,
-        "latent_shape": [16, 2, 4, 4],
+        "latent_shapes": [[16, 2, 4, 4]],
+        "buckets": [0, 0],
+        "skipped": [],
+        "classes": {},
+        "samples_digest": str(seed),
     }
     write_json(directory / MANIFEST, manifest)
 

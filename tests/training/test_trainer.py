@@ -76,7 +76,7 @@ def cache_directory(tmp_path_factory, pipeline_directory):
 
     directory = tmp_path_factory.mktemp("cache")
     (directory / "samples").mkdir()
-    config = CacheConfig(data="digits", height=32, width=32, num_frames=5, max_sequence_length=8)
+    config = CacheConfig(data="digits", sizes="32,32,5", max_sequence_length=8)
     generator = torch.Generator().manual_seed(0)
     names = [f"{number:06d}.safetensors" for number in range(4)]
     for name in names:
@@ -84,11 +84,12 @@ def cache_directory(tmp_path_factory, pipeline_directory):
             "latents": torch.randn(16, 2, 4, 4, generator=generator),
             "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
         }
-        write_tensors(directory / "samples" / name, tensors, torch.float32)
-    write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)}, torch.float32)
-    settings = cache_settings(pipeline_directory, config, FAMILIES["wan"].folders)
+        write_tensors(directory / "samples" / name, tensors)
+    write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)})
+    settings = cache_settings(pipeline_directory, config, FAMILIES["wan"].encoders, 0)
     manifest = {"format_version": FORMAT_VERSION, "settings": settings, "complete": True}
-    write_json(directory / MANIFEST, {**manifest, "samples": names, "latent_shape": [16, 2, 4, 4], "skipped": []})
+    finished = {"samples": names, "latent_shapes": [[16, 2, 4, 4]], "buckets": [0] * 4, "skipped": [], "classes": {}}
+    write_json(directory / MANIFEST, {**manifest, **finished, "samples_digest": "0"})
     return directory
 
 

@@ -16,16 +16,26 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
-from accelerate.utils import send_to_device
+from torch import nn
+from torch.utils.data import Subset
 
-from ..families import Objective, Tensors
+from ..matching.layers import Batch
+from ..stages.objectives import LatentBatch, Objective, Tensors
+from .folders import samples_fingerprint
+
+
+# At most this share of the samples is held out.
+_HELD_OUT_SHARE = 5
+# Noise draws of held-out latents in all, and of each sample at most.
+_DRAWS, _MOST_DRAWS = 96, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +125,8 @@ class DataOrder:
 
 def first_of_buckets(dataset: Any) -> list[int]:
     """Return the first sample of every bucket of a data set, or its first where it has no buckets."""
-    buckets = getattr(dataset, "buckets", None)
-    if buckets is None:
-        return [0]
-    first: dict[int, int] = {}
-    for index, bucket in enumerate(buckets):
-        first.setdefault(bucket, index)
-    return list(first.values())
+    buckets = getattr(dataset, "buckets", None) or [0]
+    return [buckets.index(bucket) for bucket in dict.fromkeys(buckets)]
 
 
 def stable_seed(*parts: Any) -> int:
@@ -167,29 +172,6 @@ class TrainingBatch(Protocol):
         """The batch on another device."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch.
-
-    Attributes:
-        latents: Clean latents `[B, C, ...]`, fp32.
-        noise: Standard normal, same shape, fp32.
-        levels: Noise levels `[B]`, as the objective draws them.
-        condition: Captions or classes, each `[B, ...]`: fp32, or int64 for integers.
-        indices: See `TrainingBatch`.
-    """
-
-    latents: torch.Tensor
-    noise: torch.Tensor
-    levels: torch.Tensor
-    condition: dict[str, torch.Tensor]
-    indices: tuple[int, ...] = ()
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device."""
-        return Batch(**send_to_device(vars(self), device, non_blocking=True))
-
-
 def make_batch(
     dataset: LatentSamples,
     order: DataOrder,
@@ -198,7 +180,7 @@ def make_batch(
     objective: Objective,
     condition_dropout: float = 0.0,
     null_condition: Tensors | None = None,
-) -> Batch:
+) -> LatentBatch:
     """Build the micro-batch of (step, micro-step) of the process that `order` was made for.
 
     Args:
@@ -213,57 +195,43 @@ def make_batch(
     Returns:
         The batch, on the CPU.
     """
-    numbers = order.sample_numbers(step, micro_step)
-
-    def uniform_of(generator: torch.Generator, _: int) -> torch.Tensor:
-        return torch.rand((), generator=generator, dtype=torch.float64)
-
-    return assemble_batch(
-        dataset,
-        [order.dataset_index(number) for number in numbers],
-        [stable_seed(order.seed, order.stage, "sample", number) for number in numbers],
-        uniform_of,
-        objective,
-        condition_dropout,
-        null_condition,
-    )
+    draws = [
+        (order.dataset_index(number), stable_seed(order.seed, order.stage, "sample", number), 0)
+        for number in order.sample_numbers(step, micro_step)
+    ]
+    return _assemble(dataset, draws, objective, condition_dropout, null_condition)
 
 
-def assemble_batch(
+def _assemble(
     dataset: LatentSamples,
-    indices: list[int],
-    seeds: list[int],
-    uniform_of: Callable[[torch.Generator, int], torch.Tensor],
+    draws: Sequence[tuple[int, int, int]],
     objective: Objective,
     condition_dropout: float = 0.0,
     null_condition: Tensors | None = None,
-) -> Batch:
-    """Build a batch of given samples, each with draws from its own seed; the rest as in `make_batch`.
+    strata: int = 1,
+) -> LatentBatch:
+    """Build a batch of given samples; other arguments as in `make_batch`.
 
     Args:
-        indices: Indices into the data set.
-        seeds: One seed per sample.
-        uniform_of: Gives the uniform draw behind a sample's noise level from (generator, position in the batch).
+        draws: Index, seed and stratum of each sample.
+        strata: Number of equal parts of [0, 1); the uniform draw behind a noise level lies in the sample's own.
     """
     latents, noise, uniform, conditions = [], [], [], []
-    for position, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
+    for index, seed, stratum in draws:
         sample = dataset[index]
         generator = torch.Generator().manual_seed(seed)
-        uniform.append(uniform_of(generator, position))
+        uniform.append((stratum + torch.rand((), generator=generator, dtype=torch.float64)) / strata)
         dropped = bool(torch.rand((), generator=generator) < condition_dropout)
         clean = _plain(sample["latents"])
         latents.append(clean)
         noise.append(torch.randn(clean.shape, generator=generator))
         conditions.append(null_condition if dropped and null_condition is not None else sample)
-    return Batch(
+    return LatentBatch(
         torch.stack(latents),
         torch.stack(noise),
         objective.noise_levels(torch.stack(uniform)),
-        {
-            name: torch.stack([_plain(condition[name]) for condition in conditions])
-            for name in objective.condition_names
-        },
-        tuple(indices),
+        {name: torch.stack([_plain(each[name]) for each in conditions]) for name in objective.condition_names},
+        tuple(index for index, _, _ in draws),
     )
 
 
@@ -277,6 +245,236 @@ def check_null_condition(condition_dropout: float, null_condition: Tensors | Non
         raise ValueError(
             "condition_dropout needs null_condition, what a sample without caption or class holds; or set it to 0"
         )
+
+
+def evaluation_batches(
+    dataset: LatentSamples,
+    objective: Objective,
+    *,
+    seed: int = 0,
+    batch_size: int = 8,
+    draws_per_sample: int = 1,
+    max_samples: int | None = None,
+) -> list[LatentBatch]:
+    """Fixed batches to evaluate on: a pure function of the arguments.
+
+    Noise levels are stratified: the draws together cover the distribution evenly, which leaves the mean loss far
+    less noisy than independent draws. Captions and classes are never dropped.
+
+    Args:
+        dataset: Held-out samples.
+        objective: Draws the noise levels.
+        seed: Seed of noise and noise levels.
+        batch_size: Samples per batch.
+        draws_per_sample: Noise draws of each sample.
+        max_samples: Use the first samples only.
+
+    Raises:
+        ValueError: If there is no sample.
+    """
+    count = len(dataset) if max_samples is None else min(len(dataset), max_samples)
+    if count < 1:
+        raise ValueError("the data set to evaluate on is empty")
+    total = count * draws_per_sample
+    generator = torch.Generator().manual_seed(stable_seed(seed, "evaluation", "strata"))
+    strata = torch.randperm(total, generator=generator).tolist()
+    buckets = getattr(dataset, "buckets", None) or [0] * count
+    by_bucket: dict[int, list[int]] = {}
+    for number in range(total):
+        by_bucket.setdefault(buckets[number % count], []).append(number)
+    draws = [
+        [(number % count, stable_seed(seed, "evaluation", number), strata[number]) for number in numbers]
+        for members in by_bucket.values()
+        for numbers in chunks(members, batch_size)
+    ]
+    return [_assemble(dataset, part, objective, strata=total) for part in draws]
+
+
+class BatchSource:
+    """Samples of one data set, in batches.
+
+    Args:
+        seed: Seed of their order.
+        fingerprint: Hash that identifies the samples.
+        indices: Indices of the samples to train on.
+        held_out_indices: Indices of the others.
+
+    Attributes:
+        kind: Kind of the data, for `describe`.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(
+        self, seed: int, fingerprint: str, indices: Sequence[int] = (), held_out_indices: Sequence[int] = ()
+    ) -> None:
+        self.seed, self.fingerprint = seed, fingerprint
+        self.indices, self.held_out_indices = indices, held_out_indices
+
+    def __len__(self) -> int:
+        """Number of samples to train on."""
+        return len(self.indices)
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """Return the batch of a step, on the CPU; a pure function of the seed and the arguments.
+
+        Args:
+            stage: Name of the stage; the order depends on it.
+            step: From 0.
+            batch_size: Samples of this process.
+            rank: Number of this process.
+            world_size: Number of processes.
+        """
+        order = self._order(stage, batch_size, rank, world_size)
+        return self._make([self.indices[order.dataset_index(number)] for number in order.sample_numbers(step)])
+
+    def held_out(self, batch_size: int) -> list[Batch]:
+        """Return all held-out samples, always in the same batches."""
+        return [self._make(part) for part in chunks(self.held_out_indices, batch_size)]
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the data as plain JSON values."""
+        return {"kind": self.kind, "samples": len(self), "held_out": len(self.held_out_indices)}
+
+    def batches(self, stage: str, count: int, batch_size: int) -> list[Batch]:
+        """Return the first batches of a stage."""
+        return [self.batch(stage, step, batch_size) for step in range(count)]
+
+    def _make(self, indices: Sequence[int]) -> Batch:
+        """A batch of some samples; not needed where `batch` and `held_out` make theirs otherwise."""
+        raise NotImplementedError
+
+    def _order(self, stage: str, batch_size: int, rank: int, world_size: int) -> DataOrder:
+        return DataOrder(
+            dataset_size=len(self),
+            batch_size=batch_size,
+            seed=self.seed,
+            stage=stage,
+            rank=rank,
+            world_size=world_size,
+        )
+
+
+class Latents(BatchSource):
+    """Noisy latents with their conditions, as a diffusion model's objective hands them to it.
+
+    Args:
+        dataset: The samples, of a cache for instance; some of them are held out.
+        objective: Draws noise levels, adds noise and knows the arguments of `forward`.
+        model: The transformer; its configuration alone counts, and the type of its weights.
+        held_out: Most samples to hold out, or a data set of such.
+        seed: Seed of their order, of noise and noise levels.
+        condition_dropout: Share of samples that lose their caption or class, where the data set has `null_condition`.
+        draws: Noise draws of each held-out sample that quality is measured on; by default so many that there are 96,
+            and 16 of a sample at most.
+    """
+
+    kind = "latents"
+
+    def __init__(
+        self,
+        dataset: LatentSamples,
+        objective: Objective,
+        model: nn.Module,
+        held_out: int | LatentSamples,
+        seed: int = 0,
+        condition_dropout: float = 0.1,
+        draws: int | None = None,
+    ) -> None:
+        fingerprint = getattr(dataset, "fingerprint", None)
+        identity = fingerprint() if callable(fingerprint) else samples_fingerprint(dataset)
+        self.null_condition = getattr(dataset, "null_condition", None)
+        objective.check_data(model, dataset[0], self.null_condition)
+        self.objective, self.model = objective, model
+        self.condition_dropout = condition_dropout if self.null_condition is not None else 0.0
+        self.samples: LatentSamples
+        self.held_out_samples: LatentSamples
+        if isinstance(held_out, int):
+            parts = drawn_held_out(len(dataset), held_out)
+            self.samples, self.held_out_samples = (Subset(cast(Any, dataset), part) for part in parts)
+        else:
+            self.samples, self.held_out_samples = dataset, held_out
+        super().__init__(seed, identity, range(len(self.samples)), range(len(self.held_out_samples)))
+        self.draws = draws or min(_MOST_DRAWS, math.ceil(_DRAWS / len(self.held_out_samples)))
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        return self.inputs(self.latent_batch(stage, step, batch_size, rank, world_size))
+
+    def latent_batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> LatentBatch:
+        """Return the batch of a step before noise is added, as the training loop takes it; arguments as in `batch`."""
+        order = self._order(stage, batch_size, rank, world_size)
+        return make_batch(self.samples, order, step, 0, self.objective, self.condition_dropout, self.null_condition)
+
+    def held_out(self, batch_size: int) -> list[Batch]:
+        """Held-out samples with noise levels that cover their distribution evenly."""
+        return [self.inputs(batch) for batch in self.held_out_latents(batch_size)]
+
+    def held_out_latents(self, batch_size: int, draws: int = 1) -> list[LatentBatch]:
+        """The held-out samples before noise is added.
+
+        Args:
+            batch_size: Samples of a batch.
+            draws: Noise draws of each sample.
+        """
+        return evaluation_batches(self.held_out_samples, self.objective, batch_size=batch_size, draws_per_sample=draws)
+
+    def inputs(self, batch: LatentBatch) -> Batch:
+        """Return the arguments of the model's `forward` for a batch."""
+        return self.objective.inputs_of(self.model, batch, cast(Any, self.model).dtype)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "shape": list(self.samples[0]["latents"].shape), "draws": self.draws}
+
+
+class RecordedCalls(BatchSource):
+    """Recorded calls of a diffusion model while its pipeline generated samples; a batch is always one call.
+
+    Args:
+        calls: Keyword arguments of the model's `forward`, of all calls.
+        held_out: Most calls to hold out; the last ones.
+        seed: Seed of their order.
+    """
+
+    kind = "calls of the pipeline's model"
+
+    def __init__(self, calls: Sequence[Batch], held_out: int, seed: int = 0) -> None:
+        tensors = [value for value in calls[-1].values() if isinstance(value, torch.Tensor)]
+        sums = [f"{tensor.double().sum().item():.6g}" for tensor in tensors]
+        fingerprint = f"{stable_seed(len(calls), *sums):016x}"
+        super().__init__(seed, fingerprint, *last_held_out(len(calls), held_out))
+        self.calls = calls
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        return super().batch(stage, step, 1, rank, world_size)
+
+    def held_out(self, batch_size: int) -> list[Batch]:
+        return super().held_out(1)
+
+    def _make(self, indices: Sequence[int]) -> Batch:
+        return self.calls[indices[0]]
+
+
+def _held_out(count: int, wanted: int) -> int:
+    """Number of samples to hold out: at least one, and at least one remains for training."""
+    return max(1, min(wanted, count // _HELD_OUT_SHARE))
+
+
+def last_held_out(count: int, wanted: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Indices of the samples to train on, and of the last ones, which are held out."""
+    first = count - _held_out(count, wanted)
+    return range(first), range(first, count)
+
+
+def drawn_held_out(count: int, wanted: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Indices of the samples to train on, in a drawn order, and of those held out, from all over the data set."""
+    # By a fixed draw: data sets are often in the order of names or classes, and files may be anywhere.
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    first = _held_out(count, wanted)
+    return shuffled[first:], shuffled[:first]
+
+
+def chunks(indices: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of training data: listing of files, captions, sizes in buckets, and samples that are read one at a time.
-
-Imported without torch: the options of the command line are checked here.
-"""
+"""Folders of training data: files, captions, samples that are read one at a time; and hashes that identify data."""
 
 from __future__ import annotations
 
 import csv
-import math
+import hashlib
+import logging
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from ...utils.files import check_fields, parse_json, path_inside
-from ...utils.messages import shorten_text, shorten_value
+from ...utils.messages import shorten_text
 
 
-if TYPE_CHECKING:
-    import torch
+logger = logging.getLogger(__name__)
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 _FILE_KEYS = ("file_name", "image", "video", "path")
@@ -28,8 +27,11 @@ _CAPTION_KEYS = ("caption", "text", "prompt")
 _TEXT_FIELDS = dict.fromkeys((*_FILE_KEYS, *_CAPTION_KEYS), (str, type(None)))
 # Captions have hundreds of bytes; a file of zeros would be read as one line.
 _LONGEST_LINE = 1 << 20
-# Buckets whose aspect ratios differ by less than this, relatively, crop about as much of an image.
-_SAME_RATIO = 0.05
+# Files named in full in the log; further ones are counted.
+_NAMED = 20
+# Larger files are sampled to identify them.
+_READ_WHOLE = 4 * 2**20
+_PIECE, _PIECES = 4096, 1024
 
 
 class UnusableSampleError(ValueError):
@@ -72,6 +74,22 @@ def unusable_sample(problem: str, condition: str | int = "", class_name: str | N
 def printable(text: str) -> str:
     """Escape what UTF-8 cannot represent: file names may hold any bytes, captions half a character."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def log_problems(problems: Sequence[str]) -> None:
+    """Log what was left out of the data."""
+    for problem in problems[:_NAMED]:
+        logger.warning("data: left out: %s", problem)
+    if len(problems) > _NAMED:
+        logger.warning("data: %d more files or records were left out", len(problems) - _NAMED)
+
+
+def load_processor(auto_class: Any, directory: Path, kind: str) -> Any:
+    """Load the tokenizer or image processor of a model; a ValueError says that there is none."""
+    try:
+        return auto_class.from_pretrained(directory)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"{directory} has no {kind} that can be loaded: {shorten_text(str(error), 200)}") from error
 
 
 class DataFolder:
@@ -256,66 +274,92 @@ def _rows(path: Path) -> Iterator[dict[Any, Any]]:
         raise ValueError(f"data: {path} cannot be read after line {number} ({error}); save it as UTF-8") from error
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """A size in pixels, and of videos the number of frames; 1 for images."""
+def file_fingerprint(path: Path) -> str:
+    """Hash a file's size and its content; of large files only samples.
 
-    height: int
-    width: int
-    num_frames: int = 1
+    Of each tensor of a large safetensors file the first, middle and last row are read: training changes every part of
+    a tensor, so a few megabytes identify a text encoder of eleven gigabytes.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{size};".encode())
+    if path.suffix == ".safetensors" and size > _READ_WHOLE:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    _add_rows(digest, name, file)
+            return digest.hexdigest()[:16]
+        except SafetensorError:  # Damaged: identified like any other file.
+            pass
+    with path.open("rb") as data:
+        for begin in range(0, size, max(size // _PIECES, _PIECE) if size > _READ_WHOLE else _PIECE):
+            data.seek(begin)
+            digest.update(data.read(_PIECE))
+    return digest.hexdigest()[:16]
 
-    def __str__(self) -> str:
-        return f"{self.height},{self.width}" + (f",{self.num_frames}" if self.num_frames > 1 else "")
+
+def _add_rows(digest: Any, name: str, file: Any) -> None:
+    part = file.get_slice(name)
+    shape = part.get_shape()
+    digest.update(f"{name}:{part.get_dtype()}{shape};".encode())
+    for row in sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else ():
+        add_tensor(digest, part[row : row + 1], samples=_PIECES)
 
 
-def parse_buckets(text: str, num_frames: int = 1) -> tuple[Bucket, ...]:
-    """Parse buckets from `"height,width;height,width"`, the format of diffusers' training scripts.
+def folder_fingerprint(folder: Path) -> str:
+    """Hash the names and contents of a component's files; hidden ones do not count."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder)
+        if not any(part.startswith(".") for part in name.parts):
+            digest.update(f"{name.as_posix()}:{file_fingerprint(path)};".encode())
+    return digest.hexdigest()[:16]
+
+
+def model_fingerprint(model: Any, without: Collection[str] = ()) -> str:
+    """Hash the names, shapes and some values of a model's parameters.
 
     Args:
-        text: The buckets, `"480,832,81;832,480,81"` for videos.
-        num_frames: Frames of those that do not say.
-
-    Raises:
-        ValueError: If the text is of another form.
+        model: Object with `named_parameters`.
+        without: Names of parameters that do not count.
     """
-    found = []
-    for part in text.strip().strip(";").split(";"):
-        match = re.fullmatch(r"([1-9]\d{0,5})\s*,\s*([1-9]\d{0,5})(?:\s*,\s*([1-9]\d{0,5}))?", part.strip())
-        if match is None:
-            raise ValueError(
-                "buckets must be like '480,832;832,480', height and width, or with frames '480,832,81;832,480,49', "
-                f"got {shorten_value(part)}"
-            )
-        found.append(Bucket(int(match[1]), int(match[2]), int(match[3] or num_frames)))
-    return tuple(found)
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if name not in without:
+            digest.update(f"{name}:{tuple(parameter.shape)};".encode())
+            # The shards of other processes cannot be read from one alone.
+            if not hasattr(parameter, "device_mesh"):
+                add_tensor(digest, parameter, samples=64)
+    return digest.hexdigest()[:16]
 
 
-def nearest_bucket(buckets: Sequence[Bucket], height: int, width: int, num_frames: int = 1) -> Bucket | None:
-    """Choose the bucket of an image or video.
+def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
+    """Hash the size of a data set and some of its samples.
 
-    The aspect ratio comes first. Of buckets with about the nearest one, it is one of those with most frames among
-    those that have no more than the video; of these the largest that enlarges nothing, and else the smallest.
+    Of tensors that differ each time they are read, as augmented ones do, the shapes alone count.
 
     Args:
-        buckets: To choose from.
-        height: Height of the image or video.
-        width: Its width.
-        num_frames: Number of frames.
-
-    Returns:
-        None if the video is too short for the buckets of its aspect ratio.
+        dataset: See `LatentSamples`.
+        samples: Number of samples to read.
     """
+    digest = hashlib.sha256(f"{len(dataset)};".encode())
+    for index in evenly_spaced(range(len(dataset)), samples):
+        again = dataset[index]
+        for name, tensor in sorted(dataset[index].items()):
+            digest.update(f"{name}:{tuple(tensor.shape)};".encode())
+            if torch.equal(tensor, again[name]):
+                add_tensor(digest, tensor, samples=1024)
+    return digest.hexdigest()[:16]
 
-    def crop(bucket: Bucket) -> float:
-        return abs(math.log(bucket.height / bucket.width) - math.log(height / width))
 
-    nearest = min(map(crop, buckets))
-    shaped = [bucket for bucket in buckets if crop(bucket) <= nearest + math.log1p(_SAME_RATIO)]
-    long_enough = [bucket for bucket in shaped if bucket.num_frames <= num_frames]
-    if not long_enough:
-        return None
-    most = max(bucket.num_frames for bucket in long_enough)
-    candidates = [bucket for bucket in long_enough if bucket.num_frames == most]
-    fitting = [bucket for bucket in candidates if bucket.height <= height and bucket.width <= width]
-    by_area = {bucket.height * bucket.width: bucket for bucket in reversed(fitting or candidates)}
-    return by_area[max(by_area) if fitting else min(by_area)]
+def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
+    """Pick up to `count` evenly spaced items, including both ends."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(number * (len(items) - 1) / (count - 1))] for number in range(count)]
+
+
+def add_tensor(digest: Any, tensor: torch.Tensor, samples: int) -> None:
+    """Add some values of a tensor to a hash."""
+    values = tensor.detach().reshape(-1)
+    chosen = values[:: max(1, len(values) // samples)]
+    digest.update(chosen.cpu().contiguous().view(torch.uint8).numpy().tobytes())

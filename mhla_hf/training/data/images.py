@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files: safe decoding, cropping and scaling; folders of images with captions or one subfolder per class."""
+"""Image files: safe decoding, cropping and scaling, folders of images with captions or classes, and their batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,19 +17,21 @@ from PIL import Image, ImageOps
 
 from ...utils.files import read_json
 from ...utils.messages import shorten_list, shorten_text, shorten_value
+from ..config import DIGITS, Bucket
+from ..matching.layers import Batch
+from .batches import BatchSource, drawn_held_out, stable_seed
+from .digits import digit_images
 from .folders import (
-    Bucket,
     DataFolder,
     DataSample,
     UnusableSampleError,
     captioned_files,
-    nearest_bucket,
+    load_processor,
+    log_problems,
+    printable,
     unusable_sample,
 )
 
-
-if TYPE_CHECKING:
-    from ..loading import PipelineSource
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ MAX_ASPECT_RATIO = 20
 CLASSES_FILE = "classes.json"
 """File of a data folder that gives its classes their numbers."""
 
+# Buckets whose aspect ratios differ by less than this, relatively, crop about as much of an image.
+_SAME_RATIO = 0.05
 # Errors of the machine and not of a file: a sample must not be missing because of them.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -109,33 +113,23 @@ def unreadable(path: Path, kind: str, error: Exception) -> Exception:
     return UnusableSampleError(f"{path} cannot be read as {kind}: {shorten_text(lines[-1], 200)}")
 
 
-def captioned_images(folder: Path, *, height: int, width: int, buckets: Sequence[Bucket] = ()) -> list[DataSample]:
+def captioned_images(folder: Path, sizes: Sequence[Bucket]) -> list[DataSample]:
     """List the captioned images of a folder; see `folders.captioned_files`. Unusable ones raise when read.
 
     Args:
         folder: The folder.
-        height: Height to scale and crop to.
-        width: Width to scale and crop to.
-        buckets: Sizes to choose from for each image, in place of height and width.
+        sizes: Sizes to scale and crop to; each image goes to the nearest.
 
     Raises:
         ValueError: See `folders.captioned_files`.
     """
-    data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width),)
-    return [
-        _sample(file.path, file.problem, data, file.caption, sizes)
-        for file in captioned_files(data, IMAGE_SUFFIXES, "images")
-    ]
+    data = DataFolder(folder)
+    files = captioned_files(data, IMAGE_SUFFIXES, "images")
+    return [_sample(file.path, file.problem, data, file.caption, sizes) for file in files]
 
 
 def class_images(
-    folder: Path,
-    *,
-    height: int,
-    width: int,
-    known_labels: Mapping[str, int],
-    num_classes: int,
-    buckets: Sequence[Bucket] = (),
+    folder: Path, sizes: Sequence[Bucket], *, known_labels: Mapping[str, int], num_classes: int
 ) -> list[DataSample]:
     """List the images of a folder with one subfolder per class.
 
@@ -144,17 +138,15 @@ def class_images(
 
     Args:
         folder: The folder; see `folder_labels` for the numbers of its classes.
-        height: Height to scale and crop to.
-        width: Width to scale and crop to.
+        sizes: See `captioned_images`.
         known_labels: Names of classes that the pipeline knows.
         num_classes: Number of classes of the model.
-        buckets: See `captioned_images`.
 
     Raises:
         ValueError: If the folder does not exist, has no subfolders, or one of them has no images; or the classes
             do not fit the model.
     """
-    data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width),)
+    data = DataFolder(folder)
     classes = data.subfolders()
     files = {path.name: data.files(IMAGE_SUFFIXES, path) for path in classes}
     empty = [name for name, found in files.items() if not found]
@@ -177,6 +169,37 @@ def read_image(path: Path) -> np.ndarray:
         UnusableSampleError: If the file cannot be read as an image, or its size is out of bounds.
     """
     return np.array(_read_rgb(path))
+
+
+def nearest_bucket(buckets: Sequence[Bucket], height: int, width: int, num_frames: int = 1) -> Bucket | None:
+    """Choose the bucket of an image or video.
+
+    The aspect ratio comes first. Of buckets with about the nearest one, it is one of those with most frames among
+    those that have no more than the video; of these the largest that enlarges nothing, and else the smallest.
+
+    Args:
+        buckets: To choose from.
+        height: Height of the image or video.
+        width: Its width.
+        num_frames: Number of frames.
+
+    Returns:
+        None if the video is too short for the buckets of its aspect ratio.
+    """
+
+    def crop(bucket: Bucket) -> float:
+        return abs(math.log(bucket.height / bucket.width) - math.log(height / width))
+
+    nearest = min(map(crop, buckets))
+    shaped = [bucket for bucket in buckets if crop(bucket) <= nearest + math.log1p(_SAME_RATIO)]
+    long_enough = [bucket for bucket in shaped if bucket.num_frames <= num_frames]
+    if not long_enough:
+        return None
+    most = max(bucket.num_frames for bucket in long_enough)
+    candidates = [bucket for bucket in long_enough if bucket.num_frames == most]
+    fitting = [bucket for bucket in candidates if bucket.height <= height and bucket.width <= width]
+    by_area = {bucket.height * bucket.width: bucket for bucket in reversed(fitting or candidates)}
+    return by_area[max(by_area) if fitting else min(by_area)]
 
 
 def image_grid(images: np.ndarray) -> np.ndarray:
@@ -223,19 +246,28 @@ def _sample(
     def load() -> torch.Tensor:
         image = _read_rgb(path)
         size = nearest_bucket(sizes, image.height, image.width)
-        assert size is not None
+        assert size is not None  # Every image has the one frame of a bucket of images.
         return to_tensor(fit(image, size.height, size.width)[None])[:, 0]
 
     return DataSample(folder.key(path), condition, load, class_name)
 
 
-def pipeline_labels(source: PipelineSource) -> dict[str, int]:
-    """Class names of a pipeline with their numbers; empty if it has none."""
-    from diffusers import DiTPipeline
+def pipeline_labels(id2label: Any) -> dict[str, int]:
+    """Read class names of a pipeline with their numbers; empty if it has none.
 
-    names = source.index.get("id2label")
-    # The pipeline splits lists of synonyms.
-    return DiTPipeline(transformer=None, vae=None, scheduler=None, id2label=names).labels
+    Args:
+        id2label: That entry of `model_index.json`: by number a name, or several synonyms separated by commas.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    try:
+        entries = [(int(number), names.split(",")) for number, names in (id2label or {}).items()]
+    except (AttributeError, ValueError) as error:
+        raise ValueError(
+            "the pipeline's model_index.json: 'id2label' must map numbers of classes to their names."
+        ) from error
+    return {name.strip(): number for number, names in entries for name in names}
 
 
 def folder_labels(folder: Path, names: Iterable[str], known: Mapping[str, int], num_classes: int) -> dict[str, int]:
@@ -314,3 +346,116 @@ def _number(name: str) -> int | None:
     """Value of a decimal name; `None` for other names."""
     # Python refuses to convert thousands of digits; names of folders are shorter.
     return int(name) if name.isdecimal() and len(name) < 256 else None
+
+
+class Images(BatchSource):
+    """Images for vision models, as their image processor makes them: `pixel_values` `[B, C, H, W]`.
+
+    Args:
+        images: uint8 `[H, W, 3]` each, by a function that reads one.
+        processor: The model's own.
+        held_out: Most images to hold out.
+        fingerprint: Hash that identifies the samples.
+        seed: Seed of their order.
+        left_out: Number of files that could not be read.
+    """
+
+    kind = "images"
+
+    def __init__(
+        self, images: Sequence[Any], processor: Any, held_out: int, fingerprint: str, seed: int = 0, left_out: int = 0
+    ) -> None:
+        super().__init__(seed, fingerprint, *drawn_held_out(len(images), held_out))
+        self.images, self.processor, self.left_out = images, processor, left_out
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "left_out": self.left_out}
+
+    def _make(self, indices: Sequence[int]) -> Batch:
+        made = self.processor(images=[self.images[index]() for index in indices], return_tensors="pt")
+        return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
+
+
+def image_batches(
+    model: Any, directory: Path, data: str, *, samples: int, held_out: int = 192, seed: int = 0
+) -> BatchSource:
+    """Open images for a vision model.
+
+    Args:
+        model: The model.
+        directory: Where its image processor is.
+        data: A folder of images, with or without folders in it, or `digits`: the scans that scikit-learn has.
+        samples: Images to train on, if there are so many.
+        held_out: Images to hold out, a fifth of all at most.
+        seed: Seed of their order.
+
+    Raises:
+        ValueError: If there are no such data, or the model has no image processor.
+    """
+    processor, images, keys, problems = open_images(model.config, directory, data, samples + held_out)
+    log_problems(problems)
+    fingerprint = f"{stable_seed(*keys):016x}"
+    return Images(images, processor, held_out, fingerprint, seed, len(problems))
+
+
+def open_images(
+    config: Any, directory: Path, data: str, count: int = 2
+) -> tuple[Any, list[Any], list[str], list[str]]:
+    """Open images and the image processor of a model; arguments and errors are those of [`image_batches`].
+
+    Args:
+        config: The model's configuration, converted or not.
+        count: Number of images to look for.
+
+    Returns:
+        The image processor, functions that read images, the identity of each, and the problems of files left out.
+    """
+    from transformers import AutoImageProcessor
+
+    processor = load_processor(AutoImageProcessor, directory, "image processor")
+    images, keys, problems = _find_images(data, count, _image_side(config))
+    if len(images) < 2:
+        problem = f" ({problems[0]})" if problems else ""
+        raise ValueError(f"data: {data} has {len(images)} images that can be read; at least 2 are needed{problem}")
+    return processor, images, keys, problems
+
+
+def _find_images(data: str, count: int, side: int) -> tuple[list[Any], list[str], list[str]]:
+    """Functions that read images, the identity of each, and the problems of files left out."""
+    if data == DIGITS:
+        samples = digit_images(count, side, captions=False)
+        return (
+            [lambda load=sample.load: _as_bytes(load()) for sample in samples],
+            [f"{sample.key}:{side}" for sample in samples],
+            [],
+        )
+    folder = DataFolder(Path(data).expanduser())
+    files = folder.files(IMAGE_SUFFIXES)
+    # Of a large folder only a part is read: it must not be that of the first classes.
+    files.sort(key=lambda entry: stable_seed(printable(entry[0].relative_to(folder.path).as_posix())))
+    images: list[Any] = []
+    keys, problems = [], []
+    for path, problem in files:
+        if len(images) == count:
+            break
+        try:
+            if problem is None:
+                read_image(path)
+        except UnusableSampleError as error:
+            problem = str(error)
+        if problem is None:
+            images.append(lambda path=path: read_image(path))
+            keys.append(folder.key(path))
+        else:
+            problems.append(problem)
+    return images, keys, problems
+
+
+def _as_bytes(image: torch.Tensor) -> Any:
+    """uint8 `[H, W, 3]` of an image `[3, H, W]` in [-1, 1]."""
+    return ((image + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+
+
+def _image_side(config: Any) -> int:
+    size = getattr(config, "image_size", 64)
+    return int(size[0] if isinstance(size, (list, tuple)) else size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts and their tokens: rows of equal length for language models, passages for encoders; cached in one file.
+"""Texts for language models and encoders: files and records, their tokens, and batches of these.
 
 A folder of plain text needs no further library; JSONL, parquet and data sets of the Hub are read by `datasets`.
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,20 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from ...utils.files import atomic_file
 from ...utils.locations import is_hub_id
 from ...utils.messages import how_to_install, shorten_list, shorten_text
-from .batches import stable_seed
-from .fingerprints import file_fingerprint
-from .folders import DataFolder, printable
+from ..config import GENERATED
+from ..matching.layers import Batch, mhla_layers
+from .batches import BatchSource, chunks, drawn_held_out, last_held_out, stable_seed
+from .folders import DataFolder, file_fingerprint, load_processor, log_problems, model_fingerprint, printable
 
 
-logger = logging.getLogger(__name__)
+ROW_LENGTH, PASSAGE_LENGTH = 512, 128
+"""Default tokens of a row for language models, and most tokens of a passage for encoders."""
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 RECORD_SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -38,8 +41,6 @@ RECORD_SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 # Far longer than anything that people wrote; files of gigabytes are better given as JSONL.
 _LONGEST_FILE = 1 << 28
-# Named in full in the log; further ones are counted.
-_NAMED = 20
 _FORMAT_VERSION = 2
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -48,6 +49,9 @@ _TOKENIZER_FILES = (
 # Long texts are tokenised in pieces, cut at ends of lines.
 _PIECE_CHARACTERS = 1 << 17
 _TEXTS_AT_ONCE = 512
+# Batches whose passages are sorted by length together.
+_BATCHES_TOGETHER = 32
+_ROWS_AT_ONCE = 8
 _PLAIN = {"return_attention_mask": False, "verbose": False}
 
 
@@ -117,19 +121,21 @@ class TextCorpus:
                     if words.count(" ") + 1 >= minimum_words and _is_prose(words):
                         yield words
 
-    def report_skipped(self) -> None:
-        """Log what was left out."""
-        for problem in self.skipped[:_NAMED]:
-            logger.warning("data: left out: %s", problem)
-        if len(self.skipped) > _NAMED:
-            logger.warning("data: %d more files or records were left out", len(self.skipped) - _NAMED)
-
     def _place(self, path: Path) -> int:
         return stable_seed(printable(path.relative_to(self.path).as_posix()))
 
     def _read_files(self) -> Iterator[tuple[Path, str]]:
-        for path, listed in self.files:
-            text, problem = _read(path) if listed is None else ("", listed)
+        for path, problem in self.files:
+            text = ""
+            try:
+                if problem is None and path.stat().st_size > _LONGEST_FILE:
+                    problem = f"{path} is longer than {_LONGEST_FILE:,} bytes: split it"
+                elif problem is None:
+                    text = path.read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError as error:
+                problem = f"{path} is not UTF-8 text (byte {error.start})"
+            if "\0" in text:
+                problem = f"{path} is binary: it holds zero bytes"
             if problem is not None:
                 self.skipped.append(problem)
             elif text.strip():
@@ -174,23 +180,6 @@ class TextCorpus:
             yield from datasets.load_dataset(**source, split="train", streaming=True)
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
             raise ValueError(f"data: {self.data} cannot be read: {shorten_text(str(error), 250)}") from error
-
-
-def _read(path: Path) -> tuple[str, str | None]:
-    """Text of a file, or the reason why it is left out."""
-    try:
-        size = path.stat().st_size
-        if size > _LONGEST_FILE:
-            return "", f"{path} has {size:,} bytes; text files may have {_LONGEST_FILE:,}, so split it"
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        return "", f"{path} is not UTF-8 text (byte {error.start})"
-    except OSError as error:
-        return "", f"{path} cannot be read ({error.strerror})"
-    if "\0" in text:
-        return "", f"{path} is binary: it holds zero bytes"
-    # Empty `__init__.py` files are normal.
-    return text, None if text.strip() or path.name == "__init__.py" else f"{path} is empty"
 
 
 def _is_prose(text: str) -> bool:
@@ -267,7 +256,7 @@ def tokenize(
             return TokenTable(file.get_tensor("tokens"), file.get_tensor("offsets"), skipped, fingerprint)
     make = _packed_rows if packed else _passages
     pieces, lengths = make(corpus, tokenizer, length, samples)
-    corpus.report_skipped()
+    log_problems(corpus.skipped)
     if len(lengths) < 2:
         unit = f"rows of {length} tokens" if packed else "passages of text"
         count = sum(len(piece) for piece in pieces)
@@ -334,3 +323,199 @@ def _pieces(text: str) -> Iterator[str]:
         stop = line_end if stop < len(text) and line_end > start else stop
         yield text[start:stop]
         start = stop
+
+
+class PackedText(BatchSource):
+    """Rows of one length for language models: `input_ids` `[B, L]`, no padding.
+
+    Args:
+        table: The rows; the last of them are held out.
+        held_out: Most rows to hold out.
+        seed: Seed of their order.
+        decode: Makes the text of tokens, for `held_out_bytes`.
+
+    Attributes:
+        held_out_bytes: UTF-8 bytes of the held-out rows, without the first token of each, which no model predicts.
+    """
+
+    kind = "text in packed rows"
+
+    def __init__(
+        self, table: TokenTable, held_out: int, seed: int = 0, decode: Callable[[list[int]], str] | None = None
+    ) -> None:
+        super().__init__(seed, table.fingerprint, *last_held_out(len(table), held_out))
+        self.table = table
+        rows = (table[index][1:].tolist() for index in self.held_out_indices)
+        self.held_out_bytes = sum(len(decode(row).encode()) for row in rows) if decode is not None else 0
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "length": len(self.table[0]), "left_out": self.table.skipped}
+
+    def _make(self, indices: Sequence[int]) -> Batch:
+        return {"input_ids": torch.stack([self.table[index] for index in indices])}
+
+
+class Passages(BatchSource):
+    """Passages for encoders, padded: `input_ids` and `attention_mask` `[B, L]`.
+
+    A batch has passages of similar length: the passages of 32 successive batches are sorted by length, cut into
+    batches, and these are shuffled.
+
+    Args:
+        table: The passages; some of them, all over it, are held out.
+        held_out: Most passages to hold out.
+        padding: Token for padding.
+        seed: Seed of their order.
+    """
+
+    kind = "passages of text"
+
+    def __init__(self, table: TokenTable, held_out: int, padding: int, seed: int = 0) -> None:
+        indices, held_out_indices = drawn_held_out(len(table), held_out)
+        self.table, self.padding, self.lengths = table, padding, table.lengths().tolist()
+        super().__init__(seed, table.fingerprint, indices, sorted(held_out_indices, key=self._length))
+        self._together = lru_cache(maxsize=4)(self._make_together)
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        group, place = divmod(step, _BATCHES_TOGETHER)
+        indices = self._together(stage, group, batch_size * world_size)[place]
+        return self._make(indices[rank * batch_size : (rank + 1) * batch_size])
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "length": max(self.lengths), "left_out": self.table.skipped}
+
+    def _make_together(self, stage: str, group: int, batch_size: int) -> list[Sequence[int]]:
+        """Return the batches of all processes for a group of successive steps."""
+        order = self._order(stage, batch_size, 0, 1)
+        steps = range(group * _BATCHES_TOGETHER, (group + 1) * _BATCHES_TOGETHER)
+        numbers = [number for step in steps for number in order.sample_numbers(step)]
+        chosen = sorted((self.indices[order.dataset_index(number)] for number in numbers), key=self._length)
+        generator = torch.Generator().manual_seed(stable_seed(self.seed, stage, "lengths", group))
+        batches = chunks(chosen, batch_size)
+        return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
+
+    def _length(self, index: int) -> int:
+        return self.lengths[index]
+
+    def _make(self, indices: Sequence[int]) -> Batch:
+        rows = [self.table[index] for index in indices]
+        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
+        ones = [torch.ones_like(row) for row in rows]
+        return {"input_ids": padded, "attention_mask": nn.utils.rnn.pad_sequence(ones, batch_first=True)}
+
+
+def text_batches(
+    model: nn.Module,
+    directory: Path,
+    data: str,
+    *,
+    samples: int,
+    held_out: int = 192,
+    length: int | None = None,
+    text_field: str = "text",
+    seed: int = 0,
+    cache: Path | None = None,
+) -> BatchSource:
+    """Open text for a language model or an encoder.
+
+    Args:
+        model: The converted model; rows for causal attention, passages otherwise.
+        directory: Where its tokenizer is.
+        data: A folder of .txt, .md, .rst or .py files, a JSONL or parquet file, or the id of a data set.
+        samples: Rows or passages to train on, if there are so many.
+        held_out: Rows or passages to hold out, a fifth of all at most.
+        length: Tokens of a row, or most tokens of a passage. `None`: 512 for language models, 128 for encoders, or
+            what the model takes if that is less.
+        text_field: The field with the text, in JSONL files and data sets.
+        seed: Seed of their order.
+        cache: Folder that keeps the tokens.
+
+    Raises:
+        ValueError: If there are no such data, the model has no tokenizer, or it takes no texts.
+    """
+    config: Any = model.config
+    packed = is_causal(model)
+    corpus, tokenizer, longest = open_texts(config, directory, data, length, text_field)
+    length = length or min(ROW_LENGTH if packed else PASSAGE_LENGTH, longest)
+    amount = samples + held_out
+    table = tokenize(corpus, tokenizer, directory, packed=packed, length=length, samples=amount, cache=cache)
+    vocabulary = config.get_text_config().vocab_size
+    if int(table.tokens.max()) >= vocabulary:
+        raise ValueError(
+            f"the tokenizer of {directory} makes token {int(table.tokens.max())}, but the model has {vocabulary}"
+        )
+    if packed:
+        return PackedText(table, held_out, seed, tokenizer.decode)
+    return Passages(table, held_out, tokenizer.pad_token_id or 0, seed)
+
+
+def open_texts(
+    config: Any, directory: Path, data: str, length: int | None = None, text_field: str = "text"
+) -> tuple[TextCorpus, Any, int]:
+    """Open texts and the tokenizer of a model; arguments and errors are those of [`text_batches`].
+
+    Args:
+        config: The model's configuration, converted or not.
+
+    Returns:
+        The texts, none of which is read yet, the tokenizer, and the most tokens that the model takes.
+    """
+    from transformers import AutoTokenizer
+
+    corpus = TextCorpus(data, text_field)
+    tokenizer = load_processor(AutoTokenizer, directory, "tokenizer")
+    # Tokenizers without a limit have one of 10**30. Some models count positions from more than 0, and take fewer.
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+    longest = min(positions, tokenizer.model_max_length)
+    if length is not None and not 2 <= length <= longest:
+        raise ValueError(f"max_length must be from 2 to {longest:,} for this model, got {length}")
+    return corpus, tokenizer, longest
+
+
+def is_causal(model: nn.Module) -> bool:
+    """`True` if the attention of a converted model is causal, as in language models."""
+    return any(layer.mhla.config.causal for layer in mhla_layers(model))
+
+
+@torch.no_grad()
+def generate_text(model: Any, folder: Path, *, rows: int, length: int, seed: int = 0) -> TokenTable:
+    """Sample texts of a language model as rows of tokens, from the beginning of a text.
+
+    Existing rows are kept, so an interrupted call can be repeated.
+
+    Args:
+        model: The model, with its original attention.
+        folder: Folder that keeps them.
+        rows: Number of rows.
+        length: Tokens of each.
+        seed: Seed of sampling; the seed of each batch is derived from it.
+
+    Raises:
+        ValueError: If the model generates no text, or has no token that texts begin with.
+    """
+    config = model.config
+    first = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
+    if not model.can_generate() or first is None:
+        raise ValueError(
+            f"data='generated' needs a model that generates text from a token of its own, and {type(model).__name__} "
+            "does not: give a folder of texts or images"
+        )
+    fingerprint = f"{stable_seed(model_fingerprint(model), rows, length, seed):016x}"
+    folder = folder / f"generated-{fingerprint}"
+    folder.mkdir(parents=True, exist_ok=True)
+    start = torch.full((_ROWS_AT_ONCE, 1), first, device=model.device)
+    # Plain sampling, whatever the model's own defaults are, past ends of texts.
+    options: dict[str, Any] = {"max_length": length, "do_sample": True, "eos_token_id": None, "pad_token_id": first}
+    options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    pieces = []
+    model.eval()
+    for number in range(0, rows, _ROWS_AT_ONCE):
+        path = folder / f"rows-{number:08d}.safetensors"
+        if not path.is_file():
+            with torch.random.fork_rng(), atomic_file(path) as temporary:
+                torch.manual_seed(stable_seed(seed, GENERATED, number))
+                drawn = model.generate(start, attention_mask=torch.ones_like(start), **options)
+                save_file({"tokens": drawn.int().cpu()}, temporary)
+        pieces.append(load_file(path)["tokens"])
+    tokens = torch.cat(pieces)[:rows].flatten()
+    return TokenTable(tokens, torch.arange(0, rows * length + 1, length), 0, fingerprint)

@@ -15,16 +15,9 @@ from PIL import Image, ImageSequence
 
 from ...utils.files import atomic_file
 from ...utils.messages import how_to_install
-from .folders import (
-    Bucket,
-    DataFolder,
-    DataSample,
-    UnusableSampleError,
-    captioned_files,
-    nearest_bucket,
-    unusable_sample,
-)
-from .images import check_size, fit, open_image, to_tensor, unreadable
+from ..config import Bucket
+from .folders import DataFolder, DataSample, UnusableSampleError, captioned_files, unusable_sample
+from .images import check_size, fit, nearest_bucket, open_image, to_tensor, unreadable
 
 
 VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
@@ -36,23 +29,19 @@ _FFMPEG_INPUT += ["-xerror", "-err_detect", "explode"]
 _HIGHEST_FPS = 1000
 
 
-def captioned_videos(
-    folder: Path, *, num_frames: int, height: int, width: int, fps: float | None = None, buckets: Sequence[Bucket] = ()
-) -> list[DataSample]:
+def captioned_videos(folder: Path, sizes: Sequence[Bucket], fps: float | None = None) -> list[DataSample]:
     """List the captioned videos of a folder; see `folders.captioned_files`. Unusable ones raise when read.
 
     Args:
         folder: The folder.
-        num_frames: Frames to take, from the first; videos with fewer are left out.
-        height: Height to scale and crop to.
-        width: Width to scale and crop to.
+        sizes: Sizes to scale and crop to, and lengths to cut to, of which each video takes the nearest; videos that
+            are too short for all of them are left out.
         fps: Frame rate to sample at; None takes the frames as they are.
-        buckets: Sizes and lengths to choose from for each video, in place of the others.
 
     Raises:
         ValueError: See `folders.captioned_files`.
     """
-    data, sizes = DataFolder(folder), tuple(buckets) or (Bucket(height, width, num_frames),)
+    data = DataFolder(folder)
 
     def sample(path: Path, caption: str) -> DataSample:
         def load() -> torch.Tensor:

@@ -27,7 +27,7 @@ from ...utils.files import read_json, write_json
 from ...utils.messages import check_choice, check_count
 from ..config import TrainingConfig
 from ..data.batches import DataOrder
-from ..data.fingerprints import add_tensor, evenly_spaced, model_fingerprint
+from ..data.folders import add_tensor, evenly_spaced, model_fingerprint
 from ..loop import StageLoop
 from ..processes import Processes, StopSignals, TrainingStopped
 from ..stages.matching import STAGE, LayerRun, MatchingStage, layer_loss, trained_names

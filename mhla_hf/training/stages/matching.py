@@ -25,9 +25,8 @@ from ...utils.files import read_json, write_json
 from .. import checkpoints
 from ..checkpoints import Position
 from ..config import TrainingConfig
-from ..data.batches import Batch, DataOrder
-from ..data.fingerprints import model_fingerprint, samples_fingerprint
-from ..families import Objective
+from ..data.batches import DataOrder
+from ..data.folders import model_fingerprint, samples_fingerprint
 from ..matching.activations import DiskCache, MemoryCache, OnlineCache, choose_cache, moved, pack
 from ..matching.layers import AttentionLayer, LayerCall, evaluating, find_projections
 from ..matching.layers import mhla_layers as attention_layers
@@ -35,6 +34,7 @@ from ..matching.teacher import SharedTeacher, shared_teacher
 from ..parameters import mhla_layers, trainable_names
 from ..processes import Processes
 from ..run import Metrics, Run, samples_behind_bad_loss
+from .objectives import LatentBatch, Objective
 from .prediction import Stage
 
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 STAGE = "transfer"
 # What measured best on the demo's Wan, whose 80 blocks give themselves 0.03 on average.
 _MIXING_RATE = 5e-3
-BatchMaker = Callable[[DataOrder, int, int], Batch]
+BatchMaker = Callable[[DataOrder, int, int], LatentBatch]
 
 # At least so many draws of noise, however few samples.
 _LEAST_RECORDS = 128

@@ -14,10 +14,10 @@ from torch import nn
 
 from ...utils.compat import unsplit_classes
 from ..config import TrainingConfig
-from ..data.batches import Batch, DataOrder, TrainingBatch
-from ..families import Objective
+from ..data.batches import DataOrder, TrainingBatch
 from ..matching.teacher import Teacher
 from ..parameters import trainable_names
+from .objectives import LatentBatch, Objective
 
 
 class Stage(ABC):
@@ -163,13 +163,13 @@ class ObjectivePrediction(nn.Module):
 class DiffusionStage(PredictionStage):
     """The family's objective, or the distance to the teacher's prediction of the same noisy latents."""
 
-    def make_batch(self, order: DataOrder, step: int, micro_step: int) -> Batch:
+    def make_batch(self, order: DataOrder, step: int, micro_step: int) -> LatentBatch:
         return self.batches(order, step, micro_step)
 
     def _wrapped(self) -> nn.Module:
         return ObjectivePrediction(self.model, self.objective)
 
-    def loss(self, module: nn.Module, batch: Batch, accelerator: Accelerator) -> torch.Tensor:
+    def loss(self, module: nn.Module, batch: LatentBatch, accelerator: Accelerator) -> torch.Tensor:
         """Compute the distance to the teacher's prediction, the objective's loss, or a mixture of both."""
         objective, share = self.objective, self.teacher_share
         noisy = objective.add_noise(batch.latents, batch.noise, batch.levels)

@@ -39,7 +39,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 class BatchesByStep(Protocol):
-    """Source of batches, such as a `mhla_hf.training.data.batch_sources.BatchSource`.
+    """Source of batches, such as a `mhla_hf.training.data.batches.BatchSource`.
 
     A batch holds keyword arguments of the model's `forward`.
     """

@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 
 import mhla_hf
-from mhla_hf.training.data.batch_sources import Latents, image_batches, text_batches
-from mhla_hf.training.data.texts import TextCorpus
+from mhla_hf.training.data.batches import Latents
+from mhla_hf.training.data.images import image_batches
+from mhla_hf.training.data.texts import TextCorpus, text_batches
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import softmax_model
 from tests.training.cases import CASES

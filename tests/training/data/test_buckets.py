@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig, evaluate
+from mhla_hf.training.config import Bucket, parse_sizes
 from mhla_hf.training.data.batches import DataOrder
-from mhla_hf.training.data.folders import Bucket, parse_buckets
-from mhla_hf.training.families import FAMILIES
-from mhla_hf.training.families.base import PipelineSizes
+from mhla_hf.training.families import FAMILIES, SampleSizes
 
 from ... import tiny_images
 from ..cases import CASES
@@ -23,31 +22,41 @@ from ..cases import CASES
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
-VIDEO_SIZES = PipelineSizes(FAMILIES["wan"], 8, 4, (2, 2), 0, 0)
-IMAGE_SIZES = PipelineSizes(FAMILIES["sana"], 32, 1, (1, 1), 512, 0)
+VIDEO_SIZES = SampleSizes(8, 4, (2, 2), 0, 0)
+IMAGE_SIZES = SampleSizes(32, 1, (1, 1), 512, 0)
 
 
 class TestSizes:
     def test_texts(self):
-        assert parse_buckets("480,832; 832,480 ;") == (Bucket(480, 832), Bucket(832, 480))
-        assert parse_buckets("480,832,81;480,832", 49) == (Bucket(480, 832, 81), Bucket(480, 832, 49))
+        assert parse_sizes("480,832; 832,480 ;") == (Bucket(480, 832), Bucket(832, 480))
+        assert parse_sizes("480,832,81;480,832", 49) == (Bucket(480, 832, 81), Bucket(480, 832, 49))
 
     @pytest.mark.parametrize("text", ["480x832", "480,832;;1", "0,8"])
     def test_mistakes_are_named(self, text):
-        with pytest.raises(ValueError, match="buckets must be like '480,832;832,480'.* got '"):
-            CacheConfig(data="x", buckets=text)
+        with pytest.raises(ValueError, match="sizes must be like '480,832;832,480'.* got '"):
+            CacheConfig(data="x", sizes=text)
 
     @pytest.mark.parametrize(
-        ("sizes", "options", "message"),
+        ("family", "sizes", "options", "message"),
         [
-            (VIDEO_SIZES, {"buckets": "480,832;832,488"}, "width must be a multiple of 16 .* in bucket 832,488,81"),
-            (VIDEO_SIZES, {"buckets": "480,832", "height": 496}, "height cannot be given beside buckets"),
-            (IMAGE_SIZES, {"buckets": "512,512,5"}, "buckets of sana models have height and width only"),
+            ("wan", VIDEO_SIZES, "480,832;832,488", "width must be a multiple of 16 for this pipeline, got 488"),
+            ("wan", VIDEO_SIZES, "480,832,80", "frames must be a multiple of 4 plus 1, got 80"),
+            ("sana", IMAGE_SIZES, "512,512,5", "sizes of images have height and width only"),
         ],
     )
-    def test_what_does_not_fit_a_pipeline(self, sizes, options, message):
+    def test_what_does_not_fit_a_pipeline(self, family, sizes, options, message):
         with pytest.raises(ValueError, match=message):
-            sizes.complete(CacheConfig(data="x", **options))
+            FAMILIES[family].complete(CacheConfig(data="x", sizes=options), sizes)
+
+    def test_defaults(self):
+        def completed(family, constraints, **options):
+            return FAMILIES[family].complete(CacheConfig(**options), constraints)[0].sizes
+
+        assert completed("wan", VIDEO_SIZES, data="x") == "480,832,81"
+        assert completed("wan", VIDEO_SIZES, data="x", sizes="480,832;832,480,49") == "480,832,81;832,480,49"
+        assert completed("wan", VIDEO_SIZES, data="digits", sizes="32,32") == "32,32,17"
+        assert completed("sana", IMAGE_SIZES, data="x") == "512,512"
+        assert completed("sana", IMAGE_SIZES, data="digits") == "64,64"
 
 
 BUCKETS = [0, 1, 0, 0, 2, 0, 1, 0, 1, 0, 0]
@@ -124,13 +133,12 @@ class TestCaches:
             Image.fromarray(np.full((height, width, 3), 40 * number, np.uint8)).save(images / f"{number}.png")
             (images / f"{number}.txt").write_text("a wall")
         options = [
-            "--data", images, "--buckets", "64,64;64,128;128,64", "--max-sequence-length", 8, "--quiet", "--device",
+            "--data", images, "--sizes", "64,64;64,128;128,64", "--max-sequence-length", 8, "--quiet", "--device",
             "cpu",
         ]  # fmt: skip
         run("cache", source, tmp_path / "cache", *options)
         manifest = json.loads((tmp_path / "cache" / "cache.json").read_text())
-        assert manifest["settings"]["buckets"] == "64,64;64,128;128,64"
-        assert (manifest["settings"]["height"], manifest["settings"]["width"]) == (64, 64)
+        assert manifest["settings"]["sizes"] == "64,64;64,128;128,64"
         dataset = LatentDataset(tmp_path / "cache")
         named = [dataset[index]["latents"].shape[1:] for index in range(6)]
         assert [(round(height / width, 1)) for height, width in named] == [0.5, 2, 0.5, 1, 2, 0.5]
@@ -144,6 +152,4 @@ class TestCaches:
         # Another choice of buckets is another cache.
         changed = [source, tmp_path / "cache", *options[:3], "64,64", *options[4:]]
         result = CliRunner().invoke(app, ["train", "cache", *map(str, changed)], env={"COLUMNS": "400"})
-        assert result.exit_code == 1 and "was made with buckets '64,64;64,128;128,64'" in " ".join(
-            result.output.split()
-        )
+        assert result.exit_code == 1 and "was made with sizes '64,64;64,128;128,64'" in " ".join(result.output.split())

@@ -12,15 +12,14 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.data import cache as caching
 from mhla_hf.training.data.cache import build_cache, cache_settings, finish_cache, make_cache, start_cache
 from mhla_hf.training.data.folders import DataSample, UnusableSampleError
 from mhla_hf.training.data.images import fit, to_tensor
-from mhla_hf.training.families import FAMILIES
-from mhla_hf.training.families.wan import encode_videos
-from mhla_hf.training.loading import PipelineSource
+from mhla_hf.training.families import FAMILIES, encode_videos
 from mhla_hf.utils.destinations import take_lock
 from mhla_hf.utils.files import write_json
 
@@ -56,8 +55,8 @@ def videos(tmp_path):
 
 def make(source, videos, cache):
     config = TrainingConfig(model=str(source), cache=str(cache), device="cpu", progress=False)
-    options = CacheConfig(data=str(videos), height=16, width=16, num_frames=5, max_sequence_length=8)
-    return make_cache(config, options, Accelerator(cpu=True))
+    options = CacheConfig(data=str(videos), sizes="16,16,5", max_sequence_length=8)
+    return make_cache(config, options, Accelerator(cpu=True), ModelDirectory.open(source))
 
 
 def metadata(path):
@@ -66,7 +65,7 @@ def metadata(path):
 
 
 class TestContent:
-    config = CacheConfig(data="videos", height=16, width=16, num_frames=5, max_sequence_length=48)
+    config = CacheConfig(data="videos", sizes="16,16,5", max_sequence_length=48)
 
     def samples(self, count=3):
         def load(number):
@@ -82,10 +81,11 @@ class TestContent:
         ]
 
     def build(self, directory, pipeline, source, samples, **options):
-        work = start_cache(directory, cache_settings(source, self.config, FAMILIES["wan"].folders))
+        family = FAMILIES["wan"]
+        settings = cache_settings(source, self.config, family.encoders, 0)
+        work = start_cache(directory, settings, samples, write=True)
         if work:
-            sizes = PipelineSource(source).sizes
-            build_cache(directory, sizes, pipeline, self.config, samples, progress=False, **options)
+            build_cache(directory, family, pipeline, samples, length=48, progress=False, **options)
         return work
 
     def test_samples_come_back_as_the_pipeline_makes_them(self, pipeline, source, tmp_path):
@@ -97,7 +97,7 @@ class TestContent:
         dataset = LatentDataset(tmp_path)
         # The second video cannot be used: it is left out and named.
         assert len(dataset) == 2 and dataset.manifest["skipped"] == ["square 1"]
-        assert dataset.latent_shape == (16, 2, 2, 2)
+        assert dataset[0]["latents"].shape == (16, 2, 2, 2)
         assert torch.equal(dataset[0]["latents"], encode_videos(pipeline.vae, samples[0].load()[None])[0])
         expected, empty = pipeline.encode_prompt("a square 2", negative_prompt="", max_sequence_length=48)
         assert torch.allclose(dataset[1]["prompt_embeds"], expected[0], atol=1e-6)
@@ -125,10 +125,10 @@ class TestContent:
         assert sorted(os.listdir(tmp_path / "samples")) == ["000000.safetensors", "000002.safetensors"]
 
     def test_a_cache_of_other_settings_is_refused(self, source, tmp_path):
-        settings = cache_settings(source, self.config, FAMILIES["wan"].folders)
-        start_cache(tmp_path, settings)
-        with pytest.raises(ValueError, match="height 16 not 64"):
-            start_cache(tmp_path, {**settings, "height": 64})
+        settings = cache_settings(source, self.config, FAMILIES["wan"].encoders, 0)
+        start_cache(tmp_path, settings, [], write=True)
+        with pytest.raises(ValueError, match="sizes '16,16,5' not '64,64,5'"):
+            start_cache(tmp_path, {**settings, "sizes": "64,64,5"}, [], write=True)
         with pytest.raises(ValueError, match="none of the 3 samples"):
             finish_cache(tmp_path, self.samples())
         with pytest.raises(ValueError, match="does not exist"):
@@ -191,10 +191,11 @@ class TestHostileFiles:
         [
             ({"settings": {"max_sequence_length": 10**400}}, "'max_sequence_length' must be from 1 to"),
             ({"settings": {"max_sequence_length": 3}}, "does not fit max_sequence_length 3"),
+            ({"settings": {"sizes": "x"}}, "'sizes' must be like"),
             ({"settings": []}, "'settings' must be an object"),
             ({"samples": ["../../secret.safetensors"]}, "which is no path inside"),
-            ({"samples": ["absent.safetensors"]}, "absent.safetensors cannot be read"),
-            ({"latent_shape": [16, -2, "x"]}, r"has latents of shape \[16, 2, 4, 4\], cache.json says"),
+            ({"samples": ["absent.safetensors"], "buckets": [0]}, "absent.safetensors cannot be read"),
+            ({"latent_shapes": [[16, -2, "x"]]}, r"has latents of shape \[16, 2, 4, 4\], cache.json says"),
             ({"buckets": [0, [1]]}, "'buckets' must give each sample an entry"),
         ],
     )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mhla_hf.training.config import Bucket
 from mhla_hf.training.data.folders import DataFolder, UnusableSampleError, captioned_files
 from mhla_hf.training.data.images import IMAGE_SUFFIXES, captioned_images, read_image
 from mhla_hf.training.data.videos import captioned_videos, read_frames, write_video
@@ -58,7 +59,7 @@ class TestFolders:
         return folder
 
     def samples(self, folder):
-        return captioned_images(folder, height=8, width=8)
+        return captioned_images(folder, [Bucket(8, 8)])
 
     def test_special_files_and_links_out_are_left_out(self, folder, tmp_path):
         os.mkfifo(folder / "pipe.png")
@@ -127,12 +128,12 @@ class TestVideos:
     def test_captions_sizes_and_lengths(self, video, tmp_path):
         (tmp_path / "a.mp4").write_bytes(video.read_bytes())
         (tmp_path / "a.txt").write_text("noise\n")
-        (sample,) = captioned_videos(tmp_path, num_frames=5, height=16, width=16)
+        (sample,) = captioned_videos(tmp_path, [Bucket(16, 16, 5)])
         frames = read_frames(video, 100)
         expected = Image.fromarray(frames[3]).resize((16, 16), Image.Resampling.BICUBIC, box=(8, 0, 32, 24))
         assert frames.shape == (17, 24, 40, 3) and sample.condition == "noise"
         assert np.array_equal(sample.load()[:, 3].add(1).mul(127.5).round().permute(1, 2, 0), np.asarray(expected))
-        (sample,) = captioned_videos(tmp_path, num_frames=18, height=16, width=16)
+        (sample,) = captioned_videos(tmp_path, [Bucket(16, 16, 18)])
         with pytest.raises(UnusableSampleError, match=r"a\.mp4 has fewer frames that can be read than 18"):
             sample.load()
 

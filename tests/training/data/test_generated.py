@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from mhla_hf.conversion import convert_pretrained
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig
-from mhla_hf.training.data import generated
-from mhla_hf.training.data.batch_sources import PackedText
 from mhla_hf.training.data.batches import stable_seed
-from mhla_hf.training.data.cache import make_cache
-from mhla_hf.training.data.generated import generate_text
+from mhla_hf.training.data.cache import LatentGenerator, make_cache
+from mhla_hf.training.data.texts import PackedText, generate_text
 from mhla_hf.training.processes import make_accelerator
 from tests import tiny
 from tests.integrations.transformers.tiny_models import softmax_model
@@ -21,6 +20,7 @@ from tests.integrations.transformers.tiny_models import softmax_model
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 SIZES = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 8}
+OPTIONS = {"data": "generated", "num_samples": 3, "sizes": "32,32,5", "max_sequence_length": 8}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,7 @@ def wan(tmp_path_factory):
 
 def cached(folder, model, **options):
     config = TrainingConfig(model=model, cache=str(folder), device="cpu", progress=False, seed=3)
-    base = {"data": "generated", "generated_steps": 2, "num_samples": 3}
-    make_cache(config, CacheConfig(**{**base, **options}), make_accelerator(config))
+    make_cache(config, CacheConfig(**{**OPTIONS, **options}), make_accelerator(config), ModelDirectory.open(model))
     return LatentDataset(folder)
 
 
@@ -43,15 +42,15 @@ def test_latents_are_those_the_original_pipeline_ends_with(wan, tmp_path, monkey
 
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a three moves left\n\na one moves up\n")
-    options = {**SIZES, "prompts": str(prompts), "generated_guidance": 3.0}
+    options = {"prompts": str(prompts)}
     # Of a converted pipeline the one that it was made from draws them.
     dataset = cached(tmp_path / "cache", wan / "converted", **options)
-    assert len(dataset) == 3 and dataset.latent_shape == (16, 2, 4, 4)
+    assert len(dataset) == 3 and dataset[0]["latents"].shape == (16, 2, 4, 4)
     pipeline = WanPipeline.from_pretrained(wan / "softmax")
     pipeline.set_progress_bar_config(disable=True)
     for number, prompt in enumerate(("a three moves left", "a one moves up", "a three moves left")):
         expected = pipeline(
-            prompt, num_inference_steps=2, guidance_scale=3.0, output_type="latent",
+            prompt, output_type="latent",
             generator=torch.Generator().manual_seed(stable_seed(3, "generated", number)), **SIZES,
         ).frames[0]  # fmt: skip
         torch.testing.assert_close(dataset[number]["latents"], expected.float())
@@ -59,9 +58,9 @@ def test_latents_are_those_the_original_pipeline_ends_with(wan, tmp_path, monkey
     fingerprint = dataset.fingerprint()
 
     drawn = []
-    draw = generated.LatentGenerator.draw
+    draw = LatentGenerator.draw
     monkeypatch.setattr(
-        generated.LatentGenerator,
+        LatentGenerator,
         "draw",
         lambda self, condition, number: drawn.append(number) or draw(self, condition, number),
     )
@@ -73,8 +72,8 @@ def test_latents_are_those_the_original_pipeline_ends_with(wan, tmp_path, monkey
     again = cached(tmp_path / "cache", wan / "converted", **options)
     assert drawn == [1] and again.fingerprint() == fingerprint
     torch.testing.assert_close(again[1]["latents"], dataset[1]["latents"])
-    with pytest.raises(ValueError, match="was made with generated_guidance 3.0 not 5.0"):
-        cached(tmp_path / "cache", wan / "converted", **{**options, "generated_guidance": 5.0})
+    with pytest.raises(ValueError, match="was made with sizes '32,32,5' not '32,32,9'"):
+        cached(tmp_path / "cache", wan / "converted", **{**options, "sizes": "32,32,9"})
     # And they are data like any other.
     config = TrainingConfig(
         model=wan / "converted",
@@ -94,10 +93,21 @@ class TestTexts:
         assert (len(table), set(table.lengths().tolist())) == (12, {9})
         rows = torch.stack([table[number] for number in range(12)])
         assert (rows[:, 0] == softmax.config.bos_token_id).all() and len(rows.unique(dim=0)) == 12
-        # A row starts with what its first prefix makes likely, by its own seed.
+        again = generate_text(softmax, tmp_path / "b", rows=12, length=9, seed=5)
+        assert torch.equal(again.tokens, table.tokens) and again.fingerprint == table.fingerprint
+        assert not torch.equal(generate_text(softmax, tmp_path / "b", rows=12, length=9, seed=6).tokens, table.tokens)
+
+    def test_rows_follow_the_distribution_past_ends_of_texts(self, tmp_path):
+        softmax = softmax_model("llama")
+        # Defaults of a chat model, which would make every row the same and end it at its first token.
+        softmax.generation_config.update(top_k=1, temperature=0.1, eos_token_id=list(range(64)))
+        table = generate_text(softmax, tmp_path, rows=400, length=2)
         with torch.no_grad():
-            chances = softmax(rows[:1, :1]).logits[0, -1].softmax(-1)
-        first = torch.multinomial(chances, 1, generator=torch.Generator().manual_seed(stable_seed(5, "generated", 0)))
-        assert rows[0, 1] == first
+            chances = softmax(torch.tensor([[softmax.config.bos_token_id]])).logits[0, -1].softmax(-1)
+        drawn = torch.stack([table[number] for number in range(400)])[:, 1].bincount(minlength=64) / 400
+        assert (drawn - chances).abs().max() < 0.05
+
+    def test_batches(self, tmp_path):
+        table = generate_text(softmax_model("llama"), tmp_path, rows=12, length=9)
         batch = PackedText(table, held_out=2).batch("distill", 0, 2)
         assert batch["input_ids"].shape == (2, 9)

@@ -11,8 +11,9 @@ from accelerate import Accelerator
 from diffusers import DiffusionPipeline
 from PIL import Image
 
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import LatentDataset, TrainingConfig
-from mhla_hf.training.config import CacheConfig
+from mhla_hf.training.config import Bucket, CacheConfig
 from mhla_hf.training.data.cache import make_cache
 from mhla_hf.training.data.folders import UnusableSampleError
 from mhla_hf.training.data.images import (
@@ -21,8 +22,7 @@ from mhla_hf.training.data.images import (
     image_grid,
     read_image,
 )
-from mhla_hf.training.families import FAMILIES
-from mhla_hf.training.families.sana import sana_instruction
+from mhla_hf.training.families import FAMILIES, sana_instruction
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.validation import make_validator
 
@@ -80,9 +80,9 @@ class TestFolders:
             save_image(tmp_path / name)
         (tmp_path / "b.txt").write_text(" a brown wall\n")
         with pytest.raises(UnusableSampleError, match=r"a\.png has no caption"):
-            captioned_images(tmp_path, height=8, width=8)[1].load()
+            captioned_images(tmp_path, [Bucket(8, 8)])[1].load()
         (tmp_path / "inner" / "a.txt").write_text("again")
-        samples = captioned_images(tmp_path, height=8, width=16)
+        samples = captioned_images(tmp_path, [Bucket(8, 16)])
         assert [sample.condition for sample in samples] == ["a brown wall", "again"]
         image = samples[1].load()
         assert image.shape == (3, 8, 16) and image.dtype == torch.float32
@@ -90,16 +90,16 @@ class TestFolders:
         assert torch.allclose(image, expected[:, None, None].expand_as(image), atol=1e-5)
         # A metadata file wins.
         (tmp_path / "metadata.csv").write_text("image,prompt\nb.jpg,a wall\n")
-        assert [sample.condition for sample in captioned_images(tmp_path, height=8, width=8)] == ["a wall"]
+        assert [sample.condition for sample in captioned_images(tmp_path, [Bucket(8, 8)])] == ["a wall"]
 
     def test_bad_folders_are_named(self, tmp_path):
         def classes():
-            return class_images(tmp_path, height=8, width=8, known_labels={}, num_classes=3)
+            return class_images(tmp_path, [Bucket(8, 8)], known_labels={}, num_classes=3)
 
         with pytest.raises(ValueError, match="existing folder"):
-            captioned_images(tmp_path / "none", height=8, width=8)
+            captioned_images(tmp_path / "none", [Bucket(8, 8)])
         with pytest.raises(ValueError, match="has no images"):
-            captioned_images(tmp_path, height=8, width=8)
+            captioned_images(tmp_path, [Bucket(8, 8)])
         with pytest.raises(ValueError, match="one folder of images per class"):
             classes()
         (tmp_path / "empty").mkdir()
@@ -135,17 +135,17 @@ class TestEncoding:
 
     def test_text_is_what_the_pipeline_gives_the_transformer(self, pipelines):
         """With the pipeline's own instruction before the prompt, and without before the empty one."""
-        pipeline, family, config = pipelines["sana"], FAMILIES["sana"], CacheConfig(max_sequence_length=24)
+        pipeline, family = pipelines["sana"], FAMILIES["sana"]
         assert sana_instruction(pipeline)[-1] == "User Prompt: "
         inputs = transformer_inputs(pipeline, prompt="a three", max_sequence_length=24, height=512, width=512)
-        texts = family.encode_null_condition(pipeline, config, 0), family.encode_condition(pipeline, "a three", config)
+        texts = family.encode_null_condition(pipeline, 24, 0), family.encode_condition(pipeline, "a three", 24)
         for row, own in enumerate(texts):
             mask = inputs["encoder_attention_mask"][row]
             length = len(own["prompt_attention_mask"])
             assert torch.equal(own["prompt_attention_mask"], mask[:length])
             assert not mask[length:].any() or length == 24
             assert torch.allclose(own["prompt_embeds"], inputs["encoder_hidden_states"][row, :length], atol=1e-6)
-        other = family.encode_condition(pipeline, "a four", config)
+        other = family.encode_condition(pipeline, "a four", 24)
         assert not torch.equal(other["prompt_embeds"], texts[1]["prompt_embeds"])
 
 
@@ -163,16 +163,16 @@ class TestCache:
             (data / f"{name}.txt").write_text(f"a {name} wall")
         (data / "green.png").write_bytes(b"damaged")
         config = options(directories["sana"], tmp_path)
-        cache_config = CacheConfig(data=str(data), height=64, max_sequence_length=16)
-        directory = make_cache(config, cache_config, Accelerator(cpu=True))
+        cache_config = CacheConfig(data=str(data), sizes="64,64", max_sequence_length=16)
+        directory = make_cache(config, cache_config, Accelerator(cpu=True), ModelDirectory.open(config.model))
         assert f"cache: left out: {data / 'green.png'} cannot be read" in caplog.text
         assert "cache: 1 of 3 samples were left out; 'skipped' in" in caplog.text
         dataset = LatentDataset(directory)
-        assert len(dataset) == 2 and dataset.latent_shape == (4, 2, 2)
+        assert len(dataset) == 2 and dataset[0]["latents"].shape == (4, 2, 2)
         assert [entry.split(":")[0] for entry in dataset.manifest["skipped"]] == ["green.png"]
         sample, family = dataset[1], FAMILIES["sana"]
         with torch.no_grad():
-            own = family.encode_condition(pipelines["sana"], "a red wall", cache_config)
+            own = family.encode_condition(pipelines["sana"], "a red wall", 16)
             image = torch.tensor([1.0, -1.0, -1.0])[:, None, None].expand(3, 64, 64)
             latents = family.encode_media(pipelines["sana"], image)
         length = len(own["prompt_attention_mask"])
@@ -187,7 +187,7 @@ class TestCache:
         samples = directory / "samples"
         times = {path.name: path.stat().st_mtime_ns for path in samples.iterdir()}
         save_image(data / "green.png", colours["green"])
-        make_cache(config, cache_config, Accelerator(cpu=True))
+        make_cache(config, cache_config, Accelerator(cpu=True), ModelDirectory.open(config.model))
         repaired = LatentDataset(directory)
         assert len(repaired) == 3 and repaired.manifest["skipped"] == []
         assert {path.name: path.stat().st_mtime_ns for path in samples.iterdir()}.items() >= times.items()
@@ -199,8 +199,9 @@ class TestValidation:
             directories[family], tmp_path, **{"validation_inference_steps": 2, "validation_guidance": 3.0, **changes}
         )
         cache_config = CacheConfig(data="digits", num_samples=6, **(cache or {}))
-        dataset = LatentDataset(make_cache(config, cache_config, Accelerator(cpu=True)))
-        return make_validator(PipelineSource(directories[family]), config, dataset, Accelerator(cpu=True))
+        source, accelerator = PipelineSource(directories[family]), Accelerator(cpu=True)
+        dataset = LatentDataset(make_cache(config, cache_config, accelerator, source.model))
+        return make_validator(source, config, dataset, accelerator)
 
     def test_images_are_those_of_the_pipeline(self, directories, pipelines, tmp_path):
         """The same as from the whole pipeline with this seed; and the model is left as it was."""

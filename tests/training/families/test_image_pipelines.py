@@ -40,7 +40,7 @@ def sources(tmp_path_factory):
         size = SIZES[family]
         cached = invoke(
             "cache", directories[family] / "source", directories[family] / "cache", "--data", "digits", "--samples",
-            24, "--height", size, "--width", size, "--quiet", "--device", "cpu",
+            24, "--sizes", f"{size},{size}", "--quiet", "--device", "cpu",
         )  # fmt: skip
         assert cached.exit_code == 0, cached.output
     return directories

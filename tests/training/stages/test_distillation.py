@@ -9,9 +9,8 @@ import torch
 from accelerate import Accelerator
 
 from mhla_hf.conversion import convert_pretrained
-from mhla_hf.training import DiffusionTrainer, TrainingConfig
+from mhla_hf.training import DiffusionTrainer, DiTObjective, TrainingConfig
 from mhla_hf.training.data.batches import DataOrder, make_batch
-from mhla_hf.training.families.dit import DEFAULT_SCHEDULER
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
@@ -98,7 +97,7 @@ class _Runnable:
 
 class TestLosses:
     def test_of_learned_variances(self):
-        schedule = NoiseSchedule.from_config(DEFAULT_SCHEDULER)
+        schedule = NoiseSchedule.from_config(DiTObjective().scheduler)
         generator = torch.Generator().manual_seed(0)
         output, target = (torch.randn(3, 8, 4, 4, generator=generator).requires_grad_() for _ in range(2))
         noisy, steps = torch.randn(3, 4, 4, 4, generator=generator), torch.tensor([0, 40, 999])

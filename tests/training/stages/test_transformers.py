@@ -255,5 +255,5 @@ class TestFiles:
             TransformersTrainer(options(model=tmp_path / "elsewhere"), source)
         with pytest.raises(ValueError, match="is an ordinary model; say how to convert it"):
             TransformersTrainer(options(model=tmp_path / "gone"), source)
-        with pytest.raises(ValueError, match="is MHLA itself"):
+        with pytest.raises(ValueError, match="has no softmax model for model of"):
             _ = TransformersSource(tmp_path / "elsewhere", teacher_location=str(tmp_path / "elsewhere")).teacher

@@ -1,0 +1,574 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of diffusion models that can be trained: how each encodes its data, its objective and its sizes.
+
+Shapes: C channels, F frames (videos only), H height and W width, of media in pixels and with a prime of latents.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from ..models.directory import ModelDirectory
+from ..models.registry import FAMILIES as MODEL_FAMILIES
+from ..models.registry import MHLA_CLASSES, family_for
+from ..models.weight_files import check_weights, damage_named
+from ..utils.compat.diffusers import call_default
+from ..utils.files import Types, check_fields, read_json
+from .config import COMPONENTS, DIGITS, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
+from .data.images import find_label, pipeline_labels
+from .stages.objectives import DiTObjective, Objective, SanaObjective, WanObjective
+
+
+# The factor of a VAE or a patch, or the side of an image in latents, is far below.
+_MOST = 4096
+_MOST_STAGES = 12
+_MOST_TIMESTEPS = 100_000
+_NUMBERS: Types = (float, type(None))
+_SCHEDULER_FIELDS: dict[str, Types] = {
+    "_class_name": str,
+    "prediction_type": str,
+    "beta_schedule": str,
+    "num_train_timesteps": int,
+    "trained_betas": (list, type(None)),
+    **dict.fromkeys(("flow_shift", "shift", "beta_start", "beta_end"), _NUMBERS),
+}
+# Entries of a scheduler's configuration that the noise of DiT depends on.
+_NOISE_ENTRIES = (
+    "beta_start", "beta_end", "beta_schedule", "num_train_timesteps", "prediction_type", "trained_betas",
+    "rescale_betas_zero_snr", "use_flow_sigmas", "_class_name",
+)  # fmt: skip
+_LAYER_COUNTS = ("num_layers", "num_hidden_layers", "num_decoder_layers", "layers_per_block")
+# Shift of models that come without a pipeline.
+_DEFAULT_SHIFT = 3.0
+_DIGIT_VIDEO = "64,64,17"
+_DIGIT_IMAGE_SIDE = 64
+# The label without class that diffusers' DiTPipeline has built in.
+_GUIDANCE_LABEL = 1000
+
+
+@dataclass(frozen=True)
+class SampleSizes:
+    """Constraints of a pipeline on the sizes of its samples.
+
+    Attributes:
+        spatial_factor: Pixels of height or width per latent.
+        temporal_factor: Frames per latent; the first frame is one latent.
+        patch_size: Height and width of a token, in latents.
+        own_size: Height and width that an image model was made for, in pixels; 0 for video models.
+        num_classes: Number of classes of the model; 0 if it is conditioned on text.
+    """
+
+    spatial_factor: int
+    temporal_factor: int
+    patch_size: tuple[int, int]
+    own_size: int
+    num_classes: int
+
+    def check(self, buckets: tuple[Bucket, ...]) -> None:
+        """Check that the VAE and the transformer's patches divide the wanted sizes.
+
+        Raises:
+            ValueError: If they do not; the message names the size.
+        """
+        rows, columns = (self.spatial_factor * side for side in self.patch_size)
+        for bucket in buckets:
+            if self.own_size and bucket.num_frames > 1:
+                raise ValueError(f"sizes of images have height and width only, got {bucket.num_frames} frames")
+            for name, length, multiple, rest in (
+                ("height", bucket.height, rows, 0),
+                ("width", bucket.width, columns, 0),
+                ("frames", bucket.num_frames, self.temporal_factor, 1),
+            ):
+                if (length - rest) % multiple:
+                    allowed = "plus 1" if rest else "for this pipeline"
+                    raise ValueError(f"sizes: {name} must be a multiple of {multiple} {allowed}, got {length}")
+
+
+class Family(ABC):
+    """A family of diffusion models: its encoding of data and prompts, its objective and the sizes of its samples.
+
+    Attributes:
+        objective: Class of the objective.
+        encoders: Parts of the pipeline that encode samples.
+        text_length: Default number of tokens that captions are padded to; 0 for models of classes.
+        video_size: Default height, width and number of frames; empty for models of images.
+        pipeline_options: Entries of the pipeline's configuration that its sampling depends on.
+    """
+
+    name: ClassVar[str]
+    objective: ClassVar[type[Objective]]
+    encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
+    text_length: ClassVar[int] = 0
+    video_size: ClassVar[str] = ""
+    pipeline_options: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def prompt_encoders(self) -> tuple[str, ...]:
+        """Parts of the pipeline that encode prompts."""
+        return tuple(name for name in self.encoders if name != "vae")
+
+    @abstractmethod
+    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
+        """Make the objective of a run.
+
+        Args:
+            config: The options.
+            directory: The pipeline that training starts from; None for a model without one.
+
+        Raises:
+            ValueError: If the pipeline's scheduler does not go with this objective.
+        """
+
+    def check_model(self, config: Any) -> None:  # noqa: B027
+        """Check that a model of a configuration can be trained; by default all can.
+
+        Raises:
+            ValueError: If it is of a kind that needs another objective.
+        """
+
+    def sizes(self, directory: ModelDirectory) -> SampleSizes:
+        """Read the sizes of samples that a pipeline takes; those of images by default.
+
+        Raises:
+            ValueError: If a configuration is damaged.
+        """
+        path, config = directory.root / "vae" / "config.json", directory.config
+        vae = read_json(path, "the VAE's configuration")
+        stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
+        if not isinstance(stages, list) or not 1 <= len(stages) <= _MOST_STAGES:
+            raise ValueError(
+                f"the VAE's configuration {path}: 'block_out_channels' must be a list of 1 to {_MOST_STAGES} numbers."
+            )
+        factor = 2 ** (len(stages) - 1)
+        model_path = directory.folder / "config.json"
+        patch, own_size = (_count(config, name, model_path) for name in ("patch_size", "sample_size"))
+        num_classes = 0 if self.text_length else _count(config, "num_embeds_ada_norm", model_path, 10**9)
+        return SampleSizes(factor, 1, (patch, patch), own_size * factor, num_classes)
+
+    def complete(self, config: CacheConfig, sizes: SampleSizes) -> tuple[CacheConfig, tuple[Bucket, ...]]:
+        """Fill in the options that were not given, and return them with the sizes.
+
+        Videos are 480x832 with 81 frames, moving digits 64x64 with 17. Images have the size that the model was made
+        for; digits at most 64x64, except for DiT, whose pipeline makes images of one size only.
+
+        Raises:
+            ValueError: If a size does not fit the pipeline; the message names it.
+        """
+        side = sizes.own_size
+        if config.data == DIGITS and not sizes.num_classes:
+            side = min(side, _DIGIT_IMAGE_SIDE)
+        default = self.video_size and (_DIGIT_VIDEO if config.data == DIGITS else self.video_size)
+        frames = parse_sizes(default)[0].num_frames if default else 1
+        buckets = parse_sizes(config.sizes or default or f"{side},{side}", frames)
+        sizes.check(buckets)
+        # Written out: a text without frames means the default.
+        text = ";".join(f"{each.height},{each.width}" + f",{each.num_frames}" * bool(default) for each in buckets)
+        length = config.max_sequence_length or self.text_length or None
+        return config.replace(sizes=text, max_sequence_length=length), buckets
+
+    @abstractmethod
+    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
+        """Encode one video or image.
+
+        Args:
+            pipeline: The pipeline, without its transformer.
+            media: See `DataSample.load`.
+
+        Returns:
+            Latents as the transformer takes them, fp32.
+        """
+
+    @abstractmethod
+    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
+        """Encode a caption or class.
+
+        Args:
+            pipeline: See `encode_media`.
+            condition: See `DataSample`.
+            length: Tokens that captions are padded to.
+
+        Returns:
+            The tensors of the objective's `condition_names`, text without its padding.
+        """
+
+    @abstractmethod
+    def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
+        """Encode the condition of a sample without caption or class, as the pipeline's guidance takes it."""
+
+    @abstractmethod
+    def validation_inputs(
+        self,
+        pipeline: Any,
+        directory: ModelDirectory,
+        config: TrainingConfig,
+        size: Bucket,
+        length: int | None,
+        classes: Mapping[str, int],
+    ) -> list[dict[str, Any]]:
+        """Encode the prompts of validation samples.
+
+        Args:
+            pipeline: See `encode_media`.
+            directory: The pipeline that training started from.
+            config: The options of the run.
+            size: Size of the samples.
+            length: Tokens that prompts are padded to.
+            classes: Numbers of the classes that are trained on.
+
+        Returns:
+            Arguments of the pipeline's call for each prompt.
+
+        Raises:
+            ValueError: If the pipeline cannot make one of the samples.
+        """
+
+
+class Wan(Family):
+    """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions to `prompt_embeds` `[l, D]`."""
+
+    name = "wan"
+    objective = WanObjective
+    text_length = 512
+    video_size = "480,832,81"
+    pipeline_options = ("expand_timesteps",)
+
+    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
+        """Restrict each of two transformers of a pipeline to its side of the boundary."""
+        boundary = None if directory is None or directory.index is None else directory.index.get("boundary_ratio")
+        noise = _flow_noise(config, directory)
+        if boundary is None:
+            return WanObjective(**noise)
+        is_first = directory is not None and directory.component == "transformer"
+        return WanObjective(**noise, sigma_range=(float(boundary), 1.0) if is_first else (0.0, float(boundary)))
+
+    def check_model(self, config: Any) -> None:
+        """Refuse image-to-video models."""
+        in_channels = config.get("in_channels", 16)
+        # As in diffusers, `null` stands for as many as go in.
+        if in_channels != (config.get("out_channels", 16) or in_channels):
+            raise ValueError("model: this is an image-to-video model, which cannot be trained here yet")
+
+    def sizes(self, directory: ModelDirectory) -> SampleSizes:
+        path, vae_path = directory.folder / "config.json", directory.root / "vae" / "config.json"
+        patch = check_fields(directory.config, f"the configuration {path}", required={"patch_size": list})[
+            "patch_size"
+        ]
+        height, width = (_count({"patch_size": side}, "patch_size", path) for side in patch[-2:])
+        # Checkpoints older than these entries have the VAE of Wan 2.1.
+        defaults = {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
+        vae = {**defaults, **read_json(vae_path, "the VAE's configuration")}
+        temporal, spatial = (_count(vae, name, vae_path) for name in defaults)
+        return SampleSizes(spatial, temporal, (height, width), 0, 0)
+
+    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
+        return encode_videos(pipeline.vae, media[None])[0]
+
+    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
+        embeddings, _ = pipeline.encode_prompt(
+            str(condition), do_classifier_free_guidance=False, max_sequence_length=length
+        )
+        used = embeddings[0].abs().sum(dim=1).nonzero()
+        return {"prompt_embeds": embeddings[0, : int(used.max()) + 1 if len(used) else 0]}
+
+    def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
+        """Encode the empty prompt."""
+        return self.encode_condition(pipeline, "", length)
+
+    def validation_inputs(
+        self,
+        pipeline: Any,
+        directory: ModelDirectory,
+        config: TrainingConfig,
+        size: Bucket,
+        length: int | None,
+        classes: Mapping[str, int],
+    ) -> list[dict[str, Any]]:
+        embeddings, negative = pipeline.encode_prompt(
+            list(config.validation_prompts),
+            negative_prompt=config.validation_negative_prompt,
+            max_sequence_length=length,
+            device=pipeline.text_encoder.device,
+        )
+        return [
+            {"prompt_embeds": own[None].cpu(), "negative_prompt_embeds": other[None].cpu(), **vars(size)}
+            for own, other in zip(embeddings, negative, strict=True)
+        ]
+
+
+class Sana(Family):
+    """Images `[3, H, W]` to `[C, H', W']`; captions to `prompt_embeds` `[l, D]`, `prompt_attention_mask` `[l]`.
+
+    Captions follow the instruction that the pipeline puts before prompts by default ("complex human instruction"), and
+    the empty prompt goes without it: training sees text as inference does.
+    """
+
+    name = "sana"
+    objective = SanaObjective
+    text_length = 300
+
+    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
+        """Take a shift that the options do not give from the pipeline's scheduler."""
+        return SanaObjective(**_flow_noise(config, directory))
+
+    def check_model(self, config: Any) -> None:
+        """Refuse SANA-Sprint, which is distilled."""
+        if config.get("guidance_embeds"):
+            raise ValueError(
+                "model: this is a SANA-Sprint model, which is distilled and not trained by flow matching; train the "
+                "SANA model that it comes from"
+            )
+
+    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
+        vae = pipeline.vae
+        return _encode(vae, media[None]).latent[0].float() * vae.config.scaling_factor
+
+    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
+        embeddings, mask, _, _ = pipeline.encode_prompt(
+            str(condition),
+            do_classifier_free_guidance=False,
+            max_sequence_length=length,
+            complex_human_instruction=sana_instruction(pipeline),
+        )
+        return _without_padding(embeddings[0], mask[0])
+
+    def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
+        """Encode the empty negative prompt."""
+        _, _, embeddings, mask = pipeline.encode_prompt("", negative_prompt="", max_sequence_length=length)
+        return _without_padding(embeddings[0], mask[0])
+
+    def validation_inputs(
+        self,
+        pipeline: Any,
+        directory: ModelDirectory,
+        config: TrainingConfig,
+        size: Bucket,
+        length: int | None,
+        classes: Mapping[str, int],
+    ) -> list[dict[str, Any]]:
+        names = [f"{kind}prompt_{part}" for kind in ("", "negative_") for part in ("embeds", "attention_mask")]
+        encoded = pipeline.encode_prompt(
+            list(config.validation_prompts),
+            negative_prompt=config.validation_negative_prompt,
+            max_sequence_length=length,
+            complex_human_instruction=sana_instruction(pipeline),
+            device=pipeline.text_encoder.device,
+        )
+        # By default the negative prompt is an empty text, which the pipeline refuses beside embeddings.
+        common = {"negative_prompt": None, "height": size.height, "width": size.width, "use_resolution_binning": False}
+        by_prompt = zip(*(tensor.cpu().split(1) for tensor in encoded), strict=True)
+        return [{**dict(zip(names, tensors, strict=True)), **common} for tensors in by_prompt]
+
+
+class DiT(Family):
+    """Images `[3, H, W]` to `[C, H', W']`; classes to `class_label` `[]`, int64."""
+
+    name = "dit"
+    objective = DiTObjective
+    encoders = ("vae",)
+
+    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
+        """Take the noise of the pipeline's scheduler."""
+        stored = {} if directory is None else read_scheduler(directory)
+        noise = {name: stored[name] for name in _NOISE_ENTRIES if stored.get(name) is not None}
+        return DiTObjective(scheduler=noise) if noise else DiTObjective()
+
+    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
+        """Return the mode of the VAE's distribution, scaled as the pipeline scales it."""
+        vae = pipeline.vae
+        return _encode(vae, media[None]).latent_dist.mode()[0].float() * vae.config.scaling_factor
+
+    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
+        return {"class_label": torch.tensor(int(condition))}
+
+    def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
+        """Return the label after the last class."""
+        return {"class_label": torch.tensor(num_classes)}
+
+    def validation_inputs(
+        self,
+        pipeline: Any,
+        directory: ModelDirectory,
+        config: TrainingConfig,
+        size: Bucket,
+        length: int | None,
+        classes: Mapping[str, int],
+    ) -> list[dict[str, Any]]:
+        sizes = self.sizes(directory)
+        if {size.height, size.width} != {sizes.own_size}:
+            raise ValueError(
+                f"validation_prompts: the pipeline makes images of {sizes.own_size}x{sizes.own_size} only, and the "
+                f"cache has {size.height}x{size.width}"
+            )
+        if config.validation_guidance > 1 and sizes.num_classes != _GUIDANCE_LABEL:
+            raise ValueError(
+                f"validation_guidance must be at most 1: the pipeline's guidance is for models of {_GUIDANCE_LABEL} "
+                f"classes, and this one has {sizes.num_classes}"
+            )
+        # The classes of the data come first where an error lists them, and mean what they mean there.
+        known = {**classes, **pipeline_labels((directory.index or {}).get("id2label")), **classes}
+        return [{"class_labels": [find_label(each, known, sizes.num_classes)]} for each in config.validation_prompts]
+
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), Sana(), DiT())}
+"""The families by name."""
+
+
+def family_of_class(class_name: str, what: str = "model") -> Family:
+    """Return the family of a transformer class, upstream or MHLA.
+
+    Args:
+        class_name: As in `_class_name` of a config.
+        what: Name of the model in the error.
+
+    Raises:
+        ValueError: If such models cannot be trained here.
+    """
+    known = MODEL_FAMILIES.get(class_name) or MHLA_CLASSES.get(class_name)
+    if known is None or known.name not in FAMILIES:
+        classes = [family_for(family.objective.model_class) for family in FAMILIES.values()]
+        supported = ", ".join(f"{each.upstream}, {each.mhla_class}" for each in classes)
+        raise ValueError(f"{what} is a {class_name}, which cannot be trained here; supported: {supported}")
+    return FAMILIES[known.name]
+
+
+def objective_for(
+    model: Any, directory: ModelDirectory | str | os.PathLike[str] | None = None, config: TrainingConfig | None = None
+) -> Objective:
+    """The objective that a model is trained and evaluated with.
+
+    Args:
+        model: The transformer.
+        directory: The pipeline it comes from; its scheduler decides how samples are noised. None takes the defaults
+            of the family.
+        config: Options that change it; None changes nothing.
+
+    Raises:
+        ValueError: If such models cannot be trained here, an option belongs to other models, or the scheduler does
+            not go with the objective.
+    """
+    config = config or TrainingConfig()
+    # Sharding replaces the class of a model by a subclass.
+    names = [cls.__name__ for cls in type(model).__mro__]
+    family = family_of_class(next((name for name in names if name in {**MODEL_FAMILIES, **MHLA_CLASSES}), names[0]))
+    family.check_model(model.config)
+    check_options(config, family.name)
+    if directory is not None and not isinstance(directory, ModelDirectory):
+        directory = ModelDirectory.open(directory, config.component)
+    return family.make_objective(config, directory)
+
+
+def sana_instruction(pipeline: Any) -> list[str]:
+    """Return the lines that a SANA pipeline puts before prompts by default."""
+    return list(call_default(pipeline, "complex_human_instruction"))
+
+
+def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:
+    """Encode videos to normalised latents: the mean of the distribution, less the VAE's mean, over its deviation.
+
+    Args:
+        vae: An `AutoencoderKLWan`.
+        videos: `[N, 3, F, H, W]` in [-1, 1].
+
+    Returns:
+        `[N, C, F', H', W']`, fp32, as Wan's transformer takes it.
+    """
+    with torch.no_grad():
+        encoded = _encode(vae, videos).latent_dist.mode().float()
+    mean = torch.tensor(vae.config.latents_mean, device=encoded.device).view(1, -1, 1, 1, 1)
+    deviation = torch.tensor(vae.config.latents_std, device=encoded.device).view(1, -1, 1, 1, 1)
+    return (encoded - mean) / deviation
+
+
+def read_scheduler(directory: ModelDirectory) -> dict[str, Any]:
+    """Read the scheduler's configuration of a pipeline; empty for a pipeline without scheduler.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    path = directory.root / "scheduler" / "scheduler_config.json"
+    # A link that leads nowhere is an error, and no missing file.
+    if not os.path.lexists(path):
+        return {}
+    config = read_json(path, "the scheduler's configuration", optional=_SCHEDULER_FIELDS)
+    if not 1 <= config.get("num_train_timesteps", 1) <= _MOST_TIMESTEPS:
+        raise ValueError(
+            f"the scheduler's configuration {path}: 'num_train_timesteps' must be from 1 to {_MOST_TIMESTEPS:,}."
+        )
+    return config
+
+
+def load_encoders(directory: ModelDirectory) -> Any:
+    """Load a pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU.
+
+    Raises:
+        ValueError: If diffusers has no such pipeline, or its files are damaged; the message names them.
+    """
+    import diffusers
+
+    root, index = directory.root, directory.index or {}
+    transformers = {name: None for name in COMPONENTS if name in index}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.name in {*index} - {*transformers}):
+        tensors = check_weights(folder)
+        for path in sorted(folder.glob("*.json")):
+            content = read_json(path, "the pipeline's file")
+            for name in _LAYER_COUNTS if tensors and path.name == "config.json" else ():
+                # A layer has a tensor at least, and building millions of layers takes hours.
+                if isinstance(content.get(name), int) and content[name] > tensors:
+                    raise ValueError(f"the pipeline's file {path}: {name!r} is above the {tensors} tensors beside it.")
+    with damage_named(root):
+        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(root, **transformers)
+    pipeline.set_progress_bar_config(disable=True)
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(False).eval()
+    return pipeline
+
+
+def _flow_noise(config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
+    """Distribution of noise levels of flow matching; a shift that the options do not give is the scheduler's."""
+    shift: float | None = _DEFAULT_SHIFT
+    if directory is not None:
+        scheduler = read_scheduler(directory)
+        # Schedulers for flow matching alone have no such entry.
+        prediction_type = scheduler.get("prediction_type", "flow_prediction")
+        shift = float(scheduler.get("flow_shift") or scheduler.get("shift") or 1.0)
+        if prediction_type != "flow_prediction" or not 0 < shift < math.inf:
+            raise ValueError(
+                f"model: the scheduler of {directory.root}, {scheduler.get('_class_name')}, has prediction_type="
+                f"{prediction_type!r} and a shift of {shift}; for flow matching prediction_type must be "
+                "'flow_prediction', and the shift above 0"
+            )
+    given = {"logit_mean": config.logit_mean, "logit_std": config.logit_std, "flow_shift": config.flow_shift or shift}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _count(config: Mapping[str, Any], name: str, path: Path, most: int = _MOST) -> int:
+    """Read a positive integer of a configuration; a ValueError names the file."""
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(
+            f"the configuration {path}: {name!r} must be an integer from 1 to {most:,}, got {value!r:.40}."
+        )
+    return value
+
+
+def _encode(vae: Any, media: torch.Tensor) -> Any:
+    """Call a VAE's `encode` on its device and in its type."""
+    parameter = next(vae.parameters())
+    return vae.encode(media.to(parameter.device, parameter.dtype))
+
+
+def _without_padding(embeddings: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Cut the padding off embeddings `[L, D]` and their mask `[L]`."""
+    used = mask.nonzero()
+    # With everything masked, attention would look at the padding: it stays.
+    length = int(used.max()) + 1 if len(used) else len(mask)
+    return {"prompt_embeds": embeddings[:length], "prompt_attention_mask": mask[:length]}

@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training objectives of diffusion models: the interface, flow matching for Wan and SANA, noise prediction for DiT.
+
+Objectives know tensors and a model. In flow matching a clean latent x_0 and noise eps are joined by a straight line,
+x_t = (1 - sigma) x_0 + sigma eps, and the model predicts its direction eps - x_0 (Lipman et al., "Flow Matching for
+Generative Modeling", 2023). Noise levels are logit-normal (Esser et al., "Scaling Rectified Flow Transformers", 2024),
+then shifted as the sampler shifts them. See `noise_prediction` for DiT's functions.
+
+Shapes: B batch, C channels, then F frames (videos only), H height and W width of latents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import send_to_device
+from torch import nn
+
+from ...models.registry import family_for
+from . import noise_prediction
+from .noise_prediction import NoiseSchedule
+
+
+Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
+
+# Scheduler of DiT's pipeline, for models that come without one.
+_DIT_SCHEDULER = {
+    "beta_start": 1e-4,
+    "beta_end": 0.02,
+    "beta_schedule": "linear",
+    "num_train_timesteps": 1000,
+    "prediction_type": "epsilon",
+}
+NUM_TRAIN_TIMESTEPS = 1000
+
+
+def shift_sigmas(sigmas: torch.Tensor, flow_shift: float) -> torch.Tensor:
+    """Shift noise levels towards 1: s sigma / (1 + (s - 1) sigma), as diffusers' flow schedulers do.
+
+    Args:
+        sigmas: Noise levels in [0, 1], any shape.
+        flow_shift: s; 1 changes nothing, Wan uses 3 at 480p and 5 at 720p.
+
+    Returns:
+        Shifted noise levels, same shape and dtype.
+    """
+    return flow_shift * sigmas / (1 + (flow_shift - 1) * sigmas)
+
+
+def unshift_sigmas(sigmas: torch.Tensor, flow_shift: float) -> torch.Tensor:
+    """Invert `shift_sigmas`."""
+    return shift_sigmas(sigmas, 1.0 / flow_shift)
+
+
+def sigmas_from_uniform(
+    uniform: torch.Tensor,
+    *,
+    logit_mean: float = 0.0,
+    logit_std: float = 1.0,
+    flow_shift: float = 1.0,
+    sigma_range: tuple[float, float] = (0.0, 1.0),
+) -> torch.Tensor:
+    """Map uniform draws to shifted logit-normal noise levels by the inverse distribution function.
+
+    Working from uniform draws makes stratified draws, and draws conditioned on a range, exact.
+
+    Args:
+        uniform: Draws in [0, 1), any shape; float64 is best.
+        logit_mean: Mean of logit(sigma) before the shift.
+        logit_std: Standard deviation of logit(sigma) before the shift, above 0.
+        flow_shift: See `shift_sigmas`.
+        sigma_range: The draws are conditioned on the shifted noise level lying here; Wan 2.2's two transformers are
+            trained on [boundary, 1] and [0, boundary].
+
+    Returns:
+        Noise levels, fp32, same shape as `uniform`.
+
+    Raises:
+        ValueError: If `sigma_range` is not an increasing pair within [0, 1].
+    """
+    low, high = sigma_range
+    if not 0 <= low < high <= 1:
+        raise ValueError(f"sigma_range must be an increasing pair within [0, 1], got {sigma_range}")
+    # Rounding can push a bound of 1 past 1, where the logit is not defined.
+    bounds = unshift_sigmas(torch.tensor([low, high], dtype=torch.float64), flow_shift).clamp(0, 1)
+    quantiles = torch.special.ndtr((torch.logit(bounds) - logit_mean) / logit_std).tolist()
+    # A draw of exactly 0 would map to minus infinity.
+    position = uniform.double().clamp(1e-12, 1 - 1e-12) * (quantiles[1] - quantiles[0]) + quantiles[0]
+    sigmas = torch.sigmoid(logit_mean + logit_std * torch.special.ndtri(position))
+    return shift_sigmas(sigmas, flow_shift).clamp(low, high).float()
+
+
+def sample_sigmas(
+    batch_size: int,
+    *,
+    generator: torch.Generator | None = None,
+    logit_mean: float = 0.0,
+    logit_std: float = 1.0,
+    flow_shift: float = 1.0,
+    sigma_range: tuple[float, float] = (0.0, 1.0),
+) -> torch.Tensor:
+    """Draw noise levels; see `sigmas_from_uniform` for the arguments.
+
+    Returns:
+        Noise levels `[B]`, fp32, on the CPU.
+    """
+    uniform = torch.rand(batch_size, generator=generator, dtype=torch.float64)
+    return sigmas_from_uniform(
+        uniform, logit_mean=logit_mean, logit_std=logit_std, flow_shift=flow_shift, sigma_range=sigma_range
+    )
+
+
+def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
+    """x_t = (1 - sigma) x_0 + sigma eps.
+
+    Args:
+        latents: Clean latents x_0 `[B, C, ...]`.
+        noise: eps, same shape.
+        sigmas: Noise levels `[B]`.
+
+    Returns:
+        x_t, same shape and dtype as `latents`.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+    """
+    if noise.shape != latents.shape or sigmas.shape != latents.shape[:1]:
+        raise ValueError(
+            f"noise must have the shape of latents, {tuple(latents.shape)}, and sigmas its first axis; got "
+            f"{tuple(noise.shape)} and {tuple(sigmas.shape)}"
+        )
+    sigmas = sigmas.to(latents).reshape(-1, *[1] * (latents.ndim - 1))
+    return (1 - sigmas) * latents + sigmas * noise
+
+
+def flow_matching_target(latents: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Target of the model: eps - x_0, the direction from data to noise."""
+    return noise - latents
+
+
+def timesteps_from_sigmas(sigmas: torch.Tensor) -> torch.Tensor:
+    """Timesteps as the flow schedulers of diffusers count them: 1000 sigma, same shape, fp32."""
+    return sigmas.float() * NUM_TRAIN_TIMESTEPS
+
+
+def flow_matching_losses(prediction: torch.Tensor, latents: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of each sample `[B]`, in fp32."""
+    error = prediction.float() - flow_matching_target(latents, noise).float()
+    return error.square().flatten(1).mean(1)
+
+
+def flow_matching_loss(prediction: torch.Tensor, latents: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Mean squared error between the prediction and eps - x_0, a scalar in fp32.
+
+    Args:
+        prediction: Model output `[B, C, ...]`.
+        latents: Clean latents x_0, same shape.
+        noise: eps, same shape.
+    """
+    return F.mse_loss(prediction.float(), flow_matching_target(latents, noise).float())
+
+
+@dataclass(frozen=True)
+class LatentBatch:
+    """A micro-batch of clean latents with the noise to add to them.
+
+    Attributes:
+        latents: Clean latents `[B, C, ...]`, fp32.
+        noise: Standard normal, same shape, fp32.
+        levels: Noise levels `[B]`, as the objective draws them.
+        condition: Captions or classes, each `[B, ...]`: fp32, or int64 for integers.
+        indices: Where in the data set the samples come from, for messages.
+    """
+
+    latents: torch.Tensor
+    noise: torch.Tensor
+    levels: torch.Tensor
+    condition: dict[str, torch.Tensor]
+    indices: tuple[int, ...] = ()
+
+    def to(self, device: torch.device | str) -> LatentBatch:
+        """The batch on another device."""
+        return LatentBatch(**send_to_device(vars(self), device, non_blocking=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC):
+    """Training objective of the models of one family; the fields of a subclass are the distribution of its noise.
+
+    Attributes:
+        model_class: Name of the diffusers class; its MHLA class is trained in the same way.
+        condition_names: Tensors of a sample besides `latents`, and those of the sample for guidance.
+        sharded_classes: Modules that sharding gathers separately, besides those that the model names.
+    """
+
+    model_class: ClassVar[str]
+    condition_names: ClassVar[tuple[str, ...]]
+    sharded_classes: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values, to compare the objectives of two runs."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @abstractmethod
+    def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
+        """Map uniform draws to noise levels.
+
+        Args:
+            uniform: Draws in [0, 1) `[B]`, float64.
+
+        Returns:
+            `[B]`, sigmas or timesteps.
+        """
+
+    @abstractmethod
+    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        """Add noise to latents.
+
+        Args:
+            latents: Clean latents `[B, C, ...]`.
+            noise: Standard normal, same shape.
+            levels: See `noise_levels`.
+        """
+
+    @abstractmethod
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the keyword arguments of the model's `forward` for noisy latents.
+
+        Args:
+            config: The model's configuration.
+            noisy: See `add_noise`, in the type that the model computes in.
+            levels: See `noise_levels`.
+            condition: The tensors of `condition_names`, each `[B, ...]`.
+        """
+
+    @abstractmethod
+    def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: LatentBatch) -> torch.Tensor:
+        """Compute the loss of each sample `[B]`, fp32.
+
+        Args:
+            prediction: See `predict`.
+            noisy: Input of the model.
+            batch: The batch that it was made from.
+        """
+
+    def distillation_losses(
+        self, prediction: torch.Tensor, target: torch.Tensor, noisy: torch.Tensor, batch: LatentBatch
+    ) -> torch.Tensor:
+        """Compute the mean squared error of each sample's prediction to the teacher's, `[B]`, fp32.
+
+        Args:
+            prediction: See `predict`.
+            target: The teacher's, same shape.
+            noisy: Input of both.
+            batch: The batch that it was made from.
+        """
+        return (prediction.float() - target.float()).square().flatten(1).mean(1)
+
+    def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context to train the model in; restores the model afterwards."""
+        return nullcontext()
+
+    def predict(self, model: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
+        """Run the model on noisy latents; arguments as in `model_inputs`."""
+        return model(**self.model_inputs(model.config, noisy, levels, condition))[0]
+
+    def losses(self, model: nn.Module, batch: LatentBatch, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Compute the loss of each sample `[B]`, fp32.
+
+        Args:
+            model: The transformer.
+            batch: On the model's device.
+            dtype: Type to hand the inputs to the model in; None leaves them in fp32.
+        """
+        noisy = self.add_noise(batch.latents, batch.noise, batch.levels)
+        return self.losses_of(model(**self.inputs_of(model, batch, dtype))[0], noisy, batch)
+
+    def inputs_of(self, model: nn.Module, batch: LatentBatch, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Return the keyword arguments of the model's `forward` for a batch; arguments as in `losses`."""
+        noisy = self.add_noise(batch.latents, batch.noise, batch.levels)
+        condition = {
+            name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            for name, tensor in batch.condition.items()
+        }
+        return self.model_inputs(cast(Any, model.config), noisy.to(dtype or noisy.dtype), batch.levels, condition)
+
+    @classmethod
+    def attention_name(cls, layer: int) -> str:
+        """Name of the self-attention module of a layer, MHLA or not."""
+        return family_for(cls.model_class).layers.format(index=layer).removesuffix(".mhla")
+
+    @classmethod
+    def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
+        """Check what no error of the model would show: whole numbers as latents would round the noise.
+
+        Args:
+            model: The transformer.
+            sample: One of the samples.
+            null_condition: The condition of a sample without caption or class, if there is one.
+
+        Raises:
+            ValueError: If a tensor is missing, or has values that do not fit.
+        """
+        wanted = [(name, sample) for name in ("latents", *cls.condition_names)]
+        wanted += [(name, null_condition) for name in cls.condition_names if null_condition is not None]
+        for name, tensors in wanted:
+            if name not in tensors:
+                what = "null_condition" if tensors is null_condition else "a sample"
+                raise ValueError(f"{what} must have {', '.join(cls.condition_names)}; it lacks {name}")
+        if not sample["latents"].is_floating_point():
+            raise ValueError(f"the latents of the samples must be floating-point, got {sample['latents'].dtype}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowObjective(Objective):
+    """Flow matching on logit-normal noise levels; see `sigmas_from_uniform` for the fields."""
+
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    flow_shift: float = 1.0
+    sigma_range: tuple[float, float] = (0.0, 1.0)
+
+    def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
+        """Return sigmas in [0, 1], fp32."""
+        return sigmas_from_uniform(
+            uniform,
+            logit_mean=self.logit_mean,
+            logit_std=self.logit_std,
+            flow_shift=self.flow_shift,
+            sigma_range=self.sigma_range,
+        )
+
+    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        """Return x_t = (1 - sigma) x_0 + sigma eps."""
+        return add_noise(latents, noise, levels)
+
+    def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: LatentBatch) -> torch.Tensor:
+        """Return the mean squared error to the direction from data to noise."""
+        return flow_matching_losses(prediction, batch.latents, batch.noise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanObjective(FlowObjective):
+    """Flow matching of videos; samples have `latents` `[C, F, H, W]` and `prompt_embeds` `[L, D]`."""
+
+    model_class = "WanTransformer3DModel"
+    condition_names = ("prompt_embeds",)
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
+        return {
+            "hidden_states": noisy,
+            "timestep": timesteps_from_sigmas(levels),
+            "encoder_hidden_states": condition["prompt_embeds"],
+            "return_dict": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SanaObjective(FlowObjective):
+    """Flow matching of images.
+
+    Samples have `latents` `[C, H, W]`, `prompt_embeds` `[L, D]` and `prompt_attention_mask` `[L]`.
+    """
+
+    model_class = "SanaTransformer2DModel"
+    condition_names = ("prompt_embeds", "prompt_attention_mask")
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the direction `[B, C, H, W]`."""
+        return {
+            "hidden_states": noisy,
+            "encoder_hidden_states": condition["prompt_embeds"],
+            "encoder_attention_mask": condition["prompt_attention_mask"],
+            # As the pipeline hands it over.
+            "timestep": timesteps_from_sigmas(levels) * config["timestep_scale"],
+            "return_dict": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTObjective(Objective):
+    """Noise prediction on uniform timesteps; where the model predicts variances, with their variational bound.
+
+    Samples have `latents` `[C, H, W]` and `class_label` `[]`, int64. The label of a sample without class is the
+    number of classes.
+
+    Attributes:
+        scheduler: Configuration of the pipeline's scheduler, whose steps are trained.
+
+    Raises:
+        ValueError: If the scheduler is for another objective; see `noise_prediction.NoiseSchedule`.
+    """
+
+    model_class = "DiTTransformer2DModel"
+    condition_names = ("class_label",)
+    # The last layer of the model reuses the first block's embeddings, after that block was resharded.
+    sharded_classes = ("BasicTransformerBlock", "CombinedTimestepLabelEmbeddings")
+
+    scheduler: Mapping[str, Any] = field(default_factory=lambda: dict(_DIT_SCHEDULER))
+
+    def __post_init__(self) -> None:
+        # Fail before the first batch.
+        _ = self.schedule
+
+    @cached_property
+    def schedule(self) -> NoiseSchedule:
+        """The scheduler's betas and all that follows from them, on the CPU."""
+        return NoiseSchedule.from_config(self.scheduler)
+
+    @classmethod
+    def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
+        """Check that labels are those of the model; a wrong null label would train a class."""
+        super().check_data(model, sample, null_condition)
+        config: Any = model.config
+        label, classes = sample["class_label"], config["num_embeds_ada_norm"]
+        if not 0 <= int(label) <= classes:
+            raise ValueError(f"class_label must be a whole number from 0 to {classes} for this model, got {label}")
+        if null_condition is not None and int(null_condition["class_label"]) != classes:
+            raise ValueError(
+                f"null_condition has class_label {int(null_condition['class_label'])}; of a model with {classes} "
+                f"classes it must be {classes}"
+            )
+
+    def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
+        """Return timesteps, int64."""
+        return noise_prediction.timesteps_from_uniform(uniform, self.schedule)
+
+    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        """Return x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps."""
+        return noise_prediction.add_noise(latents, noise, levels, self.schedule)
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts noise `[B, C, H, W]`, and variances in some models."""
+        labels = condition["class_label"]
+        return {"hidden_states": noisy, "timestep": levels, "class_labels": labels, "return_dict": False}
+
+    def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: LatentBatch) -> torch.Tensor:
+        """Return the mean squared error of the noise, plus the weighted variational bound of predicted variances."""
+        return noise_prediction.noise_prediction_losses(
+            prediction, batch.noise, noisy, batch.latents, batch.levels, self.schedule
+        )
+
+    def distillation_losses(
+        self, prediction: torch.Tensor, target: torch.Tensor, noisy: torch.Tensor, batch: LatentBatch
+    ) -> torch.Tensor:
+        """Return the mean squared error to the teacher's noise, plus the divergence from its learned variances."""
+        return noise_prediction.noise_distillation_losses(prediction, target, noisy, batch.levels, self.schedule)
+
+    def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Drop classes by the seed of the sample alone, not also in every block."""
+        return noise_prediction.no_label_dropout(model)
