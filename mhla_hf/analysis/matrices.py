@@ -158,20 +158,22 @@ def softmax_matrix(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionTokens:
-    """Queries and keys of one sample of an attention layer's call, without padding, in float64.
+class SoftmaxTokens:
+    """One sample of the call of a softmax layer: its queries and keys without padding, in float64.
 
     Attributes:
         query: `[1, T, H, K]`, normed and rotated as for softmax.
         key: `[1, T, H, K]`, likewise.
         scaling: Scale of q·k in softmax; `None` for K^-1/2.
         causal: Whether token t sees j ≤ t only.
+        bias: Added to the logits, minus infinity for hidden tokens, `[1 or H, T, T]`; `None` for nothing.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     scaling: float | None
     causal: bool
+    bias: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -195,20 +197,10 @@ class AttentionTokens:
 
     def visible(self, rows: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the number of tokens that each row sees, `[R]`; `None` for all T."""
-        if not self.causal:
-            return None
-        return (torch.arange(self.num_tokens) if rows is None else rows.cpu()) + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoftmaxTokens(AttentionTokens):
-    """One sample of the call of a softmax layer.
-
-    Attributes:
-        bias: Added to the logits, minus infinity for hidden tokens, `[1 or H, T, T]`; `None` for nothing.
-    """
-
-    bias: torch.Tensor | None = None
+        rows = torch.arange(self.num_tokens) if rows is None else rows.cpu()
+        if self.bias is not None:
+            return (self.bias[0] > float("-inf")).sum(-1).cpu()[rows]
+        return rows + 1 if self.causal else None
 
     def matrix(
         self, kind: str | None = None, *, head: int | None = None, rows: torch.Tensor | None = None
@@ -222,16 +214,9 @@ class SoftmaxTokens(AttentionTokens):
         matrix = softmax_matrix(query, key, scale=self.scaling, causal=self.causal, bias=bias, rows=rows)[0]
         return matrix if head is None else matrix[0]
 
-    def visible(self, rows: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return the number of tokens that each row sees, `[R]`; `None` for all T."""
-        if self.bias is None:
-            return super().visible(rows)
-        seen = (self.bias[0] > float("-inf")).sum(-1).cpu()
-        return seen if rows is None else seen[rows.cpu()]
-
 
 @dataclass(frozen=True, kw_only=True)
-class LayerTokens(AttentionTokens):
+class LayerTokens(SoftmaxTokens):
     """One sample of the call of an MHLA layer, which has an attention matrix of each kind.
 
     Attributes:
@@ -299,7 +284,7 @@ class LayerTokens(AttentionTokens):
         elif self.original is not None:
             matrix = linear_matrix(**_of_heads(self.original, heads), eps=_LINEAR_EPS, rows=rows)
         else:
-            matrix = self._softmax(heads, rows, causal=self.causal)
+            return super().matrix(head=head, rows=rows)
         return matrix[0] if head is None else matrix[0, 0]
 
     def normalizer_terms(self, *, head: int, rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -333,9 +318,6 @@ class LayerTokens(AttentionTokens):
             **_of_heads(self.features, heads), mixing=mixing, layout=self.layout, rows=rows, **self._options | options
         )
 
-    def _softmax(self, heads: slice, rows: torch.Tensor | None, **options: Any) -> torch.Tensor:
-        return softmax_matrix(self.query[:, :, heads], self.key[:, :, heads], scale=self.scaling, rows=rows, **options)
-
     def _mhla(self, heads: slice, rows: torch.Tensor | None) -> torch.Tensor:
         mhla, matrix = self.mhla, self._blockwise(heads, rows)
         if mhla.output_norm is not None:
@@ -346,7 +328,8 @@ class LayerTokens(AttentionTokens):
         gains = mhla.window_gain.detach().to(matrix)[:, heads].mean(-1)[..., None, None]
         seen = self._window(torch.arange(self.num_tokens) if rows is None else rows).to(matrix.device)
         bias = torch.zeros_like(matrix[0, 0]).masked_fill(~seen, float("-inf"))
-        return gains[0] * matrix + gains[1] * self._softmax(heads, rows, bias=bias)
+        tokens = self.query[:, :, heads], self.key[:, :, heads]
+        return gains[0] * matrix + gains[1] * softmax_matrix(*tokens, scale=self.scaling, bias=bias, rows=rows)
 
     def _window(self, rows: torch.Tensor) -> torch.Tensor:
         """Tokens that the softmax window lets each row see, BoolTensor `[R, T]`."""
@@ -415,8 +398,10 @@ def layer_tokens(
         raise ValueError("Attention matrices are of complete sequences, without perturbed attention.")
     if sequence is not None and (sequence.documents is not None or sequence.state is not None):
         raise ValueError("Attention matrices are of one text a row, computed without a cache.")
-    causal = mhla.config.causal if sequence is None else sequence.causal
-    original = None
+    causal, valid = mhla.config.causal, None
+    if sequence is not None:
+        causal, valid = sequence.causal, sequence.valid
+    original: Tokens = {}
     with torch.autocast(query.device.type, enabled=False):
         if norms is not None:
             query, key = norms.apply(query, key)
@@ -427,22 +412,20 @@ def layer_tokens(
             original = _features(_LINEAR, (query, key), (None, None), rotary, None)
         if rotary is not None:
             query, key = rotary(query), rotary(key)
-    query, key, value = (repeat_heads(tokens, mhla.num_heads, 2) for tokens in (query, key, value))
+    names, heads = ("query", "key", "value"), mhla.num_heads
+    tokens: Tokens = {name: repeat_heads(each, heads, 2) for name, each in zip(names, (query, key, value))}
     samples = []
     for index in range(len(query)):
-        keep: slice | torch.Tensor = slice(None)
-        if sequence is not None and sequence.valid is not None:
-            keep = _checked(sequence.valid[index], index)
-        tokens = _of_sample({"query": query, "key": key, "value": value}, index, keep)
-        layout = mhla.layout_for(tokens["query"].shape[1:2] if grid is None else grid)
+        keep = slice(None) if valid is None else _checked(valid[index], index)
+        own = _of_sample(tokens, index, keep)
+        layout = mhla.layout_for(own["query"].shape[1:2] if grid is None else grid)
         if mhla.config.is_sequence:
             mixing = extend_mixing(mhla.mixing_matrix().detach(), layout.num_blocks, causal=causal)
         else:
             mixing = mhla.mixing_matrix(layout).detach()
-        tokens |= {"mhla": mhla, "layout": layout, "mixing": mixing.double(), "causal": causal, "scaling": scaling}
-        tokens["features"] = _of_sample(features, index, keep)
-        tokens["original"] = None if original is None else _of_sample(original, index, keep)
-        samples.append(LayerTokens(**tokens))
+        own |= {"mhla": mhla, "layout": layout, "mixing": mixing.double(), "causal": causal, "scaling": scaling}
+        own["original"] = _of_sample(original, index, keep) if linear else None
+        samples.append(LayerTokens(**own, features=_of_sample(features, index, keep)))
     return samples
 
 
@@ -472,8 +455,7 @@ def softmax_tokens(
         return
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     for index in range(len(query)):
-        keep: slice | torch.Tensor = slice(None)
-        bias = None
+        keep, bias = slice(None), None
         if attn_mask is not None:
             mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
             mask = mask[index if mask.shape[0] > 1 else 0].expand(-1, length, length)
@@ -483,17 +465,16 @@ def softmax_tokens(
             keep = _checked(~hidden.diagonal(dim1=-2, dim2=-1).all(0), index)
             bias = added.masked_fill(hidden, float("-inf"))[:, keep][:, :, keep]
         own = slice(index, index + 1)
-        queries, keys = query[own, keep].double(), repeat_heads(key[own, keep].double(), query.shape[2], 2)
         yield SoftmaxTokens(
-            query=queries,
-            key=keys,
+            query=query[own, keep].double(),
+            key=repeat_heads(key[own, keep].double(), query.shape[2], 2),
             scaling=scale,
             causal=is_causal,
             bias=bias if bias is not None and bias.any() else None,
         )
 
 
-def _checked(valid: torch.Tensor, index: int) -> torch.Tensor:
+def _checked(valid: torch.Tensor, index: int) -> Any:
     """Refuse samples of padding only."""
     if not valid.any():
         raise ValueError(f"Sample {index} of the batch is padding only, which has no attention; leave it out.")
