@@ -250,7 +250,8 @@ def show(report: dict[str, Any]) -> None:
         times = [f"{1e3 * figures['seconds_per_token']:.2f} ms" for figures in (mhla, softmax)]
         rows.append([row["dtype"], f"{row['context']:,}", *sizes, ratio, *times])
     title = f"{report['model']['class']}, {report['machine']['device']}, {report['options']['cache']} cache"
-    show_table(["dtype", "context", "MHLA cache", "KV cache", "ratio", "MHLA time", "softmax time"], rows, title=title)
+    columns = ("dtype", "context", "MHLA cache", "KV cache", "ratio", "MHLA time", "softmax time")
+    show_table((dict(zip(columns, row)) for row in rows), title=title)
     first, last = min(report["options"]["contexts"]), max(report["options"]["contexts"])
     for dtype, growth in report["growth"].items() if first < last else ():
         say(

@@ -96,7 +96,8 @@ def _show(report: dict[str, Any]) -> None:
     ]
     titles = ["attention", "held-out loss", f"Fréchet distance (digits {floor:.2f})", "class seen", "nearest scan"]
     steps = report["options"]["steps"]
-    show_table(titles, rows, title=f"{report['machine']['device']}, {steps} steps, mean ± standard deviation of seeds")
+    title = f"{report['machine']['device']}, {steps} steps, mean ± standard deviation of seeds"
+    show_table((dict(zip(titles, row)) for row in rows), title=title)
 
 
 if __name__ == "__main__":

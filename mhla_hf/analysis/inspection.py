@@ -124,6 +124,45 @@ class ModelInspection:
         """Whether all mixing weights still have their initial values."""
         return not any(change > 1e-6 for layer in self.mhla_layers if layer.mixing for change in layer.mixing.movement)
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Names of the kinds of attention that statistics are of."""
+        original = self.layers[0].original
+        original = original if original == "softmax" else f"original ({original})"
+        return {"original": original, "mhla": "MHLA", "linear": "linear"}
+
+    def facts(self) -> dict[str, str]:
+        """Summarise the model: names and values in words."""
+        options, layers = self.options, self.mhla_layers
+        mixing = [layer.mixing for layer in layers if layer.mixing]
+        # Towers of a model have layouts of their own.
+        layouts = list(dict.fromkeys((summary.layout, summary.grid) for summary in mixing))
+        counts = [f" = {math.prod(layout.blocks)}" if len(layout.blocks) > 1 else "" for layout, _ in layouts]
+        grids = (f"{times(grid) if grid else 'not stored'}{prefix(layout)}" for layout, grid in layouts)
+        facts = {
+            "MHLA layers": f"{sum(layer.kind == 'mhla' for layer in self.layers)} of {len(self.layers)}",
+            "blocks": "; ".join(times(layout.blocks) + count for (layout, _), count in zip(layouts, counts)),
+            "token grid": "; ".join(grids),
+            "feature map": str(options["feature_map"]),
+            "mixing weights": "one matrix per head"
+            if options["mixing_heads"] == "per_head"
+            else "shared by all heads",
+            "change of the pattern": percent(mean([mean(summary.pattern_movement) for summary in mixing])),
+        }
+        for kind, name in self.kinds.items():
+            ranks = [layer.attention.statistics[kind]["effective_rank"]["mean"] for layer in layers if layer.attention]
+            if ranks:
+                facts[f"effective rank, {name}"] = f"{mean(ranks):.1f}"
+        errors = [layer.output_error["mean"] for layer in layers if layer.output_error]
+        if errors:
+            facts["output error of a layer"] = percent(mean(errors))
+        if self.output_error:
+            facts["output error of the model"] = percent(self.output_error["mean"])
+        if options["window"]:
+            gain = mean([layer.gains[1] for layer in layers if layer.gains])
+            facts["softmax window"] = f"{options['window']}, mean gain {gain:.2f}"
+        return facts
+
 
 @dataclass
 class InspectionReport:
@@ -171,6 +210,26 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def percent(value: float) -> str:
+    """Format a share: `12 %`, `0.3 %`."""
+    return f"{100 * value:.{0 if value >= 0.1 else 1}f}\N{NO-BREAK SPACE}%"
+
+
+def times(axes: tuple[int, ...]) -> str:
+    """Format lengths along axes: `3 × 5 × 10`."""
+    return " × ".join(map(str, axes))
+
+
+def prefix(layout: BlockLayout) -> str:
+    """Format the number of tokens before the grid; empty for none."""
+    return f" + {layout.num_prefix_tokens} before" if layout.num_prefix_tokens else ""
 
 
 def inspect_model(

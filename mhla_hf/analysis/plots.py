@@ -17,13 +17,14 @@ from ..layouts.blocks import BlockLayout
 from ..utils.figures import figure_svg, new_figure
 from ..utils.files import atomic_file
 from ..utils.messages import shorten_text
-from .inspection import InspectionReport, ModelInspection
+from .inspection import InspectionReport, ModelInspection, mean, percent, prefix, times
 from .statistics import DistanceDecay, MixingSummary, check_block, mean_distance
 
 
 COLOR_MAP = "RdBu_r"
 """Colours of weights: blue below zero, red above."""
-COLORS = {"original": "#5d666f", "mhla": "#1f77b4", "linear": "#d95f02", "pattern": "#77b3dc", "error": "#1f77b4"}
+COLORS = {"original": "#5d666f", "mhla": "#1f77b4", "linear": "#d95f02", "pattern": "#77b3dc"}
+COLORS |= {"error": COLORS["mhla"], "restored": COLORS["pattern"]}
 """Colours of bars."""
 MAX_FRAMES = 6
 """Largest number of frames of a video that are drawn."""
@@ -211,7 +212,7 @@ def render_html(report: InspectionReport, *, block: int | None = None) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"mean": _mean, "percent": _percent}
+    environment.filters |= {"mean": mean, "percent": percent}
     environment.globals["mean_distance"] = mean_distance
     return environment.get_template("inspection.html.jinja").render(
         report=report,
@@ -226,11 +227,9 @@ def _model(model: ModelInspection, block: int | None) -> dict[str, Any]:
     mixing = {layer.index: layer.mixing for layer in layers if layer.mixing}
     attention = {layer.index: layer.attention.statistics for layer in layers if layer.attention}
     errors = {layer.index: {"error": layer.output_error["mean"]} for layer in layers if layer.output_error}
-    original = model.layers[0].original
-    kinds = {"original": original if original == "softmax" else f"original ({original})"}
-    kinds |= {"mhla": "MHLA", "linear": "linear"}
+    kinds = model.kinds
     moved = {
-        layer: {"mhla": _mean(summary.movement), "pattern": _mean(summary.pattern_movement)}
+        layer: {"mhla": mean(summary.movement), "pattern": mean(summary.pattern_movement)}
         for layer, summary in mixing.items()
     }
     statistics = {}
@@ -242,7 +241,7 @@ def _model(model: ModelInspection, block: int | None) -> dict[str, Any]:
     decays = {layer: summary.decay for layer, summary in mixing.items()}
     return {
         "model": model,
-        "facts": _facts(model, kinds, mixing),
+        "facts": model.facts(),
         "kinds": kinds,
         "layouts": _layouts(mixing, block),
         "decay": _svg(decay_figure(first, decays)) if max(len(each.mean) for each in decays.values()) > 1 else "",
@@ -252,37 +251,6 @@ def _model(model: ModelInspection, block: int | None) -> dict[str, Any]:
     }
 
 
-def _facts(model: ModelInspection, kinds: Mapping[str, str], mixing: Mapping[int, MixingSummary]) -> dict[str, str]:
-    """Names and values of what stands on top of the page."""
-    options, layers = model.options, model.mhla_layers
-    # Towers of a model have layouts of their own.
-    layouts = list(dict.fromkeys((summary.layout, summary.grid) for summary in mixing.values()))
-    counts = [f" = {math.prod(layout.blocks)}" if len(layout.blocks) > 1 else "" for layout, _ in layouts]
-    facts = {
-        "MHLA layers": f"{sum(layer.kind == 'mhla' for layer in model.layers)} of {len(model.layers)}",
-        "blocks": "; ".join(_times(layout.blocks) + count for (layout, _), count in zip(layouts, counts)),
-        "token grid": "; ".join(
-            f"{_times(grid) if grid else 'not stored'}{_prefix(layout)}" for layout, grid in layouts
-        ),
-        "feature map": str(options["feature_map"]),
-        "mixing weights": "one matrix per head" if options["mixing_heads"] == "per_head" else "shared by all heads",
-        "change of the pattern": _percent(_mean([_mean(summary.pattern_movement) for summary in mixing.values()])),
-    }
-    for kind, name in kinds.items():
-        ranks = [layer.attention.statistics[kind]["effective_rank"]["mean"] for layer in layers if layer.attention]
-        if ranks:
-            facts[f"effective rank, {name}"] = f"{_mean(ranks):.1f}"
-    errors = [layer.output_error["mean"] for layer in layers if layer.output_error]
-    if errors:
-        facts["output error of a layer"] = _percent(_mean(errors))
-    if model.output_error:
-        facts["output error of the model"] = _percent(model.output_error["mean"])
-    if options["window"]:
-        gain = _mean([layer.gains[1] for layer in layers if layer.gains])
-        facts["softmax window"] = f"{options['window']}, mean gain {gain:.2f}"
-    return facts
-
-
 def _layouts(mixing: Mapping[int, MixingSummary], block: int | None) -> list[dict[str, Any]]:
     """Each layout of the layers once, with the mixing weights of the layers that have it."""
     found: dict[tuple[BlockLayout, Any], dict[int, MixingSummary]] = {}
@@ -290,8 +258,8 @@ def _layouts(mixing: Mapping[int, MixingSummary], block: int | None) -> list[dic
         found.setdefault((summary.layout, summary.grid), {})[layer] = summary
     entries = []
     for (layout, grid), summaries in found.items():
-        chosen, blocks = check_block(block, layout), _times(layout.blocks)
-        tokens = f" on {_times(grid)} tokens{_prefix(layout)}" if grid else ", of a token grid that is not stored"
+        chosen, blocks = check_block(block, layout), times(layout.blocks)
+        tokens = f" on {times(grid)} tokens{prefix(layout)}" if grid else ", of a token grid that is not stored"
         matrices = {layer: summary.mean_matrix for layer, summary in summaries.items()}
         entries.append(
             {
@@ -307,19 +275,3 @@ def _layouts(mixing: Mapping[int, MixingSummary], block: int | None) -> list[dic
 def _svg(figure: Any) -> Markup:
     # Figures hold no text of the model's author.
     return Markup(figure_svg(figure))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.{0 if value >= 0.1 else 1}f}\N{NO-BREAK SPACE}%"
-
-
-def _times(axes: tuple[int, ...]) -> str:
-    return " × ".join(map(str, axes))
-
-
-def _prefix(layout: BlockLayout) -> str:
-    return f" + {layout.num_prefix_tokens} before" if layout.num_prefix_tokens else ""

@@ -251,7 +251,8 @@ def models_command(
         if not json_output:
             count = f"{len(found)} of {len(entries)}" if wanted else str(len(entries))
             columns = ("preset", "model") if presets else ("model", "kind", "reason" if refused else "note")
-            show_table(columns, [(key, *cells) for key, (_, cells) in found.items()], title=f"{title}: {count}")
+            rows = [dict(zip(columns, (key, *cells))) for key, (_, cells) in found.items()]
+            show_table(rows, title=f"{title}: {count}")
     if json_output:
         typer.echo(json.dumps(shown, indent=2))
     elif not shown:
@@ -278,16 +279,16 @@ def _show(report: "ConversionReport") -> None:
         blocks = "\n".join(_blocks(options) for options in towers.values())
         for weights in part.weight_sets:
             rows.append(
-                (
-                    name if weights.variant is None else f"{name} ({weights.variant})",
-                    f"{len(part.mhla_layers)} of {part.num_layers}",
-                    blocks,
-                    f"{weights.copied_parameters:,}",
-                    f"{part.initialised_parameters:,}",
-                    ", ".join(f"{dtype} {count}" for dtype, count in weights.dtypes.items()),
-                )
+                {
+                    "component": name if weights.variant is None else f"{name} ({weights.variant})",
+                    "MHLA layers": f"{len(part.mhla_layers)} of {part.num_layers}",
+                    "blocks": blocks,
+                    "copied": f"{weights.copied_parameters:,}",
+                    "new parameters": f"{part.initialised_parameters:,}",
+                    "types": ", ".join(f"{dtype} {count}" for dtype, count in weights.dtypes.items()),
+                }
             )
-    show_table(("component", "MHLA layers", "blocks", "copied", "new parameters", "types"), rows)
+    show_table(rows)
     for name, part in report.components.items():
         if part.mhla.get("grid"):
             say(f"{name}: blocks {_blocks(part.mhla)} on a grid of {'×'.join(map(str, part.mhla['grid']))} tokens")

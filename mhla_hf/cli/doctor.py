@@ -138,12 +138,7 @@ def _check_installation(kernels: bool, device: str, json_file: JsonFile) -> None
 
 def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:
     """Show versions and settings for a bug report, as Markdown."""
-    from ..ops.diagnosis import describe_environment
-    from ..utils.machine import choose_device
-
-    report = describe_environment(choose_device(device))
-    write_report(json_file, report)
-    _show_environment(report)
+    _check_installation(False, device, json_file)
 
 
 def _show_environment(report: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ from .output import JsonFile, progress_bars, say, show_table, write_report
 
 
 if TYPE_CHECKING:
-    from ..analysis import InspectionReport, ModelInspection
+    from ..analysis import InspectionReport, LayerInspection
 
 _TRAINING, _GENERATION = "Training", "Generation"
 _DEMO = options_from(
@@ -71,11 +71,13 @@ def demo_command(
     write_report(json_file, report)
     if quiet:
         return
-    rows: list[list[str]] = [["softmax", "", "", "", f"{report['softmax']['held_out_loss']:.4f}"]]
+    columns = list(STAGE_TITLES.values())
+    softmax = {columns[-1]: f"{report['softmax']['held_out_loss']:.4f}"}
+    rows: list[dict[str, Any]] = [{"model": "softmax", **dict.fromkeys(columns), **softmax}]
     for name, entry in report["variants"].items():
-        cells = [f"{cell['loss']:.4f} ({cell['above_softmax_percent']:+.1f} %)" for cell in entry["held_out"].values()]
-        rows.append([TITLES[name], *cells])
-    show_table(["model", *STAGE_TITLES.values()], rows, title="Held-out loss, and how far above softmax")
+        cells = (f"{cell['loss']:.4f} ({cell['above_softmax_percent']:+.1f} %)" for cell in entry["held_out"].values())
+        rows.append({"model": TITLES[name], **dict(zip(columns, cells))})
+    show_table(rows, title="Held-out loss, and how far above softmax")
     say(f"Report, videos and figures: {output}\nThe MHLA pipeline: {output / 'mhla'}")
 
 
@@ -127,7 +129,6 @@ def inspect_command(
     """
     from ..analysis import inspect_directory, write_html
 
-    _refuse_damaged(model, given(options, HUB))
     with progress_bars(not quiet, "loading the model and its probe") as progress:
         report = inspect_directory(
             model,
@@ -144,67 +145,39 @@ def inspect_command(
             say(f"Wrote {html}")
 
 
-def _refuse_damaged(model: str, hub: dict[str, Any]) -> None:
-    """Raise `ValueError` for a directory that cannot be loaded, before a loader fails on it."""
-    from ..hub.checks import check_directory
-    from ..utils.locations import find_directory
-
-    directory, _ = find_directory(model, **hub)
-    errors = [problem for problem in check_directory(directory, values=False) if problem.level == "error"]
-    if errors:
-        raise ValueError(f"{model} cannot be loaded: {errors[0]} (mhla-hf doctor lists all problems)")
-
-
 def _show_inspection(report: "InspectionReport") -> None:
     for model in report.models:
-        converted = sum(layer.kind == "mhla" for layer in model.layers)
-        others = [str(layer.index) for layer in model.layers if layer.kind != "mhla"]
-        layouts = [(layer.mixing.layout.blocks, layer.mixing.grid) for layer in model.mhla_layers if layer.mixing]
-        described = []
-        for blocks, grid in dict.fromkeys(layouts):
-            tokens = f" on a grid of {'×'.join(map(str, grid))} tokens" if grid else ""
-            described.append(f"{'×'.join(map(str, blocks))} blocks{tokens}")
-        kept = f"; {', '.join(others)} {'is' if len(others) == 1 else 'are'} {model.layers[0].original}"
-        say(
-            f"{model.class_name} ({model.component}): {converted} of {len(model.layers)} layers are MHLA, with "
-            f"{' or '.join(described)}{kept if others else ''}"
-        )
+        say(f"{model.class_name} ({model.component})", style="bold")
+        for name, value in model.facts().items():
+            say(f"  {name}: {value}")
         if model.is_untrained:
             say("It is untrained since its conversion: all mixing weights have their initial values.")
-        _show_layers(model)
+        show_table(map(_row, model.mhla_layers))
         for note in model.notes:
             say(note)
-        if model.output_error is not None:
-            error = f"{model.output_error['mean']:.4f} ± {model.output_error['std']:.4f}"
-            say(f"Relative error of the model's output against {report.base}: {error}")
     say(
         "moved: relative change of the mixing weights since initialisation; pattern: the same with rows scaled to an "
         "absolute sum of 1."
     )
     if report.probe:
-        original = report.models[0].layers[0].original
-        say(f"Probe: {report.probe}. Rank and entropy are means over heads and samples: {original}|MHLA|linear.")
-        if not report.base:
-            say("No original was found, so there are no output errors; --original names it.")
+        kinds = "|".join(report.models[0].kinds.values())
+        say(f"Probe: {report.probe}. Rank and entropy are means over heads and samples: {kinds}.")
+        base = f"Output errors are relative to {report.base}." if report.base else ""
+        say(base or "No original was found, so there are no output errors; --original names it.")
 
 
-def _show_layers(model: "ModelInspection") -> None:
-    layers = model.mhla_layers
-    with_probe, with_base = (any(getattr(layer, name) for layer in layers) for name in ("attention", "output_error"))
-    rows = []
-    for layer in layers:
-        assert layer.mixing is not None
-        movement, pattern = (sum(x) / len(x) for x in (layer.mixing.movement, layer.mixing.pattern_movement))
-        cells: list[Any] = [layer.index, f"{movement:.3f}", f"{pattern:.3f}"]
-        if with_probe:
-            found = layer.attention.statistics.values() if layer.attention else ()
-            for statistic, digits in (("effective_rank", 0), ("relative_entropy", 2)):
-                cells.append("|".join(f"{kind[statistic]['mean']:.{digits}f}" for kind in found))
-        if with_base:
-            cells.append(f"{layer.output_error['mean']:.4f}" if layer.output_error else None)
-        rows.append(cells)
-    columns = ["layer", "moved", "pattern"]
-    show_table(columns + ["effective rank", "relative entropy"] * with_probe + ["output error"] * with_base, rows)
+def _row(layer: "LayerInspection") -> dict[str, Any]:
+    assert layer.mixing is not None
+    movement, pattern = (sum(x) / len(x) for x in (layer.mixing.movement, layer.mixing.pattern_movement))
+    found = layer.attention.statistics.values() if layer.attention else ()
+    return {
+        "layer": layer.index,
+        "moved": f"{movement:.3f}",
+        "pattern": f"{pattern:.3f}",
+        "effective rank": "|".join(f"{kind['effective_rank']['mean']:.0f}" for kind in found),
+        "relative entropy": "|".join(f"{kind['relative_entropy']['mean']:.2f}" for kind in found),
+        "output error": f"{layer.output_error['mean']:.4f}" if layer.output_error else None,
+    }
 
 
 def app_command(
@@ -343,17 +316,17 @@ def _show_times(title: str, rows: list[dict[str, Any]], columns: dict[str, str],
     from ..conversion.options import format_bytes
 
     cells = [
-        [
-            *(row[key] for key in columns.values()),
-            f"{_number(row['milliseconds'])} ms",
-            f"{_number(row['milliseconds_20'])}–{_number(row['milliseconds_80'])}",
-            None if row["peak_memory_bytes"] is None else format_bytes(row["peak_memory_bytes"]),
-            f"{row[speedup]:.2f}×" if speedup in row else None,
-        ]
+        {
+            **{column: row[key] for column, key in columns.items()},
+            "time": f"{_number(row['milliseconds'])} ms",
+            "20–80 %": f"{_number(row['milliseconds_20'])}–{_number(row['milliseconds_80'])}",
+            memory: None if row["peak_memory_bytes"] is None else format_bytes(row["peak_memory_bytes"]),
+            speedup.replace("speedup_over_", "vs "): f"{row[speedup]:.2f}×" if speedup in row else None,
+        }
         for row in rows
         if row["reason"] is None
     ]
-    show_table([*columns, "time", "20–80 %", memory, speedup.replace("speedup_over_", "vs ")], cells, title=title)
+    show_table(cells, title=title)
 
 
 def _show_reasons(rows: list[dict[str, Any]], case: str) -> None:

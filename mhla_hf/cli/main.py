@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command table of `mhla-hf`. Commands import what is heavy when they run, so that `--help` is quick."""
 
-from collections.abc import Callable
-
 import typer
 
 from .. import __version__
 from . import convert, doctor, look, recover, share
 from .errors import FriendlyGroup
 
-
-CONVERT, RECOVER, LOOK, SHARE, CHECK = "Convert", "Recover and train", "Look and measure", "Share", "Check"
-"""Panels of `mhla-hf --help`, in their order."""
 
 app = typer.Typer(
     cls=FriendlyGroup,
@@ -40,39 +35,27 @@ def main(
     pass
 
 
-_COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
-    CONVERT: {
-        "convert": convert.convert_command,
-        "import-official": convert.import_official_command,
-        "unconvert": convert.unconvert_command,
-        "models": convert.models_command,
-    },
-    RECOVER: {
-        "recover": recover.recover_command,
-        "calibrate": recover.calibrate_command,
-        "select-layers": recover.select_layers_command,
-        "train": recover.training,
-    },
-    LOOK: {
-        "demo": look.demo_command,
-        "inspect": look.inspect_command,
-        "app": look.app_command,
-        "bench": look.benchmarks,
-    },
-    SHARE: {
-        "card": share.card_command,
-        "push": share.push_command,
-        "check-lora": share.check_lora_command,
-        "serve": share.serve_command,
-    },
-    CHECK: {"doctor": doctor.doctor_command, "env": doctor.env_command},
+_COMMANDS = {
+    "Convert": (
+        convert.convert_command,
+        convert.import_official_command,
+        convert.unconvert_command,
+        convert.models_command,
+    ),
+    "Recover and train": (recover.recover_command, recover.calibrate_command, recover.select_layers_command),
+    "Look and measure": (look.demo_command, look.inspect_command, look.app_command),
+    "Share": (share.card_command, share.push_command, share.check_lora_command),
+    "Check": (doctor.doctor_command, doctor.env_command),
 }
-for _panel, _group in _COMMANDS.items():
-    for _name, _command in _group.items():
-        if isinstance(_command, typer.Typer):
-            app.add_typer(_command, name=_name, rich_help_panel=_panel)
-        else:
-            app.command(_name, rich_help_panel=_panel, **(share.SERVE if _name == "serve" else {}))(_command)
+"""The commands by their panels of `mhla-hf --help`, in their order."""
+
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        _name = _command.__name__.removesuffix("_command").replace("_", "-")
+        app.command(_name, rich_help_panel=_panel)(_command)
+app.command("serve", rich_help_panel="Share", **share.SERVE)(share.serve_command)
+app.add_typer(recover.training, name="train", rich_help_panel="Recover and train")
+app.add_typer(look.benchmarks, name="bench", rich_help_panel="Look and measure")
 
 
 if __name__ == "__main__":

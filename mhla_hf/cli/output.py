@@ -3,7 +3,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
@@ -73,15 +73,12 @@ def say(text: str, *, style: str = "", err: bool = False) -> None:
     Console(stderr=err, soft_wrap=True).print(text, style=style or None, markup=False, highlight=False)
 
 
-def show_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None, err: bool = False
-) -> None:
+def show_table(rows: Iterable[Mapping[str, Any]], *, title: str | None = None, err: bool = False) -> None:
     """Print a table; nothing without rows.
 
     Args:
-        columns: Titles.
-        rows: A cell per column; `None` leaves one empty. Columns of which every cell is a number, with or without a
-            unit, are flush right.
+        rows: Cells by the title of their column, the same titles in each row; `None` leaves a cell empty. Columns of
+            empty cells are left out, and those of numbers, with or without a unit, are flush right.
         title: Title of the table.
         err: Whether it goes to standard error.
     """
@@ -90,16 +87,17 @@ def show_table(
     from rich.table import Table
     from rich.text import Text
 
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    if not cells:
+    cells = [{column: "" if cell is None else str(cell) for column, cell in row.items()} for row in rows]
+    columns = [column for column in (cells[0] if cells else ()) if any(row[column] for row in cells)]
+    if not columns:
         return
     # Few lines leave room for long names in 80 columns.
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
-    for number, column in enumerate(columns):
-        numeric = all(not row[number] or row[number][0] in "+-0123456789" for row in cells)
-        table.add_column(column, justify="right" if numeric and number else "left")
+    for column in columns:
+        numeric = all(not row[column] or row[column][0] in "+-0123456789" for row in cells)
+        table.add_column(column, justify="right" if numeric and column != columns[0] else "left")
     for row in cells:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(row[column]) for column in columns))
     Console(stderr=err, soft_wrap=False).print(table)
 
 

@@ -145,15 +145,19 @@ def _show_recovery(report: "RecoveryReport") -> None:
     states = rows(report.to_dict())
     names = list(dict.fromkeys(name for _, figures, _ in states for name in figures))
     cells = [
-        (
-            title,
-            *(f"{figures[n]:{'+.1f' if n.endswith('percent') else '.4f'}}" if n in figures else None for n in names),
-            None if seconds is None else f"{seconds:.0f}",
-        )
+        {
+            "model": title,
+            **{LABELS.get(name, name): _figure(name, figures.get(name)) for name in names},
+            "CPU seconds": None if seconds is None else f"{seconds:.0f}",
+        }
         for title, figures, seconds in states
     ]
-    show_table(("model", *(LABELS.get(name, name) for name in names), "CPU seconds"), cells, title="Held-out quality")
+    show_table(cells, title="Held-out quality")
     say(f"Model: {report.output}; figures: {report.output / 'report.json'}")
+
+
+def _figure(name: str, value: float | None) -> str | None:
+    return None if value is None else f"{value:+.1f}" if name.endswith("percent") else f"{value:.4f}"
 
 
 class _Calibration:
@@ -202,18 +206,16 @@ def run_calibration(model: Path, output: Path | None, quiet: bool, **options: An
 
 
 def _show_calibration(report: "CalibrationReport", directory: Path) -> None:
-    show_table(
-        ("layer", "error before", "error after", "changed"),
-        [
-            (
-                layer.name,
-                f"{layer.error_before:.4f}",
-                f"{layer.error_after:.4f}",
-                ", ".join(layer.changed) or layer.note,
-            )
-            for layer in report.layers
-        ],
-    )
+    cells = [
+        {
+            "layer": layer.name,
+            "error before": f"{layer.error_before:.4f}",
+            "error after": f"{layer.error_after:.4f}",
+            "changed": ", ".join(layer.changed) or layer.note,
+        }
+        for layer in report.layers
+    ]
+    show_table(cells)
     say(
         f"Wrote {directory}: held-out error of the layers' outputs {report.error_before:.4f} before, "
         f"{report.error_after:.4f} after, relative to their variance ({report.seconds:.1f} s)."
@@ -248,7 +250,12 @@ def select_layers_command(
     report = run_selection(source, fields, quiet, component=component, keep=keep, latency=latency, probe=probe)
     write_report(json_file, report.to_dict())
     if plot is not None:
-        draw_selection(report, plot)
+        from ..analysis.plots import bars_figure
+        from ..utils.figures import save_figure
+
+        bars = {layer.index: {"error": layer.error, "restored": layer.restored} for layer in report.layers}
+        names = {"error": "error of the layer", "restored": "model error restored by softmax there"}
+        save_figure(bars_figure(bars, names, digits=4), plot)
     if not quiet:
         _show_selection(report)
     typer.echo(f"--layers {report.option}")
@@ -263,52 +270,24 @@ def run_selection(source: str, fields: dict[str, Any], quiet: bool, **options: A
 
 
 def _show_selection(report: "SelectionReport") -> None:
-    show_table(
-        ("layer", "error of the layer", "restored by softmax", "softmax ms", "MHLA ms", ""),
-        [
-            (
-                layer.index,
-                f"{layer.error:.4f}",
-                f"{layer.restored:.4f}",
-                f"{layer.softmax_ms:.2f}",
-                f"{layer.mhla_ms:.2f}",
-                "softmax" if layer.kept else None,
-            )
-            for layer in report.layers
-        ],
-        err=True,
-    )
+    cells = [
+        {
+            "layer": layer.index,
+            "error of the layer": f"{layer.error:.4f}",
+            "restored by softmax": f"{layer.restored:.4f}",
+            "softmax ms": f"{layer.softmax_ms:.2f}",
+            "MHLA ms": f"{layer.mhla_ms:.2f}",
+            "stays": "softmax" if layer.kept else None,
+        }
+        for layer in report.layers
+    ]
+    show_table(cells, err=True)
     say(
         f"Error of the model's output: {report.errors[0]:.4f} with every layer MHLA, {report.errors[-1]:.4f} with "
         f"this selection. Time per batch: softmax {report.softmax_ms:.1f} ms, MHLA {report.mhla_ms:.1f} ms, this "
         f"selection {report.chosen_ms:.1f} ms.",
         err=True,
     )
-
-
-def draw_selection(report: "SelectionReport", path: Path) -> None:
-    """Draw a bar chart of each layer's error after calibration, and of the error that keeping it softmax restores.
-
-    Args:
-        report: See `select_layers`.
-        path: PNG file to write.
-    """
-    from ..utils.figures import new_figure, save_figure
-
-    places = range(len(report.layers))
-    figure = new_figure(max(6.0, 0.35 * len(report.layers)), 5.5)
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    colours = ["#444444" if layer.kept else "#1f77b4" for layer in report.layers]
-    upper.bar(places, [layer.error for layer in report.layers], color=colours)
-    upper.set_ylabel("error of the layer")
-    lower.bar(places, [layer.restored for layer in report.layers], color=colours)
-    lower.set_ylabel("model error restored\nby softmax there")
-    lower.axhline(0, color="black", linewidth=0.6)
-    lower.set_xticks(list(places), [str(layer.index) for layer in report.layers])
-    lower.set_xlabel("layer")
-    kept = ", ".join(map(str, sorted(report.order))) or "none"
-    upper.set_title(f"Calibrated MHLA layers; kept softmax (grey): {kept}")
-    save_figure(figure, path)
 
 
 # Training

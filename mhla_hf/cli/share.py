@@ -184,15 +184,16 @@ def _show_lora(report: "LoraReport") -> None:
     total, lost = len(report.weights), report.counts["nothing"]
     applied = "all" if not lost else f"{total - lost} of"
     say(f"{report.lora}: {applied} {total} weights apply to {report.component}.")
-    rows: list[tuple[str, int, str | None]] = []
+    rows: list[dict[str, Any]] = []
     for kind, count in report.counts.items():
         targets = [target for target in report.weights.values() if target.kind == kind]
         layers = sorted({target.layer for target in targets if target.layer is not None})
         if count:
-            rows.append((kind if kind == "nothing" else f"{kind}s", count, ", ".join(map(str, layers))))
+            kind = kind if kind == "nothing" else f"{kind}s"
+            rows.append({"weights for": kind, "count": count, "layers": ", ".join(map(str, layers))})
     if report.others:
-        rows.append(("other models of the pipeline", len(report.others), None))
-    show_table(("weights for", "count", "layers"), rows)
+        rows.append({"weights for": "other models of the pipeline", "count": len(report.others), "layers": None})
+    show_table(rows)
     examples = {target.reason: name for name, target in report.weights.items() if target.reason}
     for reason, name in list(examples.items())[:3]:
         say(f"  {shorten_text(name)}: {reason}")

@@ -71,7 +71,7 @@ def test_help(words):
 
 def test_help_of_the_program():
     text = invoke("--help").output
-    places = [text.index(f"─ {panel} ─") for panel in (main.CONVERT, main.RECOVER, main.LOOK, main.SHARE, main.CHECK)]
+    places = [text.index(f"─ {panel} ─") for panel in main._COMMANDS]
     assert places == sorted(places) and "Start here: demo → recover → inspect → push" in text
     assert invoke("--version").output.strip() == f"mhla-hf {mhla_hf.__version__}"
 

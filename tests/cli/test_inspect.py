@@ -115,7 +115,7 @@ def test_the_grid_is_the_one_that_was_stored_or_that_the_probe_had(options, stor
     torch.manual_seed(0)
     mhla_hf.convert(wan_pipeline(), options).save_pretrained(tmp_path / "mhla")
     figures, page = tmp_path / "figures.json", tmp_path / "page.html"
-    own = f" on a grid of {'×'.join(map(str, stored))} tokens" if stored else "2 blocks"
+    own = f"token grid: {' × '.join(map(str, stored)) if stored else 'not stored'}"
     result = run(tmp_path / "mhla", "--samples", 0, "--json", figures, "--html", page)
     mixing = json.loads(figures.read_text())["models"][0]["layers"][0]["mixing"]
     assert mixing["grid"] == stored and own in result.stdout
