@@ -19,7 +19,7 @@ from ..layouts.sequences import extend_mixing
 from ..models.directory import ModelDirectory
 from ..ops import FEATURE_MAPS
 from ..training.matching.layers import mhla_layers
-from ..training.sharding import full_tensor
+from ..training.processes import full_tensor
 from .matrices import LayerTokens
 from .statistics import mean_distance, rank_bound, reference_layout
 

@@ -33,8 +33,7 @@ from ..layouts.blocks import is_integer
 from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
 from ..training.data.batches import stable_seed
 from ..training.matching.layers import Batch, evaluating, on_device, run, trunk_for
-from ..training.processes import Processes
-from ..training.sharding import is_fully_sharded
+from ..training.processes import Processes, is_fully_sharded
 from ..utils.files import check_fields, read_json, write_json
 from ..utils.messages import shorten_value
 from .matrices import LayerTokens, SoftmaxTokens, layer_tokens, softmax_tokens

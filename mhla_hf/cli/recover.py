@@ -398,7 +398,7 @@ def _train(
     if cache_only:
         return
 
-    from ..training.trainer import DiffusionTrainer
+    from ..training.libraries import DiffusionTrainer
 
     trainer = DiffusionTrainer(config, accelerator=accelerator, source=source)
     if track_every is not None:

@@ -309,7 +309,7 @@ def _rates(options: DistillOptions | FinetuneOptions) -> dict[str, Any]:
 
 def _train(stage: StageRun, options: dict[str, Any]) -> dict[str, Any]:
     """Run a stage with the trainers of `mhla_hf.training`."""
-    from ..training.trainer import DiffusionTrainer, TransformersTrainer
+    from ..training.libraries import DiffusionTrainer, TransformersTrainer
 
     source = stage.source
     config = TrainingConfig(

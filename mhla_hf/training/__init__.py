@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from .evaluation import evaluate as evaluate
     from .evaluation import evaluate_batches as evaluate_batches
     from .families import objective_for as objective_for
+    from .libraries import DiffusionTrainer as DiffusionTrainer
+    from .libraries import TransformersTrainer as TransformersTrainer
     from .stages.objectives import DiTObjective as DiTObjective
     from .stages.objectives import SanaObjective as SanaObjective
     from .stages.objectives import WanObjective as WanObjective
     from .stages.objectives import add_noise as add_noise
     from .stages.objectives import flow_matching_loss as flow_matching_loss
     from .stages.objectives import sample_sigmas as sample_sigmas
-    from .trainer import DiffusionTrainer as DiffusionTrainer
     from .trainer import TrainingResult as TrainingResult
-    from .trainer import TransformersTrainer as TransformersTrainer
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run: the parameters that train, the optimizer's state, and the position of the run.
+"""What a run writes while it trains: checkpoints, and metrics (one line of `metrics.jsonl` per optimizer step).
 
 A checkpoint is a directory `<stage>-<step>` with `model.safetensors` (the parameters that train),
 `optimizer.safetensors` (AdamW's moments by parameter name), `ema.safetensors` where an average of the weights is kept,
-and `state.json`. Tensors are stored unsharded, so another number of processes can resume.
+and `state.json`. Tensors are stored unsharded, so another number of processes can resume; under DeepSpeed the
+optimizer's state is the exception, kept in shards in the folder `deepspeed`.
 Everything else follows from the base model, the seed and the step. A checkpoint is written under a temporary name and
 moved, so a name that exists is complete; what disks and people do to it later is noticed by the fingerprints of its
 files, which `state.json` holds.
@@ -13,28 +14,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..utils.destinations import atomic_directory, remove_directory
-from ..utils.files import read_json
+from ..utils.files import atomic_file, clear_write_errors, parse_json, read_json, write_staged_json
 from .data.folders import file_fingerprint
-from .sharding import full_moments, full_shape, full_tensor, load_moment, shard_like
+from .processes import shard_like
 
 
 # In the order that a run goes through them; it may leave some out.
 STAGES = ("transfer", "distill", "finetune")
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+SHARDS = "deepspeed"
 # The average of the weights, and the entry of `state.json` with the number of steps in it.
 AVERAGES, AVERAGE_STEPS = "ema.safetensors", "ema_steps"
-# What AdamW keeps of a parameter.
-_KINDS = {"exp_avg", "exp_avg_sq", "step"}
+# A checkpoint made under one of these options cannot go on under another.
+IDENTITY = ("component", "train", "lora_rank", "lora_alpha", "mhla")
 _NAME = re.compile(rf"({'|'.join(STAGES)})-(\d+)")
 
 
@@ -94,11 +99,12 @@ def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
         if available:
             raise ValueError(f"output already holds the run {available[-1]}; pass resume='latest' or another output")
         return None
-    named = [path for path in (Path(resume), directory / resume) if path.is_dir() and checkpoint_position(path)]
     if resume == "latest":
         named = available[-1:]
     elif resume == "previous":
-        named = [path for path in [_newest_whole(available[:-1])] if path is not None]
+        named = list(_whole(available[:-1]))[:1]
+    else:
+        named = [path for path in (Path(resume), directory / resume) if path.is_dir() and checkpoint_position(path)]
     if not named and resume != "latest":
         names = ", ".join(path.name for path in available[-10:]) or "none"
         raise ValueError(
@@ -108,91 +114,28 @@ def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
         try:
             read_state(found)
         except ValueError as error:
-            older = _newest_whole(available[:-1])
+            older = next(_whole(available[:-1]), None)
             way_out = f"--resume previous continues from {older.name}" if older else "remove it to start again"
             raise ValueError(f"{error}; {way_out}") from error
-    return next(iter(named), None)
-
-
-def _newest_whole(available: Sequence[Path]) -> Path | None:
-    for path in reversed(available):
-        try:
-            read_state(path)
-        except ValueError:
-            continue
-        return path
+        return found
     return None
 
 
-def collect_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str], keep: bool = True
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Collect the tensors of a checkpoint from a model and its optimizer. Every process must call it.
-
-    Args:
-        model: The model.
-        optimizer: AdamW over its parameters.
-        names: Parameters that train.
-        keep: True if this process keeps the tensors; the others help to gather them, one parameter at a time.
-
-    Returns:
-        Weights by parameter name, and optimizer tensors by `<parameter>::<kind>`, unsharded and on the CPU.
-    """
-    parameters = dict(model.named_parameters())
-    weights: dict[str, torch.Tensor] = {}
-    moments: dict[str, torch.Tensor] = {}
-    for name in names:
-        weight, state = full_tensor(parameters[name]), full_moments(optimizer, parameters[name])
-        if keep:
-            weights[name] = weight
-            moments.update({f"{name}::{kind}": value for kind, value in state.items()})
-    return weights, moments
+def _whole(available: Sequence[Path]) -> Iterator[Path]:
+    """Undamaged checkpoints, newest first."""
+    for path in reversed(available):
+        with suppress(ValueError):
+            read_state(path)
+            yield path
 
 
-def save_checkpoint(
-    directory: Path,
-    position: Position,
-    weights: dict[str, torch.Tensor],
-    moments: dict[str, torch.Tensor],
-    state: dict[str, Any],
-    total_limit: int | None = None,
-    averages: tuple[dict[str, torch.Tensor], int] | None = None,
-) -> Path:
-    """Write a checkpoint atomically, then remove the oldest beyond the limit.
-
-    Args:
-        directory: Where the run keeps its checkpoints.
-        position: Where the run stands.
-        weights: See `collect_state`.
-        moments: See `collect_state`.
-        state: Further plain JSON to keep.
-        total_limit: Keep at most so many up to this one; None keeps all. Later ones, which a run that went back has
-            not reached again, are left alone.
-        averages: The average of the weights and the number of steps in it; None for none.
-
-    Returns:
-        The checkpoint's path.
-    """
-    destination = directory / position.name
-    with atomic_directory(destination) as temporary:
-        files = {WEIGHTS: weights, MOMENTS: moments}
-        if averages is not None:
-            files[AVERAGES] = averages[0]
-        for name, tensors in files.items():
-            save_file(tensors, temporary / name)
-        record = {
-            **state,
-            AVERAGE_STEPS: averages[1] if averages is not None else None,
-            "stage": position.stage,
-            "step": position.step,
-            "files": {name: file_fingerprint(temporary / name) for name in files},
-        }
-        (temporary / STATE).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if total_limit is not None:
-        available = list_checkpoints(directory)
-        for old in available[: available.index(destination) + 1][:-total_limit]:
-            remove_directory(old)
-    return destination
+def last_good_checkpoint(directory: Path, position: Position) -> Path | None:
+    """Find the newest undamaged checkpoint before a position whose weights are all finite."""
+    earlier = [path for path in list_checkpoints(directory) if checkpoint_position(path) < position]  # type: ignore[operator]
+    for path in _whole(earlier):
+        if all(bool(value.isfinite().all()) for value in load_file(path / WEIGHTS).values()):
+            return path
+    return None
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -202,9 +145,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         ValueError: If it is missing or unreadable, the checkpoint was renamed, or one of its files is missing or
             differs from what was written.
     """
-    path = checkpoint / STATE
     state = read_json(
-        path,
+        checkpoint / STATE,
         "checkpoint file",
         required={"stage": str, "step": int, "files": dict},
         optional={"config": dict, "inputs": dict, "scaler": (dict, type(None)), AVERAGE_STEPS: (int, type(None))},
@@ -213,33 +155,88 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if position is not None and (position.stage, position.step) != (state["stage"], state["step"]):
         says = f"{str(state['stage'])[:20]}, step {state['step']}"
         problem = f"was renamed: its {STATE} says {says}; give it back its name"
-    for name in (WEIGHTS, MOMENTS, *([AVERAGES] if state.get(AVERAGE_STEPS) is not None else [])):
-        file = checkpoint / name
-        if not file.is_file() or state["files"].get(name) != file_fingerprint(file):
-            problem = f"is damaged: {name} is missing or not what was written"
+    there = _fingerprints(checkpoint)
+    for name in {WEIGHTS, *state["files"]}:
+        if name not in there or there[name] != state["files"].get(name):
+            problem = f"is damaged: {name[:200]} is missing or not what was written"
     if problem:
         raise ValueError(f"checkpoint {checkpoint} {problem}")
     return state
 
 
-def average_steps(checkpoint: Path) -> int | None:
-    """The number of steps in a checkpoint's average of the weights; None if it holds none."""
-    return read_state(checkpoint).get(AVERAGE_STEPS)
+def check_run(checkpoint: Path, current: Mapping[str, Any]) -> None:
+    """Check that a checkpoint belongs to this run.
+
+    Args:
+        checkpoint: The checkpoint.
+        current: The state of the run as checkpoints record it.
+
+    Raises:
+        ValueError: If an option differs without which its weights do not fit, or the data or weights that the run is
+            made from are others.
+    """
+    state = read_state(checkpoint)
+    saved, now, made_from = state.get("config", {}), current["config"], state.get("inputs", {})
+    changes = [f"{name}={saved.get(name)!r}" for name in IDENTITY if saved.get(name) != now[name]]
+    inputs = current["inputs"].items()
+    changes += [f"other {name} than this run has" for name, value in inputs if made_from.get(name, value) != value]
+    if changes:
+        raise ValueError(
+            f"resume: {checkpoint} was made with {', '.join(changes)}; go on with the same or choose another output"
+        )
 
 
-def last_good_checkpoint(directory: Path, position: Position) -> Path | None:
-    """Find the newest undamaged checkpoint before a position whose weights are all finite."""
-    for path in reversed(list_checkpoints(directory)):
-        reached = checkpoint_position(path)
-        if reached is None or reached >= position or _newest_whole([path]) is None:
-            continue
-        if all(bool(value.isfinite().all()) for value in load_file(path / WEIGHTS).values()):
-            return path
-    return None
+def save_checkpoint(
+    directory: Path,
+    position: Position,
+    files: Mapping[str, dict[str, torch.Tensor]],
+    state: dict[str, Any],
+    total_limit: int | None = None,
+    accelerator: Accelerator | None = None,
+) -> Path:
+    """Write a checkpoint atomically, then remove the oldest beyond the limit.
+
+    Args:
+        directory: Where the run keeps its checkpoints.
+        position: Where the run stands.
+        files: Unsharded tensors by file (`WEIGHTS`, `MOMENTS`, `AVERAGES`) and name, in the main process.
+        state: Further plain JSON to keep.
+        total_limit: Keep at most so many up to this one; None keeps all. Later ones, which a run that went back has
+            not reached again, are left alone.
+        accelerator: The processes, all of which call this; None for one alone.
+
+    Returns:
+        The checkpoint's path.
+    """
+    destination = directory / position.name
+    is_main = accelerator is None or accelerator.is_main_process
+    with ExitStack() as stack:
+        temporary = stack.enter_context(atomic_directory(destination)) if is_main else destination
+        if accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
+            (temporary,) = broadcast_object_list([temporary])
+            accelerator.save_state(str(temporary / SHARDS))
+            accelerator.wait_for_everyone()
+        if not is_main:
+            return destination
+        for name, tensors in files.items():
+            save_file(tensors, temporary / name)
+        record = {**state, "stage": position.stage, "step": position.step, "files": _fingerprints(temporary)}
+        write_staged_json(temporary / STATE, record, sort_keys=True)
+    if total_limit is not None:
+        available = list_checkpoints(directory)
+        for old in available[: available.index(destination) + 1][:-total_limit]:
+            remove_directory(old)
+    return destination
+
+
+def _fingerprints(checkpoint: Path) -> dict[str, str]:
+    """Hash the files of a checkpoint, without `state.json`."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / STATE)
+    return {path.relative_to(checkpoint).as_posix(): file_fingerprint(path) for path in files}
 
 
 def load_weights(checkpoint: Path, model: nn.Module, names: Iterable[str], averages: bool = False) -> None:
-    """Load a checkpoint's weights into a model, in place.
+    """Load a checkpoint's weights into an unsharded model, in place.
 
     Args:
         checkpoint: The checkpoint.
@@ -251,51 +248,117 @@ def load_weights(checkpoint: Path, model: nn.Module, names: Iterable[str], avera
         ValueError: If names or shapes are not those of the parameters that train.
     """
     parameters = dict(model.named_parameters())
-    averaged = averages and average_steps(checkpoint) is not None
-    load_tensors(checkpoint, AVERAGES if averaged else WEIGHTS, {name: parameters[name] for name in names})
+    averages = averages and read_state(checkpoint).get(AVERAGE_STEPS) is not None
+    load_tensors(checkpoint / (AVERAGES if averages else WEIGHTS), {name: parameters[name] for name in names})
 
 
-def load_tensors(checkpoint: Path, file: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Load a checkpoint's file into tensors of the same names, in place.
+def load_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load a checkpoint's file into tensors of the same names, sharded or not, in place.
 
     Raises:
         ValueError: If names or shapes are others.
     """
-    saved = load_file(checkpoint / file)
+    saved = load_file(file)
     # Copying would broadcast other shapes.
-    _check_shapes(checkpoint, saved, {name: full_shape(tensor) for name, tensor in tensors.items()})
+    there, wanted = ({f"{name} {list(each.shape)}" for name, each in group.items()} for group in (saved, tensors))
+    if there != wanted:
+        raise ValueError(
+            f"checkpoint {file.parent} is of another run: it lacks {sorted(wanted - there)[:3] or 'nothing'} and has "
+            f"{sorted(there - wanted)[:3] or 'nothing'} that does not train here"
+        )
     with torch.no_grad():
         for name, value in saved.items():
             tensors[name].copy_(shard_like(value, tensors[name]))
 
 
-def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Load a checkpoint's moments into an optimizer over the model's parameters.
+def collect_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Gather the state of AdamW, unsharded and on the CPU. Every process must call it; the main one gets the tensors.
+
+    Args:
+        model: The model.
+        optimizer: AdamW over some of its parameters.
+
+    Returns:
+        Tensors by `<parameter>::<kind>`, as in `0.weight::exp_avg`.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: Any = get_optimizer_state_dict(model, optimizer, options=options).get("state", {})
+    return {f"{name}::{kind}": value for name, kinds in state.items() for kind, value in kinds.items()}
+
+
+def load_moments(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the tensors of `collect_moments` into the optimizer, whatever the number of processes."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    state: dict[str, Any] = {}
+    for key, value in load_file(checkpoint / MOMENTS).items():
+        name, _, kind = key.rpartition("::")
+        state.setdefault(name, {})[kind] = value
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    groups: Any = get_optimizer_state_dict(model, optimizer, options=options)["param_groups"]
+    set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=options)
+    for name, parameter in model.named_parameters():
+        if name not in state:
+            # Torch has made moments of zeros for parameters that never had a gradient.
+            optimizer.state.pop(parameter, None)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a metrics file; a half-written last line, which a kill can leave, is dropped.
 
     Raises:
-        ValueError: If moments of a parameter that trains are missing, or there are others.
+        ValueError: If another line is damaged; the message names it.
     """
-    parameters = dict(model.named_parameters())
-    saved = load_file(checkpoint / MOMENTS)
-    # Parameters that never had a gradient have no moments.
-    found = {key.rpartition("::")[0] for key in saved}
-    expected = {
-        f"{name}::{kind}": torch.Size() if kind == "step" else full_shape(parameters[name])
-        for name in names
-        if name in found or not found
-        for kind in _KINDS
-    }
-    _check_shapes(checkpoint, saved, expected)
-    for key, value in saved.items():
-        name, _, kind = key.rpartition("::")
-        load_moment(optimizer, parameters[name], kind, value)
+    if not path.is_file():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        where = f"line {number} of {path} (remove the file to start another)"
+        rows.append(parse_json(line.decode(errors="replace"), where))
+    return rows
 
 
-def _check_shapes(checkpoint: Path, saved: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    there = {f"{name} {list(tensor.shape)}" for name, tensor in saved.items()}
-    wanted = {f"{name} {list(shape)}" for name, shape in shapes.items()}
-    if there != wanted:
-        raise ValueError(
-            f"checkpoint {checkpoint} is of another run: it lacks {sorted(wanted - there)[:3] or 'nothing'} and has "
-            f"{sorted(there - wanted)[:3] or 'nothing'} that does not train here"
-        )
+class MetricsFile:
+    """A metrics file that rows are appended to.
+
+    Args:
+        path: The file.
+        position: Position that the run resumes from; rows of later steps are cut off. None starts an empty file.
+
+    Attributes:
+        rows: All rows.
+    """
+
+    def __init__(self, path: Path, position: Position | None = None) -> None:
+        self.rows: list[dict[str, Any]] = []
+        if position is not None:
+            self.rows = [row for row in read_metrics(path) if Position.of(row["stage"], row["step"]) <= position]
+        with atomic_file(path) as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one row and flush it to the operating system, so that a killed process loses none.
+
+        Args:
+            row: With at least `stage`, `step` and `loss`.
+
+        Raises:
+            OSError: If there is no room for it.
+        """
+        self.rows.append(row)
+        with clear_write_errors(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file. Only a row that `append` failed to write can be lost now."""
+        with suppress(OSError):
+            self._file.close()

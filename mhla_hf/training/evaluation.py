@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out loss, with noise and noise levels that all models share."""
+"""How a model does while and after it trains: held-out loss, validation videos and images, and trackers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from PIL import Image
+from torch import nn
 
+from ..utils.files import atomic_file
+from .config import TrainingConfig
 from .data.batches import LatentSamples, evaluation_batches
-from .families import objective_for
+from .data.cache import LatentDataset
+from .data.images import image_grid
+from .data.videos import write_video
+from .families import load_encoders, objective_for
+from .loading import PipelineSource
 from .matching.layers import evaluating
 from .stages.objectives import LatentBatch, Objective
 
@@ -96,3 +108,159 @@ def evaluate(
         max_samples=max_samples,
     )
     return evaluate_batches(model, batches, objective)
+
+
+class ModelTracker(Protocol):
+    """Observes the model during training, such as [`AttentionTracker`][mhla_hf.analysis.AttentionTracker].
+
+    It may change neither the model nor the state of random number generators.
+    """
+
+    def is_due(self, step: int) -> bool:
+        """Whether to record after this many steps of all stages."""
+
+    def record(self, model: nn.Module, step: int) -> dict[str, Any]:
+        """Records, and returns a row of its history, ready for JSON."""
+
+    def figures(self, row: dict[str, Any]) -> dict[str, float]:
+        """Figures of a row for trackers such as TensorBoard."""
+
+    def restore(self, history: Iterable[dict[str, Any]]) -> None:
+        """Continue a history."""
+
+
+class Validator:
+    """Generates validation samples with the transformer being trained.
+
+    Prompts are encoded once, when it is built; afterwards only the VAE and the scheduler are kept in memory.
+
+    Args:
+        source: The pipeline that training started from.
+        config: The options; its `validation_*` ones are used.
+        dataset: The cache that is trained on: its sizes and classes are those of the samples.
+        device: Device to encode the prompts and run the VAE on.
+    """
+
+    def __init__(
+        self, source: PipelineSource, config: TrainingConfig, dataset: LatentDataset, device: torch.device
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.family = source.family
+        pipeline = load_encoders(source.model)
+        if "text_encoder" in self.family.prompt_encoders:
+            pipeline.text_encoder.to(device)
+        length = dataset.settings["max_sequence_length"]
+        with torch.no_grad():
+            self.inputs = self.family.validation_inputs(
+                pipeline, source.model, config, dataset.sizes[0], length, dataset.manifest["classes"]
+            )
+        self.pipeline_class = type(pipeline)
+        self.vae, self.scheduler = pipeline.vae, pipeline.scheduler
+        stored = {name: pipeline.config.get(name) for name in self.family.pipeline_options}
+        self.options = {name: value for name, value in stored.items() if value is not None}
+
+    def write(self, transformer: torch.nn.Module, folder: Path, step: int) -> tuple[list[Path], np.ndarray]:
+        """Write the samples of a step: a file for each video, or one with a grid of all images.
+
+        Args:
+            transformer: The transformer, unwrapped.
+            folder: Folder to write to.
+            step: Fine-tuning step, for the file names.
+
+        Returns:
+            The files, and the samples, see `generate`.
+        """
+        samples = self.generate(transformer)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"step-{step:08d}"
+        if self.family.video_size:
+            files = [folder / f"{name}-prompt-{number}.mp4" for number in range(len(samples))]
+            return [write_video(path, video) for path, video in zip(files, samples)], samples
+        path = folder / f"{name}.png"
+        with atomic_file(path) as temporary:
+            Image.fromarray(image_grid(samples)).save(temporary)
+        return [path], samples
+
+    def images(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Images for trackers, by name, uint8 `[H, W, 3]`: a few frames of each video, or the grid."""
+        if self.family.video_size:
+            return {f"validation/{number}": frame_strip(video) for number, video in enumerate(samples)}
+        return {"validation": image_grid(samples)}
+
+    @torch.no_grad()
+    def generate(self, transformer: torch.nn.Module) -> np.ndarray:
+        """One sample per prompt, uint8: `[P, F, H, W, 3]` of videos, `[P, H, W, 3]` of images."""
+        pipeline = self.pipeline_class(
+            **dict.fromkeys(self.family.prompt_encoders),
+            vae=self.vae.to(self.device),
+            scheduler=self.scheduler,
+            transformer=transformer,
+            **self.options,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        samples = []
+        with evaluating(transformer):
+            for inputs in self.inputs:
+                sample = pipeline(
+                    **send_to_device(inputs, self.device),
+                    num_inference_steps=self.config.validation_inference_steps,
+                    guidance_scale=self.config.validation_guidance,
+                    generator=torch.Generator().manual_seed(self.config.seed),
+                    output_type="np",
+                )[0][0]
+                samples.append(np.rint(np.asarray(sample) * 255).clip(0, 255).astype(np.uint8))
+        self.vae.to("cpu")
+        return np.stack(samples)
+
+    def write_and_log(
+        self, transformer: torch.nn.Module, folder: Path, step: int, accelerator: Accelerator, run_step: int
+    ) -> None:
+        """Write the samples of a step, and images of them to the trackers; other arguments as in `write`.
+
+        Args:
+            accelerator: Gives the precision to run in, and the trackers.
+            run_step: The step as trackers count it, with those of earlier stages.
+        """
+        with accelerator.autocast():
+            _, samples = self.write(transformer, folder, step)
+        for tracker in accelerator.trackers:
+            images = {name: image[None] for name, image in self.images(samples).items()}
+            options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images(images, step=run_step, **options)
+
+
+def make_validator(
+    source: PipelineSource | None, config: TrainingConfig, dataset: LatentSamples, accelerator: Accelerator
+) -> Validator | None:
+    """The validator of a run; None where it makes no samples, and in processes that do not.
+
+    Args:
+        source: The pipeline that training starts from.
+        config: The options.
+        dataset: The training samples, which give the size.
+        accelerator: The processes.
+
+    Raises:
+        ValueError: If samples are wanted but cannot be made.
+    """
+    makes_samples = config.validation_prompts and (config.max_steps or config.distill_steps)
+    if not makes_samples or not accelerator.is_main_process:
+        return None
+    if (
+        source is None
+        or (source.model.index or {}).get("boundary_ratio") is not None
+        or config.output is None
+        or not isinstance(dataset, LatentDataset)
+    ):
+        raise ValueError(
+            "validation_prompts need model, output and cache: a pipeline with one transformer, its data and where to "
+            "write"
+        )
+    return Validator(source, config, dataset, accelerator.device)
+
+
+def frame_strip(video: np.ndarray, count: int = 5) -> np.ndarray:
+    """A few frames of a video `[F, H, W, 3]` side by side, `[H, count W, 3]`."""
+    numbers = np.linspace(0, len(video) - 1, min(count, len(video))).round().astype(int)
+    return np.concatenate([video[number] for number in numbers], axis=1)

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from . import checkpoints
 from .checkpoints import Position
 from .data.batches import DataOrder, TrainingBatch
-from .optimization import WeightAverage, learning_rate_factor, set_learning_rate
+from .optimization import learning_rate_factor, set_learning_rate
+from .processes import full_tensor
 from .run import Run
-from .sharding import full_tensor, root_gathered
 from .stages.prediction import Stage
 
 
@@ -43,7 +44,6 @@ class StageLoop:
         self.shared, self.stage, self.steps_before = run, stage, steps_before
         self.config, self.accelerator, self.model = run.config, run.accelerator, run.model
         self.averages = averages and run.config.ema_decay is not None
-        self.average: WeightAverage | None = None
         rows = run.metrics.rows if run.metrics else []
         self.losses = [row["loss"] for row in rows if row["stage"] == stage.name]
         self.step = 0
@@ -110,15 +110,13 @@ class StageLoop:
             checkpoints.load_weights(checkpoint, self.model, names)
         optimizer = self.shared.make_optimizer(stage, names)
         self.module, self.optimizer = self.accelerator.prepare(stage.module(), optimizer)
-        if self.averages:
-            self.average = WeightAverage(self.model, names, self.config)
         if checkpoint is not None:
-            if self.average is not None:
-                self.average.load(checkpoint)
-            checkpoints.load_optimizer(checkpoint, self.model, self._plain_optimizer(), names)
-            scaler = checkpoints.read_state(checkpoint).get("scaler")
-            if self.accelerator.scaler is not None and scaler:
-                self.accelerator.scaler.load_state_dict(scaler)
+            parameters, plain = dict(self.model.named_parameters()), self._plain_optimizer()
+            for key, value in load_file(checkpoint / checkpoints.MOMENTS).items():
+                name, _, kind = key.rpartition("::")
+                # The step count stays on the CPU, where AdamW makes it unless it is fused.
+                on_cpu = kind == "step" and not plain.defaults.get("fused")
+                plain.state[parameters[name]][kind] = value if on_cpu else value.to(parameters[name].device)
         # Models in shards have to take a step before parts of them can be called.
         if position is None and self.steps_before == 0 and not self._in_shards:
             self._attention_at_start = self._track()
@@ -151,32 +149,28 @@ class StageLoop:
         if directory is None or self._saved == self.step:
             return
         optimizer = self._plain_optimizer()
-        main = self.accelerator.is_main_process
-        weights, moments = checkpoints.collect_state(self.model, optimizer, self.names, keep=main)
-        averages = self.average.collect(keep=main) if self.average is not None else None
-        if main:
-            scaler = self.accelerator.scaler
-            state = {
-                **self.shared.state(),
-                "learning_rates": [group["lr"] for group in optimizer.param_groups],
-                "scaler": scaler.state_dict() if scaler is not None else None,
-            }
-            checkpoints.save_checkpoint(
-                directory,
-                Position.of(self.stage.name, self.step),
-                weights,
-                self.shared.moments_to_keep(moments, self.finished),
-                state,
-                self.config.checkpoints_total_limit,
-                averages,
-            )
+        parameters = dict(self.model.named_parameters())
+        weights = {name: full_tensor(parameters[name]) for name in self.names}
+        moments = {
+            f"{name}::{kind}": full_tensor(value)
+            for name in self.names
+            for kind, value in optimizer.state.get(parameters[name], {}).items()
+        }
+        checkpoints.save_checkpoint(
+            directory,
+            Position.of(self.stage.name, self.step),
+            {
+                checkpoints.WEIGHTS: weights,
+                checkpoints.MOMENTS: self.shared.moments_to_keep(moments, self.finished),
+            },
+            self.shared.state(),
+            self.config.checkpoints_total_limit,
+        )
         self._saved = self.step
         self.accelerator.wait_for_everyone()
 
     def finish(self) -> None:
         """Replace the weights by their average, and release the stage's resources."""
-        if self.average is not None:
-            self.average.copy_to_model()
         self.stage.close()
         del self.module, self.optimizer, self.batches
         if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
@@ -223,8 +217,6 @@ class StageLoop:
             raise self.shared.diverged(problem, Position.of(stage.name, self.step + 1), batches_seen)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.average is not None:
-            self.average.step()
         return loss_value, {"lr": rate, "grad_norm": gradient_norm}, told > 0
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
@@ -285,8 +277,7 @@ class StageLoop:
             return None
         if not self._in_shards and not self.accelerator.is_main_process:
             return None
-        with root_gathered(self.module):
-            return tracker.record(self.model, step)
+        return tracker.record(self.model, step)
 
     def _validate_if_due(self) -> None:
         config, validator, output = self.config, self.shared.validator, self.shared.output
@@ -295,10 +286,9 @@ class StageLoop:
         if self.step % config.validation_steps and not self.finished:
             return
         if validator is not None and output is not None:
-            with self.average.applied() if self.average is not None else nullcontext():
-                validator.write_and_log(
-                    self.model, output / "validation", self.step, self.accelerator, self.steps_before + self.step
-                )
+            validator.write_and_log(
+                self.model, output / "validation", self.step, self.accelerator, self.steps_before + self.step
+            )
         self.accelerator.wait_for_everyone()
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from . import checkpoints
 from .config import TrainingConfig
 from .parameters import is_mhla_parameter
-from .sharding import full_tensor
+from .processes import full_tensor
 
 
 logger = logging.getLogger(__name__)
@@ -113,18 +113,9 @@ class WeightAverage:
         """Update the average after an optimizer step."""
         self.ema.step(self.parameters)
 
-    def collect(self, keep: bool = True) -> tuple[dict[str, torch.Tensor], int]:
-        """Return the averages by parameter name, unsharded, and their number of steps. Every process must call it.
-
-        Args:
-            keep: True if this process keeps them; the others help to gather them.
-        """
-        averages = {}
-        for name, average in zip(self.names, self.ema.shadow_params, strict=True):
-            whole = full_tensor(average)
-            if keep:
-                averages[name] = whole
-        return averages, self.ema.optimization_step
+    def collect(self) -> dict[str, torch.Tensor]:
+        """Return the averages by parameter name, unsharded. Every process must call it."""
+        return {name: full_tensor(average) for name, average in self._named().items()}
 
     def load(self, checkpoint: Path) -> None:
         """Resume the average of a checkpoint; if it has none, start from the checkpoint's weights.
@@ -132,13 +123,15 @@ class WeightAverage:
         Raises:
             ValueError: If names or shapes are not those of the parameters that train.
         """
-        steps = checkpoints.average_steps(checkpoint)
+        steps = checkpoints.read_state(checkpoint).get(checkpoints.AVERAGE_STEPS)
         if steps is None:
             logger.warning("%s holds no average of the weights (ema_decay): it starts there", checkpoint.name)
             return
-        averages = dict(zip(self.names, self.ema.shadow_params, strict=True))
-        checkpoints.load_tensors(checkpoint, checkpoints.AVERAGES, averages)
+        checkpoints.load_tensors(checkpoint / checkpoints.AVERAGES, self._named())
         self.ema.optimization_step = steps
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self.names, self.ema.shadow_params, strict=True))
 
     def copy_to_model(self) -> None:
         """Copy the average into the parameters."""

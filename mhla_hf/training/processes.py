@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run: their meeting, the `Accelerator` that they share, its tracker, and signals that stop them.
+"""The processes of a run: the `Accelerator` that they share, tensors in shards, signals that stop them, data workers.
+
+FSDP 2 makes `DTensor`s of parameters. Those that DeepSpeed has taken over have a `ds_id`, and one slice in every
+process.
 
 Processes are started by `accelerate launch` or torchrun. `accelerate launch --cpu` starts one process only, whatever
 `--num_processes` says (accelerate 1.15, `simple_launcher`); with `--multi_gpu` it starts them all, on CPUs too where
@@ -13,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
@@ -29,12 +32,13 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
-from torch import distributed
+from torch import distributed, nn
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ..utils.machine import choose_device
 from ..utils.messages import one_line
-from . import sharding
 from .config import TrainingConfig
+from .data.batches import DataOrder, TrainingBatch
 
 
 Key = TypeVar("Key")
@@ -68,10 +72,11 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
             "place of --cpu and give device='cpu' (--device cpu) to the run, or use torchrun --nproc_per_node N; for "
             "several machines use torchrun or MPI"
         )
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     try:
         accelerator = Accelerator(
             cpu=config.device != "auto" and choose_device(config.device).type == "cpu",
-            mixed_precision="no" if sharding.uses_deepspeed() else config.mixed_precision,
+            mixed_precision="no" if uses_deepspeed else config.mixed_precision,
             log_with=None if config.report_to == "none" else config.report_to,
             project_config=project,
             kwargs_handlers=[
@@ -91,7 +96,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         # NCCL exchanges its id through the store at the first collective.
         distributed.distributed_c10d._get_default_store().set_timeout(TIMEOUT)
     _shard_on_cpus(accelerator)
-    sharding.set_deepspeed_options(accelerator, config)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        set_deepspeed_options(accelerator, config)
     return accelerator
 
 
@@ -107,6 +113,17 @@ def _shard_on_cpus(accelerator: Accelerator) -> None:
     # The state keeps its own copy of what the process state says.
     for state in (accelerator.state, PartialState()):
         state.distributed_type = DistributedType.FSDP
+
+
+def set_deepspeed_options(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Pass the options of a run to DeepSpeed."""
+    options = accelerator.state.deepspeed_plugin.deepspeed_config
+    options["train_micro_batch_size_per_gpu"] = config.batch_size
+    options["gradient_accumulation_steps"] = 1
+    options["gradient_clipping"] = config.max_grad_norm
+    if (config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "bf16":
+        # DeepSpeed's own bf16 mode would round rotary tables and all inputs.
+        options["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
 
 
 def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None:
@@ -149,6 +166,67 @@ def open_trackers(accelerator: Accelerator, config: TrainingConfig) -> None:
         if value is not None
     }
     accelerator.init_trackers(PROJECT, config=plain)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor on the CPU if it is sharded over processes, all of which must call this."""
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone().cpu().contiguous()
+    gather = getattr(tensor, "full_tensor", None)
+    return (gather() if gather is not None else tensor).detach().cpu().contiguous()
+
+
+def shard_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Shard an unsharded tensor as another one is, on its device and in its type."""
+    value = value.to(device=tensor.device, dtype=tensor.dtype)
+    if not hasattr(tensor, "device_mesh"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+
+
+def unsharded(model: nn.Module) -> nn.Module:
+    """Return the model, or an unsharded copy on the CPU if it is sharded. Every process must call it."""
+    if not any(hasattr(each, "full_tensor") or hasattr(each, "ds_id") for each in model.parameters()):
+        return model
+    # The entries of a state dict are no parameters any more, which DeepSpeed needs to gather them.
+    tensors = {**model.state_dict(), **dict(model.named_parameters())}
+    state = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+    # fully_shard derives a class from the model's; the first base that is not FSDP's is the one to save.
+    cls: Any = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
+    copy = cls.from_config(model.config)
+    copy.load_state_dict(state)
+    return copy
+
+
+@contextmanager
+def gathered_root(module: nn.Module) -> Iterator[None]:
+    """A context in which parts of a model under FSDP 2 can be called by themselves, once the model has run.
+
+    Blocks gather their parameters when they are called, the rest is gathered when the whole model is. Every process
+    must enter it.
+
+    Args:
+        module: The module that was sharded as a whole; any other is left alone.
+    """
+    if not is_fully_sharded(module):
+        yield
+        return
+    sharded: Any = module
+    sharded.unshard()
+    try:
+        yield
+    finally:
+        sharded.reshard()
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """True for a module that FSDP 2 has sharded; does not import FSDP, which some builds of torch lack."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 class TrainingStopped(KeyboardInterrupt):
@@ -258,3 +336,52 @@ class StopSignals:
             self.received, self._time = number, now
         elif number == signal.SIGINT and now - self._time > _ONE_PRESS_SECONDS:
             raise KeyboardInterrupt
+
+
+class MicroBatches(Dataset):
+    """The micro-batches of a stage by (step, micro-step).
+
+    Args:
+        make_batch: Makes one from the data order, the step and the micro-step; a pure function.
+        order: The data order.
+    """
+
+    def __init__(self, make_batch: Callable[[DataOrder, int, int], TrainingBatch], order: DataOrder) -> None:
+        self.make_batch, self.order = make_batch, order
+
+    def __getitem__(self, place: tuple[int, int]) -> TrainingBatch | Exception:
+        """The micro-batch; of a worker also its error, whose message the loader would fill with a traceback."""
+        try:
+            return self.make_batch(self.order, *place)
+        except (OSError, ValueError) as error:
+            if get_worker_info() is None:
+                raise
+            return error
+
+    def read(self, first: int, steps: int, workers: int) -> Iterator[TrainingBatch]:
+        """Read the micro-batches of the steps from `first` to `steps`, made ahead by so many processes."""
+        micro_steps = range(self.order.accumulation_steps)
+        loader = DataLoader(
+            self,
+            batch_size=None,
+            sampler=[(step, micro_step) for step in range(first, steps) for micro_step in micro_steps],
+            num_workers=workers,
+            collate_fn=_unchanged,
+            worker_init_fn=_ignore_stop_signals,
+            # The loader draws a number, which must not come from the generator of the model's dropout.
+            generator=torch.Generator(),
+        )
+        for batch in loader:
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    """Ignore SIGINT and SIGTERM in data workers, so that the current step can finish."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs, from options to the trained pipeline or model: their stages in any number of processes, resumable."""
+"""Training runs, from options to the trained pipeline or model: their stages in any number of processes, resumable.
+
+`Trainer.run` reads as a run goes: set up (fingerprints, teacher, locks, checkpoint to resume), the stages one after
+another (start, steps, reports, checkpoints, validation samples), and the export.
+"""
 
 from __future__ import annotations
 
+import math
+import signal
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sized
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,39 +20,45 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator, DistributedType
-from safetensors.torch import save_file
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
-from ..utils.destinations import atomic_directory, remove_leftovers
+from ..utils.destinations import lock_output, remove_leftovers
 from ..utils.files import list_files, write_json
 from ..utils.locations import local_origin
 from ..utils.machine import installed_versions
 from ..utils.model_cards import carried_metadata
-from . import parameters
-from .checkpoints import Position
-from .config import TRANSFORMERS, UNCONVERTED, TrainingConfig, check_options
-from .data.batches import DataOrder, LatentSamples, check_null_condition, first_of_buckets, make_batch, stable_seed
+from . import checkpoints, parameters
+from .checkpoints import MetricsFile, Position
+from .config import UNCONVERTED, TrainingConfig
+from .data.batches import DataOrder, stable_seed
 from .data.cache import LatentDataset
-from .data.folders import folder_fingerprint, model_fingerprint, samples_fingerprint
-from .families import objective_for
-from .loading import PipelineSource, TrainingSource, TransformersSource
-from .loop import StageLoop
-from .matching.layers import Batch
+from .data.folders import folder_fingerprint, model_fingerprint
+from .evaluation import ModelTracker, Validator
+from .loading import TrainingSource
 from .matching.teacher import SharedTeacher, Teacher, memory_of, share_weights
-from .parameters import MHLA_FILE, save_adapter
-from .processes import StopSignals, TrainingStopped, check_distribution, make_accelerator, open_trackers
-from .run import Callback, MetricsFile, ModelTracker, Run, find_start
-from .sharding import unsharded
+from .optimization import WeightAverage, learning_rate_factor, make_optimizer, set_learning_rate
+from .processes import (
+    MicroBatches,
+    Processes,
+    StopSignals,
+    TrainingStopped,
+    check_distribution,
+    full_tensor,
+    gathered_root,
+    make_accelerator,
+    open_trackers,
+    unsharded,
+)
 from .stages.matching import Transfer
-from .stages.objectives import Tensors
-from .stages.prediction import DiffusionStage, PredictionStage, Stage
-from .stages.transformers import BatchesByStep, TransformersObjective, TransformersStage
-from .validation import Validator, make_validator
+from .stages.prediction import PredictionStage, Stage
 
 
-__all__ = ["DiffusionTrainer", "TrainingResult", "TransformersTrainer"]
+Callback = Callable[[str, int, float], None]
+"""Called with (stage, step, loss)."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SHOWN = 8
 
 
 @dataclass
@@ -84,6 +97,7 @@ class Trainer(ABC):
     source_class: ClassVar[type[TrainingSource]]
     stage_class: ClassVar[type[PredictionStage]]
     source: Any
+    model: Any
     dataset: Any
     objective: Any
 
@@ -91,65 +105,40 @@ class Trainer(ABC):
         self,
         config: TrainingConfig,
         model: nn.Module | None,
-        dataset: Any,
         teacher: Teacher | None,
         callback: Callback | None,
         accelerator: Accelerator | None,
-        source: TrainingSource | None,
-        tracker: ModelTracker | None = None,
+        tracker: ModelTracker | None,
+        source: TrainingSource | None = None,
     ) -> None:
         if model is None and config.model is None:
             raise ValueError(f"model must be given: a {self.source_class.kind} directory or a Hub id")
-        self.config = config
+        self.config, self.model, self.own_model = config, model, model is None
         self.output = Path(config.output) if config.output is not None else None
         self.owns_accelerator = accelerator is None
         self.accelerator = accelerator or make_accelerator(config)
         check_distribution(self.accelerator, config)
-        self.metrics: MetricsFile | None = None
-        self.callback, self.tracker = callback, tracker
-        self.teacher = teacher
-        self.teacher_of_distillation: SharedTeacher | None = None
-        self.teacher_memory: dict[str, int] = {}
-        self.inputs: dict[str, str] = {}
-        self.source = source
+        self.teacher, self.callback, self.tracker, self.source = teacher, callback, tracker, source
         if source is None and config.model is not None:
             with self.accelerator.main_process_first():
                 self.source = self.source_class.find(config.model, config.component, config.teacher)
         if self.source is not None and self.output is not None:
             # The finished pipeline gets a copy of them.
             list_files(self.source.directory)
-        self.dataset = self._open(dataset)
-        self.own_model = model is None
-        self.model = model if model is not None else self._load_model()
-        self.objective = self._make_objective()
+
+    def _load_model(self) -> None:
+        """Load the model of the source unless there is one, and add LoRA where it trains."""
+        config = self.config
+        if self.own_model:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(stable_seed(config.seed, "parameters"))
+                self.model = self.source.load_model(config.mhla)
         if config.train == "lora" and not hasattr(self.model, "peft_config"):
             parameters.add_lora(self.model, config.lora_rank, config.lora_alpha, stable_seed(config.seed, "lora"))
 
     @abstractmethod
-    def _open(self, dataset: Any) -> Any:
-        """The samples; checks whatever does not need the model."""
-
-    @abstractmethod
-    def _make_objective(self) -> Any:
-        """The objective of the model; checks that the samples suit it."""
-
-    def _stages(self) -> list[Stage]:
-        """The stages, in their order."""
-        config, arguments = self.config, (self.model, self.objective, self._batches())
-        stages = self._matching_stages()
-        if config.distill_steps:
-            self._keep_original_weights()
-            stages.append(self.stage_class(config, *arguments, self._get_distillation_teacher))
-        if config.max_steps:
-            stages.append(self.stage_class(config, *arguments))
-        return stages
-
-    @abstractmethod
     def _batches(self) -> Any:
         """The source of batches that the stages take."""
-
-    def _matching_stages(self) -> list[Stage]:
-        return []
 
     @abstractmethod
     def _data_fingerprints(self) -> dict[str, str]:
@@ -162,11 +151,6 @@ class Trainer(ABC):
     def _make_validator(self) -> Validator | None:
         return None
 
-    def _load_model(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stable_seed(self.config.seed, "parameters"))
-            return self.source.load_model(self.config.mhla)
-
     def run(self) -> TrainingResult:
         """Train.
 
@@ -178,27 +162,22 @@ class Trainer(ABC):
                 checkpoint is saved before.
         """
         result = TrainingResult(self.model)
-        stages = self._stages()
-        position: Position | None = None
-        locks = ExitStack()
-        if self.output is not None:
-            if self.accelerator.is_main_process:
-                self.inputs = self._run_inputs()
-            result.resumed_from, position, locks = find_start(
-                self.config, self.accelerator, self._state(), self.dataset
-            )
+        self.teacher_memory: dict[str, int] = {}
         try:
-            with StopSignals() as signals:
-                run = self._prepare(position, signals)
-                for number, stage in enumerate(stages):
-                    steps_before = sum(earlier.steps for earlier in stages[:number])
-                    loop = StageLoop(run, stage, steps_before, averages=stage is stages[-1])
-                    losses, seconds = loop.run(position, result.resumed_from)
-                    result.losses[stage.name], result.seconds_per_step[stage.name] = losses, seconds
+            with ExitStack() as self.resources:
+                self.inputs = self._run_inputs()
+                stages = self._make_stages()
+                result.resumed_from = self._find_checkpoint()
+                with StopSignals() as self.signals:
+                    self._set_up(result.resumed_from)
+                    for number, stage in enumerate(stages):
+                        self.steps_before = sum(earlier.steps for earlier in stages[:number])
+                        is_last = number == len(stages) - 1
+                        result.losses[stage.name], result.seconds_per_step[stage.name] = self._train(stage, is_last)
+                if self.signals.received is not None:
+                    raise KeyboardInterrupt
                 result.teacher_memory = self.teacher_memory
-            if signals.received is not None:
-                raise KeyboardInterrupt
-            self._finish(result)
+                self._finish(result)
         except TrainingStopped:
             # All processes stop together; after any other exception they may not all be here.
             self.accelerator.end_training()
@@ -207,21 +186,22 @@ class Trainer(ABC):
             if self.output is not None and not stop.args:
                 stop.args = ("stopped; the same command with --resume latest continues from the last checkpoint",)
             raise
-        finally:
-            if self.metrics is not None:
-                self.metrics.close()
-            locks.close()
         return result
+
+    # Set up.
 
     def _run_inputs(self) -> dict[str, str]:
         """Fingerprints of everything that the run is made from, by name; unknown parts are left out."""
-        config, inputs = self.config, self._data_fingerprints()
-        if not self.own_model:
+        config = self.config
+        if self.output is None or not self.accelerator.is_main_process:
+            return {}
+        inputs = self._data_fingerprints()
+        if self.own_model:
+            inputs["base weights"] = folder_fingerprint(self.source.model.folder)
+        else:
             # Parameters that train come from a checkpoint.
             trained = set(parameters.trainable_names(self.model, config.train))
             inputs["base weights"] = model_fingerprint(self.model, trained)
-        else:
-            inputs["base weights"] = folder_fingerprint(self.source.model.folder)
         if self.teacher is not None:
             inputs["teacher"] = model_fingerprint(self.teacher)
         elif (config.transfer_steps or config.distill_steps) and self.source is not None:
@@ -229,6 +209,67 @@ class Trainer(ABC):
             with suppress(OSError, ValueError):
                 inputs["teacher"] = folder_fingerprint(self.source.teacher.folder)
         return inputs
+
+    def _make_stages(self) -> list[Stage]:
+        config, arguments = self.config, (self.model, self.objective, self._batches())
+        stages: list[Stage] = []
+        if config.distill_steps:
+            self._keep_original_weights()
+        if config.transfer_steps:
+            records = None if self.output is None else self.output / "transfer"
+            teacher = partial(self._take_teacher, "transfer_steps")
+            stages.append(Transfer(config, *arguments, teacher, self.accelerator, self.dataset, records))
+        if config.distill_steps:
+            stages.append(self.stage_class(config, *arguments, self._take_distillation_teacher))
+        if config.max_steps:
+            stages.append(self.stage_class(config, *arguments))
+        return stages
+
+    def _find_checkpoint(self) -> Path | None:
+        """Lock the output, and the cache for reading, and find the checkpoint to resume from.
+
+        The main process decides, so that all agree even while files appear; an error it meets is raised in all.
+
+        Raises:
+            ValueError: If the output or the cache is in use, or the checkpoint does not exist or fit.
+        """
+        found: list[Path | None] = [None]
+        if self.output is None:
+            return None
+        with Processes().together():
+            if self.accelerator.is_main_process:
+                self.resources.enter_context(lock_output(self.output) or nullcontext())
+                if isinstance(self.dataset, LatentDataset):
+                    self.resources.enter_context(self.dataset.lock() or nullcontext())
+                found = [checkpoints.find_checkpoint(self.config.resume, self.output / "checkpoints")]
+                for finished in (self.output / "pipeline", self.output / "model"):
+                    if self.config.resume is None and finished.exists():
+                        raise ValueError(f"output already holds the finished {finished}; choose another output")
+                if found[0] is not None:
+                    checkpoints.check_run(found[0], self._state())
+        broadcast_object_list(found)
+        return found[0]
+
+    def _set_up(self, checkpoint: Path | None) -> None:
+        """Open the metrics and trackers, and encode the prompts of validation samples."""
+        if self.tracker is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError("tracker (--track-attention) does not run under DeepSpeed; use FSDP 2")
+        self.checkpoint = checkpoint
+        self.position = checkpoints.checkpoint_position(checkpoint) if checkpoint is not None else None
+        self.metrics: MetricsFile | None = None
+        self.attention_at_start: dict[str, Any] | None = None
+        if self.output is not None and self.accelerator.is_main_process:
+            for folder in (self.output, self.output / "checkpoints"):
+                remove_leftovers(folder)
+            write_json(self.output / "training_config.json", self.config.to_dict())
+            self.metrics = MetricsFile(self.output / "metrics.jsonl", self.position)
+            self.resources.callback(self.metrics.close)
+            if self.tracker is not None:
+                kinds = ("attention_at_start", "attention")
+                self.tracker.restore(row[kind] for row in self.metrics.rows for kind in kinds if kind in row)
+        open_trackers(self.accelerator, self.config)
+        self.validator = self._make_validator()
+        self.accelerator.wait_for_everyone()
 
     def _state(self) -> dict[str, Any]:
         """The run as a checkpoint records it, as plain JSON."""
@@ -245,79 +286,317 @@ class Trainer(ABC):
             "inputs": self.inputs,
         }
 
+    # The original that matching and distillation learn from.
+
     def _keep_original_weights(self) -> None:
-        """Make the model its own teacher if its weights are still the original ones.
+        """Make a model with its original weights its own teacher, before a stage or a checkpoint changes them."""
+        is_original = self.own_model and self.config.teacher is None and not self.source.model.is_mhla
+        if self.teacher is None and is_original:
+            self.teacher = SharedTeacher(self.model)
+        if isinstance(self.teacher, SharedTeacher):
+            self.teacher.keep(parameters.trainable_names(self.model, self.config.train))
 
-        That is before any stage changes them, and before those of a checkpoint are loaded.
-        """
-        is_fresh = (
-            self.own_model
-            and self.teacher is None
-            and self.config.teacher is None
-            and not self._is_sharded()
-            and not self.source.model.is_mhla
-        )
-        if is_fresh:
-            self.teacher_of_distillation = SharedTeacher(self.model)
-        elif isinstance(self.teacher, SharedTeacher):
-            self.teacher_of_distillation = self.teacher
-        if self.teacher_of_distillation is not None:
-            self.teacher_of_distillation.keep(parameters.trainable_names(self.model, self.config.train))
-
-    def _get_distillation_teacher(self) -> Teacher:
-        teacher: Teacher | None = self.teacher_of_distillation or self.teacher
-        self.teacher_of_distillation = self.teacher = None
+    def _take_teacher(self, option: str) -> Teacher:
+        """The original, on the device; the trainer lets go of it before the last stage that needs it."""
+        teacher = self.teacher
         if teacher is None:
-            original = self._load_teacher("distill_steps")
-            teacher = original if self._is_sharded() else share_weights(self.model, original)
-            if isinstance(teacher, nn.Module):
-                teacher = teacher.to(_DTYPES.get(self.accelerator.mixed_precision, torch.float32))
+            if self.source is None:
+                raise ValueError(f"{option} needs teacher: the model before its conversion")
+            teacher = share_weights(self.model, self.source.teacher.load())
         if isinstance(teacher, nn.Module):
             teacher = teacher.requires_grad_(False).eval()
-        self.teacher_memory = memory_of(teacher)
+        self.teacher = teacher if option == "transfer_steps" and self.config.distill_steps else None
         return teacher.to(self.accelerator.device)
 
-    def _load_teacher(self, option: str) -> nn.Module:
-        if self.source is None:
-            raise ValueError(f"{option} needs teacher: the model before its conversion")
-        return self.source.teacher.load()
+    def _take_distillation_teacher(self) -> Teacher:
+        teacher = self._take_teacher("distill_steps")
+        if isinstance(teacher, SharedTeacher):
+            teacher.keep(parameters.trainable_names(self.model, self.config.train))
+        else:
+            teacher = teacher.to(_DTYPES.get(self.accelerator.mixed_precision, torch.float32))
+        self.teacher_memory = memory_of(teacher)
+        return teacher
 
-    def _is_sharded(self) -> bool:
-        """True if no process has the whole model."""
-        return self.accelerator.distributed_type == DistributedType.FSDP
+    # A stage.
 
-    def _prepare(self, position: Position | None, signals: StopSignals) -> Run:
-        if self.tracker is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise ValueError("tracker (--track-attention) does not run under DeepSpeed; use FSDP 2")
-        if self.output is not None and self.accelerator.is_main_process:
-            self.output.mkdir(parents=True, exist_ok=True)
-            for folder in (self.output, self.output / "checkpoints"):
-                remove_leftovers(folder)
-            write_json(self.output / "training_config.json", self.config.to_dict())
-            self.metrics = MetricsFile(self.output / "metrics.jsonl", position)
-            if self.tracker is not None:
-                kinds = ("attention_at_start", "attention")
-                self.tracker.restore(row[kind] for row in self.metrics.rows for kind in kinds if kind in row)
-        open_trackers(self.accelerator, self.config)
-        validator = self._make_validator()
-        self.accelerator.wait_for_everyone()
-        return Run(
-            config=self.config,
-            accelerator=self.accelerator,
-            model=self.model,
-            dataset=self.dataset,
-            state=self._state,
-            output=self.output,
-            callback=self.callback,
-            metrics=self.metrics,
-            signals=signals,
-            validator=validator,
-            tracker=self.tracker,
+    def _train(self, stage: Stage, is_last: bool) -> tuple[list[float], float]:
+        """Run the remaining steps of a stage.
+
+        Args:
+            stage: The stage.
+            is_last: True for the stage whose weights are averaged where `ema_decay` asks for it. The model ends with
+                their average.
+
+        Returns:
+            The losses of all its steps, earlier ones included, and the mean seconds of the steps run here.
+        """
+        self.stage, self.step, self.saved_step, self.seconds = stage, 0, 0, 0.0
+        rows = self.metrics.rows if self.metrics is not None else []
+        self.losses = [row["loss"] for row in rows if row["stage"] == stage.name]
+        averages = is_last and self.config.ema_decay is not None
+        checkpoint = self.checkpoint if self.position is not None and self.position.stage == stage.name else None
+        if self.position is not None and self.position >= Position.of(stage.name, stage.steps):
+            # The next stage, or the export, continues from the weights at the end of this one.
+            if checkpoint is not None:
+                checkpoints.load_weights(checkpoint, self.model, stage.trainable_names(), averages)
+            return self.losses, 0.0
+        self._start(checkpoint, averages)
+        first = self.step
+        with stage.context(), self._progress() as bar:
+            try:
+                while self.step < stage.steps:
+                    stop_requested = self._take_step()
+                    bar.set_postfix(loss=f"{self.losses[-1]:.4f}", refresh=False)
+                    bar.update()
+                    if stop_requested:
+                        self._save()
+                        raise self._stopped()
+                    self._validate_if_due()
+            finally:
+                # Ends the processes that make batches ahead, which would live as long as the error's traceback.
+                self.batches.close()
+        if self.average is not None:
+            self.average.copy_to_model()
+        stage.close()
+        del self.module, self.optimizer, self.batches
+        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
+            # DeepSpeed would let go of the weights, which are still to be gathered.
+            self.accelerator.free_memory()
+        return self.losses, self.seconds / (self.step - first)
+
+    def _start(self, checkpoint: Path | None, averages: bool) -> None:
+        """Prepare model, optimizer and batches of the stage, and restore them from its checkpoint if there is one."""
+        stage, config, accelerator = self.stage, self.config, self.accelerator
+        self.names = stage.trainable_names()
+        parameters.set_trainable(self.model, self.names)
+        self.model.train()
+        if config.gradient_checkpointing:
+            model = self.model
+            enable = getattr(model, "enable_gradient_checkpointing", None) or model.gradient_checkpointing_enable
+            enable()
+        if checkpoint is not None and self.position is not None:
+            self.step = self.saved_step = self.position.step
+            checkpoints.load_weights(checkpoint, self.model, self.names)
+        optimizer = make_optimizer(self.model, self.names, config, stage.learning_rate, stage.mhla_learning_rate)
+        self.module, self.optimizer = accelerator.prepare(stage.module(), optimizer)
+        self.average = WeightAverage(self.model, self.names, config) if averages else None
+        if checkpoint is not None:
+            if self.average is not None:
+                self.average.load(checkpoint)
+            if accelerator.distributed_type == DistributedType.DEEPSPEED:
+                accelerator.load_state(str(checkpoint / checkpoints.SHARDS))
+            else:
+                checkpoints.load_moments(checkpoint, self.model, self._plain_optimizer())
+            scaler = checkpoints.read_state(checkpoint).get("scaler")
+            if accelerator.scaler is not None and scaler:
+                accelerator.scaler.load_state_dict(scaler)
+        # Models in shards have to take a step before parts of them can be called.
+        if self.position is None and self.steps_before == 0 and not self._in_shards:
+            self.attention_at_start = self._track()
+            if self.attention_at_start is not None:
+                self._log({}, self.attention_at_start)
+        order = DataOrder(
+            dataset_size=len(self.dataset),
+            batch_size=config.batch_size,
+            seed=config.seed,
+            stage=stage.name,
+            accumulation_steps=config.gradient_accumulation_steps,
+            world_size=accelerator.num_processes,
+            rank=accelerator.process_index,
+            buckets=getattr(self.dataset, "buckets", None),
+        )
+        # Last, since it starts processes, which end when it is closed.
+        self.batches = MicroBatches(stage.make_batch, order).read(
+            self.step, stage.steps, config.dataloader_num_workers
         )
 
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    # A step.
+
+    def _take_step(self) -> bool:
+        """Take an optimizer step, report it, and save a checkpoint if one is due.
+
+        Returns:
+            True if one of the processes has received a signal to stop.
+        """
+        began = time.perf_counter()
+        loss, figures, stop_requested = self._optimizer_step()
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        self.step += 1
+        self.losses.append(loss)
+        self._report(loss, figures, seconds)
+        every = self.config.checkpointing_steps
+        if every and (self.step % every == 0 or self.step == self.stage.steps):
+            self._save()
+        return stop_requested
+
+    def _optimizer_step(self) -> tuple[float, dict[str, float], bool]:
+        """Take an optimizer step.
+
+        Returns:
+            The loss averaged over micro-steps and processes, further figures, and whether one of the processes
+            has received a signal to stop.
+        """
+        stage, config, accelerator = self.stage, self.config, self.accelerator
+        factor = learning_rate_factor(
+            self.step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=stage.steps
+        )
+        rate = set_learning_rate(self._plain_optimizer(), factor)
+        losses: list[torch.Tensor] = []
+        samples: list[tuple[int, ...]] = []
+        for micro_step in range(config.gradient_accumulation_steps):
+            batch = next(self.batches).to(accelerator.device)
+            last = micro_step + 1 == config.gradient_accumulation_steps
+            with nullcontext() if last else accelerator.no_sync(self.module):
+                loss = stage.loss(self.module, batch, accelerator) / config.gradient_accumulation_steps
+                accelerator.backward(loss)
+            losses.append(loss.detach())
+            samples.append(batch.indices)
+        norm = accelerator.clip_grad_norm_(self.module.parameters(), config.max_grad_norm or math.inf)
+        # DeepSpeed gives a plain number.
+        gradient_norm = float(full_tensor(norm) if torch.is_tensor(norm) else norm)
+        total = torch.stack(losses).sum()
+        stop_requested = torch.tensor(float(self.signals.received is not None), device=total.device)
+        # Both in one message: all processes stop after the same step.
+        loss_value, told = accelerator.reduce(torch.stack([total, stop_requested]), reduction="mean").tolist()
+        # Scaled gradients of fp16 may overflow: their step is left out.
+        diverged = accelerator.scaler is None and not math.isfinite(gradient_norm)
+        if diverged or not math.isfinite(loss_value):
+            problem = f"gradient is {gradient_norm}" if math.isfinite(loss_value) else f"loss is {loss_value}"
+            raise self._diverged(problem, list(zip(torch.stack(losses).tolist(), samples, strict=True)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.step()
+        return loss_value, {"lr": rate, "grad_norm": gradient_norm}, told > 0
+
+    def _save(self) -> None:
+        """Save a checkpoint, unless this step has one or there is no output. Every process must call it."""
+        if self.output is None or self.saved_step == self.step:
+            return
+        accelerator, average = self.accelerator, self.average
+        tensors = dict(self.model.named_parameters())
+        files = {checkpoints.WEIGHTS: {name: full_tensor(tensors[name]) for name in self.names}}
+        if accelerator.distributed_type != DistributedType.DEEPSPEED:
+            files[checkpoints.MOMENTS] = checkpoints.collect_moments(self.model, self._plain_optimizer())
+        if average is not None:
+            files[checkpoints.AVERAGES] = average.collect()
+        state = {
+            **self._state(),
+            checkpoints.AVERAGE_STEPS: average.ema.optimization_step if average is not None else None,
+            "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+        }
+        folder, limit = self.output / "checkpoints", self.config.checkpoints_total_limit
+        position = Position.of(self.stage.name, self.step)
+        checkpoints.save_checkpoint(folder, position, files, state, limit, accelerator)
+        self.saved_step = self.step
+        accelerator.wait_for_everyone()
+
+    def _validate_if_due(self) -> None:
+        config, output, is_over = self.config, self.output, self.step == self.stage.steps
+        if not self.stage.validates or not config.validation_prompts:
+            return
+        if self.step % config.validation_steps and not is_over:
+            return
+        if self.validator is not None and output is not None:
+            run_step = self.steps_before + self.step
+            with self.average.applied() if self.average is not None else nullcontext():
+                self.validator.write_and_log(self.model, output / "validation", self.step, self.accelerator, run_step)
+        self.accelerator.wait_for_everyone()
+
+    # Reports.
+
+    def _progress(self) -> Any:
+        from tqdm.auto import tqdm
+
+        stage, hidden = self.stage, not (self.config.progress and self.accelerator.is_local_main_process)
+        return tqdm(total=stage.steps, initial=self.step, desc=stage.name, unit="step", disable=hidden)
+
+    def _report(self, loss: float, figures: dict[str, float], seconds: float) -> None:
+        name, tracked = self.stage.name, self._track()
+        if self.metrics is not None:
+            row = {"stage": name, "step": self.step, "loss": loss, **figures, "seconds": round(seconds, 6)}
+            records = {"attention_at_start": self.attention_at_start, "attention": tracked}
+            self.metrics.append({**row, **{key: record for key, record in records.items() if record is not None}})
+            self.attention_at_start = None
+        self._log({"loss": loss, **figures}, tracked)
+        if self.callback is not None:
+            self.callback(name, self.step, loss)
+
+    def _log(self, figures: dict[str, float], tracked: dict[str, Any] | None) -> None:
+        """Log figures of this step, and those of a record of attention, to the trackers."""
+        if tracked is not None and self.tracker is not None:
+            figures = {**figures, **self.tracker.figures(tracked)}
+        values = {f"{self.stage.name}/{key}": value for key, value in figures.items()}
+        self.accelerator.log(values, step=self.steps_before + self.step)
+
+    @property
+    def _in_shards(self) -> bool:
+        return self.accelerator.distributed_type == DistributedType.FSDP
+
+    def _track(self) -> dict[str, Any] | None:
+        """What the tracker records at this step, in the main process; models in shards need all of them."""
+        step = self.steps_before + self.step
+        if self.tracker is None or not self.tracker.is_due(step):
+            return None
+        if not self._in_shards and not self.accelerator.is_main_process:
+            return None
+        with gathered_root(self.module):
+            return self.tracker.record(self.model, step)
+
+    def _stopped(self) -> TrainingStopped:
+        """Return the exception that ends a stopped run, with its message in the main process."""
+        message = ""
+        if self.accelerator.is_main_process:
+            message = f"stopped after step {self.step} of {self.stage.steps} ({self.stage.name}); "
+            if self.output is None:
+                message += "nothing was saved, for there is no output"
+            else:
+                saved = Position.of(self.stage.name, self.step).name
+                newest = checkpoints.list_checkpoints(self.output / "checkpoints")[-1].name
+                # A run that went back has not reached its later checkpoints again.
+                resume = "latest" if saved == newest else saved
+                message += f"the same command with --resume {resume} continues from there (saved in {self.output})"
+        return TrainingStopped(message, self.signals.received or signal.SIGINT)
+
+    def _diverged(self, problem: str, batches: Sequence[tuple[float, tuple[int, ...]]]) -> FloatingPointError:
+        """Return the exception that ends a run whose loss or gradient is not finite. Every process must call it.
+
+        Args:
+            problem: The quantity and its value, such as "loss is nan".
+            batches: Loss and indices of samples of this process's micro-batches.
+        """
+        everywhere = gather_object(list(batches))
+        # Those whose loss is not finite; all if only the gradient is not.
+        bad = [indices for loss, indices in everywhere if not math.isfinite(loss)] or [each[1] for each in everywhere]
+        numbers = list(dict.fromkeys(index for indices in bad for index in indices))
+        # A data set may say what a sample is.
+        name = getattr(self.dataset, "sample_name", str)
+        samples = ", ".join(name(index) for index in numbers[:_SHOWN])
+        if len(numbers) > _SHOWN:
+            samples += f" and {len(numbers) - _SHOWN} more"
+        position = Position.of(self.stage.name, self.step + 1)
+        way_out = "nothing was saved, for there is no output"
+        if self.output is not None:
+            good = checkpoints.last_good_checkpoint(self.output / "checkpoints", position)
+            way_out = "there is no good checkpoint to go back to"
+            if good is not None:
+                way_out = f"--resume {good.name} continues from the last good checkpoint"
+        return FloatingPointError(
+            f"the {problem} in {position.stage} step {position.step}, batch of sample {samples} of the data set; "
+            f"{way_out}; lower the learning rate if the samples are sound"
+        )
+
+    # The export.
+
     def _finish(self, result: TrainingResult) -> None:
+        """Merge LoRA, and write the trained pipeline or model."""
         config, main = self.config, self.accelerator.is_main_process
-        model = unsharded(self.model)
+        model: Any = unsharded(self.model)
         if main and config.train == "lora" and self.output is not None:
             self._save_adapter(self.output / "lora", model)
         if config.train == "lora":
@@ -329,227 +608,22 @@ class Trainer(ABC):
         if self.output is not None and self.source is not None:
             result.pipeline = self.output / self.source.kind
             if main:
-                record = self._state()
-                is_directory = Path(str(config.model)).is_dir()
-                location = str(self.source.directory.resolve()) if is_directory else str(config.model)
-                record["source"] = {"location": location}
-                if is_directory:
-                    record["source"] |= local_origin(self.source.directory)
-                record["source_card"] = carried_metadata(self.source.directory)
-                record["final_losses"] = {name: values[-1] for name, values in result.losses.items() if values}
-                if result.teacher_memory:
-                    record["teacher_memory_bytes"] = result.teacher_memory
-                record["versions"] = installed_versions("torch", "diffusers", "accelerate", "safetensors")
-                self.source.export(result.pipeline, model, record)
+                self.source.export(result.pipeline, model, self._record(result))
         self.accelerator.wait_for_everyone()
         if self.owns_accelerator:
             self.accelerator.end_training()
 
-
-class DiffusionTrainer(Trainer):
-    """Trainer of a diffusion transformer with MHLA: layer matching, distillation, then fine-tuning.
-
-    Its MHLA layers are matched one by one, then its whole prediction (distillation). The objective of fine-tuning is
-    flow matching for Wan and SANA, and noise prediction for DiT; see `mhla_hf.training.families`.
-
-    With files, everything comes from `config.model` and `config.cache`. In a program, models and data can be passed
-    in; without `config.output` nothing is written.
-
-    Args:
-        config: The options.
-        model: The transformer to train, in place; None loads it from `config.model`.
-        dataset: The samples, see `LatentSamples`; None opens the cache.
-        teacher: The model that it was converted from, for `transfer_steps` and `distill_steps`; None loads it. For
-            `distill_steps` alone it can be a `SharedTeacher` of the model.
-        null_condition: Condition of a sample without caption or class, for `condition_dropout`; None takes the data
-            set's attribute of this name, if it has one.
-        callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.
-        accelerator: An `Accelerator` to use; None makes one.
-        source: The pipeline of `config.model`, if it was found already.
-        tracker: Looks at the model while it trains, such as an
-            [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`
-            (the one of step 0 as `attention_at_start`, in the row of the first step; there is none under FSDP 2), its
-            figures to the trackers, and a run that is resumed continues its history. None for none.
-
-    Raises:
-        ValueError: If options, model and data do not fit together.
-    """
-
-    source_class = PipelineSource
-    stage_class = DiffusionStage
-    source: PipelineSource | None
-    dataset: LatentSamples
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        model: nn.Module | None = None,
-        dataset: LatentSamples | None = None,
-        *,
-        teacher: Teacher | None = None,
-        null_condition: Tensors | None = None,
-        callback: Callback | None = None,
-        accelerator: Accelerator | None = None,
-        source: PipelineSource | None = None,
-        tracker: ModelTracker | None = None,
-    ) -> None:
-        self.null_condition = null_condition
-        super().__init__(config, model, dataset, teacher, callback, accelerator, source, tracker)
-
-    def probe_batch(self) -> Batch:
-        """Arguments of the model's `forward` for the first batch of the data, at noise levels that never change."""
-        order = DataOrder(
-            dataset_size=len(self.dataset),
-            batch_size=self.config.batch_size,
-            seed=self.config.seed,
-            stage="probe",
-            buckets=getattr(self.dataset, "buckets", None),
-        )
-        batch = make_batch(self.dataset, order, 0, 0, self.objective)
-        noisy = self.objective.add_noise(batch.latents, batch.noise, batch.levels)
-        return self.objective.model_inputs(self.model.config, noisy, batch.levels, batch.condition)
-
-    def _open(self, dataset: LatentSamples | None) -> LatentSamples:
-        config = self.config
-        if dataset is None:
-            if config.cache is None and config.output is None:
-                raise ValueError("cache must be given: the directory made by the cache step")
-            dataset = LatentDataset(config.cache or Path(str(config.output)) / "cache")
-        _refuse_empty(dataset)
-        if self.null_condition is None:
-            self.null_condition = getattr(dataset, "null_condition", None)
-        check_null_condition(config.condition_dropout, self.null_condition)
-        return dataset
-
-    def _make_objective(self) -> Any:
-        objective = objective_for(self.model, self.source and self.source.model, self.config)
-        for index in first_of_buckets(self.dataset):
-            objective.check_data(self.model, self.dataset[index], self.null_condition)
-        return objective
-
-    def _batches(self) -> Any:
-        return partial(
-            make_batch,
-            self.dataset,
-            objective=self.objective,
-            condition_dropout=self.config.condition_dropout,
-            null_condition=self.null_condition,
-        )
-
-    def _matching_stages(self) -> list[Stage]:
-        if not self.config.transfer_steps:
-            return []
-        return [
-            Transfer(
-                self.config,
-                self.model,
-                self.objective,
-                self._batches(),
-                self._get_transfer_teacher,
-                self.accelerator,
-                self.dataset,
-                None if self.output is None else self.output / "transfer",
-            )
-        ]
-
-    def _get_transfer_teacher(self) -> nn.Module:
-        teacher = self.teacher
-        if not isinstance(teacher, nn.Module):
-            # In the type of the model, which then has most of its weights. Distillation loads it again, to share them.
-            teacher = self._load_teacher("transfer_steps")
-        if not self.config.distill_steps:
-            # Fine-tuning does not need it, and the stage releases it.
-            self.teacher = None
-        return teacher.to(self.accelerator.device).requires_grad_(False).eval()
-
-    def _data_fingerprints(self) -> dict[str, str]:
-        dataset, cached = self.dataset, isinstance(self.dataset, LatentDataset)
-        inputs = {"data": dataset.fingerprint() if cached else samples_fingerprint(dataset)}  # type: ignore[attr-defined]
-        for name in ("vae", "text_encoder", "tokenizer"):
-            # The latents come from the cache's, the validation samples and the exported pipeline from the source's.
-            parts = [str(dataset.settings.get(name, ""))] if isinstance(dataset, LatentDataset) else []
-            if self.source is not None and (self.source.directory / name).is_dir():
-                parts.append(folder_fingerprint(self.source.directory / name))
-            if any(parts):
-                inputs[name] = " ".join(parts)
-        return inputs
-
-    def _make_validator(self) -> Validator | None:
-        return make_validator(self.source, self.config, self.dataset, self.accelerator)
-
-    def _save_adapter(self, destination: Path, model: nn.Module) -> None:
-        save_adapter(destination, model, self.config.component)
-
-
-class TransformersTrainer(Trainer):
-    """Trainer of a converted model of transformers: distillation, then fine-tuning on its own task.
-
-    Distillation matches the logits or the hidden states of the model that it was converted from; see
-    `distill_target`. The task of language models is the next token. Other models have one where batches hold `labels`;
-    without them `max_steps` must be 0.
-
-    Args:
-        config: The options.
-        batches: Source of the batches, such as a `BatchSource` of `mhla_hf.training.data.batches`.
-        model: The converted model, trained in place; None loads it from `config.model`.
-        teacher: See `DiffusionTrainer`.
-        callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.
-        accelerator: An `Accelerator` to use; None makes one.
-        tracker: Looks at the model while it trains, such as an
-            [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`
-            (the one of step 0 as `attention_at_start`, in the row of the first step; there is none under FSDP 2), its
-            figures to the trackers, and a run that is resumed continues its history. None for none.
-
-    Raises:
-        ValueError: If options, model and data do not fit together.
-    """
-
-    source_class = TransformersSource
-    stage_class = TransformersStage
-    source: TransformersSource | None
-    dataset: BatchesByStep
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        batches: BatchesByStep,
-        model: nn.Module | None = None,
-        *,
-        teacher: Teacher | None = None,
-        callback: Callback | None = None,
-        accelerator: Accelerator | None = None,
-        tracker: ModelTracker | None = None,
-    ) -> None:
-        if config.transfer_steps or config.validation_prompts:
-            raise ValueError(
-                "transfer_steps and validation_prompts are for diffusion models; match models of transformers with "
-                "mhla_hf.recovery.match_layers"
-            )
-        check_options(config, TRANSFORMERS)
-        super().__init__(config, model, batches, teacher, callback, accelerator, None, tracker)
-
-    def _open(self, dataset: BatchesByStep) -> BatchesByStep:
-        if self.source is not None and self.config.distill_steps and self.teacher is None:
-            _ = self.source.teacher
-        _refuse_empty(dataset)
-        return dataset
-
-    def _make_objective(self) -> TransformersObjective:
-        return TransformersObjective.of(self.model, self.config.distill_target, self.config.distill_temperature)
-
-    def _batches(self) -> BatchesByStep:
-        return self.dataset
-
-    def _data_fingerprints(self) -> dict[str, str]:
-        return {"data": str(getattr(self.dataset, "fingerprint", len(self.dataset)))}
-
-    def _save_adapter(self, destination: Path, model: Any) -> None:
-        with atomic_directory(destination) as temporary:
-            # With adapters transformers writes these alone.
-            model.save_pretrained(temporary)
-            save_file(parameters.mhla_state_dict(model), temporary / MHLA_FILE, metadata={"format": "pt"})
-
-
-def _refuse_empty(dataset: Sized) -> None:
-    if len(dataset) < 1:
-        raise ValueError("the data set is empty")
+    def _record(self, result: TrainingResult) -> dict[str, Any]:
+        """Contents of `training.json`."""
+        directory, location = self.source.directory, str(self.config.model)
+        origin = {"location": location}
+        if Path(location).is_dir():
+            origin = {"location": str(directory.resolve()), **local_origin(directory)}
+        record = {
+            **self._state(),
+            "source": origin,
+            "source_card": carried_metadata(directory),
+            "final_losses": {name: values[-1] for name, values in result.losses.items() if values},
+            "versions": installed_versions("torch", "diffusers", "accelerate", "safetensors"),
+        }
+        return {**record, "teacher_memory_bytes": result.teacher_memory} if result.teacher_memory else record

@@ -15,8 +15,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
+from mhla_hf.training.checkpoints import read_metrics
 from mhla_hf.training.config import CacheConfig, TrainingConfig, option_families
-from mhla_hf.training.run import read_metrics
 from tests import ROOT
 
 from .. import tiny

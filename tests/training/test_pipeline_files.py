@@ -6,9 +6,9 @@ import json
 import pytest
 
 from mhla_hf.training import TrainingConfig
+from mhla_hf.training.checkpoints import MetricsFile, read_metrics
 from mhla_hf.training.data.images import pipeline_labels
 from mhla_hf.training.loading import PipelineSource
-from mhla_hf.training.run import MetricsFile, read_metrics
 
 from .. import tiny, tiny_images
 

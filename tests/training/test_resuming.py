@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
-from mhla_hf.training.checkpoints import read_state
+from mhla_hf.training.checkpoints import read_metrics, read_state
 from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
-from mhla_hf.training.run import read_metrics
 from mhla_hf.utils.files import write_json
 
 from .. import tiny

@@ -10,10 +10,9 @@ from accelerate import DistributedType
 
 from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training import TrainingConfig
+from mhla_hf.training.checkpoints import read_metrics
 from mhla_hf.training.data.batches import DataOrder
-from mhla_hf.training.processes import check_distribution
-from mhla_hf.training.run import read_metrics
-from mhla_hf.training.sharding import set_deepspeed_options
+from mhla_hf.training.processes import check_distribution, set_deepspeed_options
 
 from .sharded_training import CONFIGURATIONS, OPTIONS, launch_arguments, launch_environment, train_together
 from .training_process import make_trainer

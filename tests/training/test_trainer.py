@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from mhla_hf import MHLAWanTransformer3DModel, convert
 from mhla_hf.training import DiffusionTrainer, TrainingConfig, evaluate
-from mhla_hf.training.checkpoints import list_checkpoints
+from mhla_hf.training.checkpoints import list_checkpoints, read_metrics
 from mhla_hf.training.loading import PipelineSource
 from mhla_hf.training.matching.layers import find_projections, mhla_layers
 from mhla_hf.training.matching.teacher import shared_teacher
@@ -25,8 +25,7 @@ from mhla_hf.training.parameters import (
     set_trainable,
     trainable_names,
 )
-from mhla_hf.training.run import read_metrics
-from mhla_hf.training.sharding import unsharded
+from mhla_hf.training.processes import unsharded
 
 from .. import tiny
 from .cases import CASES

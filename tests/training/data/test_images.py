@@ -22,9 +22,9 @@ from mhla_hf.training.data.images import (
     image_grid,
     read_image,
 )
+from mhla_hf.training.evaluation import make_validator
 from mhla_hf.training.families import FAMILIES, sana_instruction
 from mhla_hf.training.loading import PipelineSource
-from mhla_hf.training.validation import make_validator
 
 from ... import tiny_images
 

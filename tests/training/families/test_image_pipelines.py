@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from mhla_hf import convert
 from mhla_hf.cli.main import app
 from mhla_hf.training import LatentDataset, evaluate, objective_for
+from mhla_hf.training.checkpoints import read_metrics
 from mhla_hf.training.loading import PipelineSource
-from mhla_hf.training.run import read_metrics
 
 from ... import tiny_images
 
