@@ -176,15 +176,15 @@ def _copies(model: nn.Module) -> int:
 
 def size_table() -> str:
     """A table of all sizes, in Markdown."""
-    titles = ["preset", "tokens", "M", "parameters", "with MHLA", "GMACs", "linear", "MHLA", "published"]
+    titles = ["preset", "tokens", "M", "parameters", "with MHLA", "GMACs", "linear", "MHLA"]
     lines = [table_row(*titles), "|---" * len(titles) + "|"]
-    for name, preset in PRESETS.items():
+    for name in PRESETS:
         size = size_of(name)
         parameters = [_millions(count, size.copies) for count in size.parameters]
         operations = [_thousands(count) for count in size.operations]
         if operations[1] == operations[0]:
             operations[1] = "as it is"
-        cells = [f"{size.tokens:,}", str(size.blocks), *parameters, *operations, preset.published]
+        cells = [f"{size.tokens:,}", str(size.blocks), *parameters, *operations]
         lines.append(table_row(f"`{name}`", *cells))
     return "\n".join(lines)
 
@@ -197,13 +197,6 @@ def _millions(count: int, copies: int) -> str:
 def _thousands(count: int) -> str:
     digits = max(0, 2 - int(math.log10(count / 1e9)))
     return f"{count / 1e9:,.{digits}f}"
-
-
-def source_table() -> str:
-    """A table of where the options of each preset come from, in Markdown."""
-    lines = ["| preset | the paper states | its code states | chosen here |", "|---|---|---|---|"]
-    entries = {name: (preset.paper, preset.code, preset.chosen) for name, preset in PRESETS.items()}
-    return "\n".join([*lines, *_grouped(entries)])
 
 
 def option_table() -> str:
@@ -229,7 +222,7 @@ def _written(value: Any) -> str:
     return repr(tuple(value)) if isinstance(value, list) else repr(value).replace("'", '"')
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"sizes": size_table, "options": option_table, "sources": source_table}
+SECTIONS: dict[str, Callable[[], str]] = {"sizes": size_table, "options": option_table}
 """Tables of the page, by the name in their markers."""
 
 

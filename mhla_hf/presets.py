@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of the MHLA paper by name, with fresh weights, as classes of transformers and diffusers.
 
-"The paper" is arXiv 2601.07832, "its code" the repository of its authors, github.com/DAGroup-PKU/MHLA.
+The paper is arXiv 2601.07832, its code github.com/DAGroup-PKU/MHLA.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .utils.messages import check_choice, check_names, shorten_value
 __all__ = ["PRESETS", "Preset", "from_preset"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Preset:
-    """A named model.
+    """A named model. docs/presets.md says where each option comes from.
 
     Attributes:
         description: One line.
@@ -31,10 +31,6 @@ class Preset:
         sizes: Arguments of that class.
         mhla: Options of [`mhla_hf.MHLAConfig`]. Grids that they leave open follow the model.
         softmax_every: Keep layers 0, N, 2N, … softmax; `None` converts all.
-        paper: What the paper states about it.
-        code: What the paper's code states.
-        chosen: What neither states, and is chosen here.
-        published: Parameters and multiply-adds of the softmax model as they were published, with the source.
     """
 
     description: str
@@ -42,10 +38,6 @@ class Preset:
     sizes: Mapping[str, Any]
     mhla: Mapping[str, Any]
     softmax_every: int | None = None
-    paper: str
-    code: str
-    chosen: str
-    published: str = ""
 
     @property
     def library(self) -> str:
@@ -59,150 +51,74 @@ class Preset:
         return [index for index in range(num_layers) if index % self.softmax_every]
 
 
-# Several sizes a line, as in a table.
-# fmt: off
-def _deit(size: str, width: int, heads: int, published: str) -> Preset:
+def _deit(description: str, width: int, heads: int, layers: int, mlp: int, pixels: int, **mhla: Any) -> Preset:
+    sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
+    head = {"num_labels": 1000, "architectures": ["DeiTForImageClassification"]}
+    mhla["feature_map_eps"] = 1e-6
     return Preset(
-        description=f"DeiT-{size} for ImageNet-1K at 256 pixels",
-        model="DeiTConfig",
-        sizes={
-            "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 12,
-            "num_attention_heads": heads, "image_size": 256, "patch_size": 16, "num_labels": 1000,
-            "architectures": ["DeiTForImageClassification"],
-        },
-        mhla={"blocks": [4, 4], "lepe_kernel": 3, "feature_map_eps": 1e-6},
-        paper="M = 16, for which images of 224 pixels are padded to 256; the normaliser; the linear start of the"
-        " mixing weights; a depthwise convolution with a kernel of 3",
-        code="ReLU plus 1e-6 as the feature map; the convolution acts on the values (with a kernel of 5 there)",
-        chosen="class and distillation tokens, as transformers' DeiT has them, in a block of their own; the code has"
-        " none",
-        published=published,
+        f"{description} at {pixels} pixels",
+        "DeiTConfig",
+        {**sizes, "image_size": pixels, "patch_size": 16, **head},
+        mhla,
     )
 
 
-def _vlt(size: str, width: int, layers: int, side: int, pixels: int, published: str) -> Preset:
-    return Preset(
-        description=f"DeiT of about the size of VLT-{size}, with gates as there, at {pixels} pixels",
-        model="DeiTConfig",
-        sizes={
-            "hidden_size": width, "intermediate_size": width * 7 // 2, "num_hidden_layers": layers,
-            "num_attention_heads": width // 64, "image_size": pixels, "patch_size": 16, "num_labels": 1000,
-            "architectures": ["DeiTForImageClassification"],
-        },
-        mhla={"blocks": [side, side], "lepe_kernel": 5, "output_gate": True, "feature_map_eps": 1e-6},
-        paper="M = 49 and 16; padding to 256 pixels for M = 16; the normaliser; the linear start of the mixing"
-        " weights",
-        code="ReLU plus 1e-6 as the feature map; a convolution of the values with a kernel of 5",
-        chosen="everything else. VLT is taken for the pyramid of four stages of github.com/qhfan/MALA (the code"
-        " imports a model of that name), which transformers does not have. This is a plain DeiT with about as many"
-        " parameters, whose layers have what its layers have: output gate, heads 64 wide, an MLP ratio of 3.5. The two"
-        " M are taken for those of T and S; they may be those of two stages",
-        published=published,
+def _vlt(size: str, width: int, layers: int, side: int, pixels: int) -> Preset:
+    description = f"DeiT of about the size of VLT-{size}, with gates as there,"
+    blocks = [side, side]
+    return _deit(
+        description, width, width // 64, layers, width * 7 // 2, pixels, blocks=blocks, lepe_kernel=5, output_gate=True
     )
+
+
+def _dit(size: str, layers: int, heads: int, width: int, pixels: int) -> Preset:
+    # As facebook/DiT-XL-2-256 and -512, transformer/config.json.
+    sizes = {"num_attention_heads": heads, "attention_head_dim": width, "num_layers": layers, "in_channels": 4}
+    sizes |= {"out_channels": 8, "patch_size": 2, "sample_size": pixels // 8, "num_embeds_ada_norm": 1000}
+    mhla = {"blocks": [4, 4], "lepe_kernel": 3, "output_gate": True}
+    return Preset(f"DiT-{size.upper()}/2 for ImageNet-1K at {pixels} pixels", "DiTTransformer2DModel", sizes, mhla)
+
+
+def _wan(part: str, softmax_every: int | None) -> Preset:
+    # Wan-AI/Wan2.1-T2V-1.3B-Diffusers, transformer/config.json.
+    sizes = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30, "text_dim": 4096}
+    mhla = {"blocks": [3, 5, 10], "feature_map": "relu", "feature_map_eps": 1e-6, "rope": "after_feature_map"}
+    mhla |= {"normalizer": "none", "output_norm": True, "output_gate": True}
+    return Preset(f"Wan2.1-T2V-1.3B with MHLA in {part} layers", "WanTransformer3DModel", sizes, mhla, softmax_every)
+
+
+def _sana() -> Preset:
+    # Efficient-Large-Model/Sana_600M_512px_diffusers, transformer/config.json.
+    sizes = {"num_attention_heads": 36, "attention_head_dim": 32, "num_layers": 28, "num_cross_attention_heads": 16}
+    sizes |= {"cross_attention_head_dim": 72, "cross_attention_dim": 1152, "caption_channels": 2304, "mlp_ratio": 2.5}
+    return Preset(
+        "SANA-0.6B at 512 pixels", "SanaTransformer2DModel", {**sizes, "sample_size": 16}, {"blocks": [4, 4]}
+    )
+
+
+def _language_model() -> Preset:
+    sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2432, "num_hidden_layers": 24}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 2048}
+    other = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "architectures": ["LlamaForCausalLM"]}
+    mhla = {"causal": True, "block_size": [64], "feature_map": "relu", "rope": "after_feature_map"}
+    mhla |= {"normalizer": "none", "mixing_init": "uniform", "output_norm": True, "output_gate": True}
+    return Preset("causal language model of 338M parameters, as a Llama", "LlamaConfig", {**sizes, **other}, mhla)
 
 
 _DIT_SIZES = {"s": (12, 6, 64), "b": (12, 12, 64), "l": (24, 16, 64), "xl": (28, 16, 72)}
-_DIT_PUBLISHED = {
-    "s": ("33M", {256: "6.06"}),
-    "b": ("130M", {256: "23.0"}),
-    "l": ("458M", {256: "80.7"}),
-    "xl": ("675M", {256: "119", 512: "525"}),
-}
-
-
-def _dit(size: str, pixels: int) -> Preset:
-    layers, heads, width = _DIT_SIZES[size]
-    parameters, operations = _DIT_PUBLISHED[size]
-    counted = f", {operations[pixels]} GMACs" if pixels in operations else ""
-    return Preset(
-        description=f"DiT-{size.upper()}/2 for ImageNet-1K at {pixels} pixels",
-        model="DiTTransformer2DModel",
-        # As facebook/DiT-XL-2-256 and -512, transformer/config.json.
-        sizes={
-            "num_attention_heads": heads, "attention_head_dim": width, "num_layers": layers, "in_channels": 4,
-            "out_channels": 8, "patch_size": 2, "sample_size": pixels // 8, "num_embeds_ada_norm": 1000,
-        },
-        mhla={"blocks": [4, 4], "lepe_kernel": 3, "output_gate": True},
-        paper="M = 16; the normaliser; the linear start of the mixing weights; depthwise convolution and output gate,"
-        " the best of its variants",
-        code="the convolution acts on the values",
-        chosen="ReLU as the feature map; a kernel of 3, as for DeiT; SiLU in the gate, as for Wan",
-        published=f"{parameters}{counted} (arXiv 2212.09748)",
-    )
-
-
-def _wan(softmax_every: int | None) -> Preset:
-    part = "in all layers" if softmax_every is None else "in two thirds of the layers"
-    return Preset(
-        description=f"Wan2.1-T2V-1.3B with MHLA {part}",
-        model="WanTransformer3DModel",
-        # Wan-AI/Wan2.1-T2V-1.3B-Diffusers, transformer/config.json.
-        sizes={
-            "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30,
-            "text_dim": 4096,
-        },
-        mhla={
-            "blocks": [3, 5, 10], "feature_map": "relu", "feature_map_eps": 1e-6, "rope": "after_feature_map",
-            "normalizer": "none", "output_norm": True, "output_gate": True,
-        },
-        softmax_every=softmax_every,
-        paper="81 frames of 480 × 800, 21 × 30 × 50 tokens; MHLA " + part,
-        code="3 × 5 × 10 blocks; ReLU plus 1e-6, rotary embedding after it, no normaliser; RMSNorm on each head's"
-        " output and a SiLU gate; no convolution"
-        + ("" if softmax_every is None else "; layers 0, 3, 6, …, 27 stay softmax"),
-        chosen="the linear start of the mixing weights as the paper defines it, with normalised rows; the code"
-        " normalises columns",
-        published="1.3B (Wan-AI/Wan2.1-T2V-1.3B)",
-    )
-
 
 PRESETS: dict[str, Preset] = {
-    "deit-t": _deit("T", 192, 3, "5.7M with the convolution (arXiv 2601.07832)"),
-    "deit-s": _deit("S", 384, 6, "22M (arXiv 2601.07832)"),
-    "vlt-t": _vlt("T", 320, 12, 7, 224, "15M, 2.4 GMACs for the pyramid RAVLT-T (arXiv 2411.07635)"),
-    "vlt-s": _vlt("S", 384, 14, 4, 256, "26M, 4.6 GMACs for the pyramid RAVLT-S (arXiv 2411.07635)"),
-    **{f"dit-{size}-2-{pixels}": _dit(size, pixels) for size in _DIT_SIZES for pixels in (256, 512)},
-    "sana-0.6b": Preset(
-        description="SANA-0.6B at 512 pixels",
-        model="SanaTransformer2DModel",
-        # Efficient-Large-Model/Sana_600M_512px_diffusers, transformer/config.json.
-        sizes={
-            "num_attention_heads": 36, "attention_head_dim": 32, "num_layers": 28,
-            "num_cross_attention_heads": 16, "cross_attention_head_dim": 72, "cross_attention_dim": 1152,
-            "caption_channels": 2304, "mlp_ratio": 2.5, "sample_size": 16,
-        },
-        mhla={"blocks": [4, 4]},
-        paper="SANA-0.6B, fine-tuned with MHLA",
-        code="nothing: no code for it was released",
-        chosen="512 pixels; M = 16, as for DiT; equal mixing weights to start with, which are SANA's own linear"
-        " attention",
-        published="0.6B (Efficient-Large-Model/Sana_600M_512px)",
-    ),
-    "wan2.1-1.3b": _wan(None),
-    "wan2.1-1.3b-hybrid": _wan(3),
-    "mhla-lm-340m": Preset(
-        description="causal language model of 338M parameters, as a Llama",
-        model="LlamaConfig",
-        sizes={
-            "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2432, "num_hidden_layers": 24,
-            "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "architectures": ["LlamaForCausalLM"],
-        },
-        mhla={
-            "causal": True, "block_size": [64], "feature_map": "relu", "rope": "after_feature_map",
-            "normalizer": "none", "mixing_init": "uniform", "output_norm": True, "output_gate": True,
-        },
-        paper="340M parameters; a context of 2,048 tokens in 32 chunks of 64",
-        code="mixing weights that start equal over the prefix; rotary embedding after the feature map; no normaliser",
-        chosen="ReLU, as in the image and video models; RMSNorm on each head's output and the gate, as for Wan; 24"
-        " layers of width 1024 with 16 heads, 32,000 tokens of vocabulary and an RMSNorm eps of 1e-6, as models of"
-        " this size in flash-linear-attention; tied embeddings and an MLP width of 2432 in place of its 2816, which"
-        " make room for the gates",
-        published="340M (arXiv 2601.07832)",
-    ),
+    "deit-t": _deit("DeiT-T for ImageNet-1K", 192, 3, 12, 768, 256, blocks=[4, 4], lepe_kernel=3),
+    "deit-s": _deit("DeiT-S for ImageNet-1K", 384, 6, 12, 1536, 256, blocks=[4, 4], lepe_kernel=3),
+    "vlt-t": _vlt("T", 320, 12, 7, 224),
+    "vlt-s": _vlt("S", 384, 14, 4, 256),
+    **{f"dit-{size}-2-{side}": _dit(size, *sizes, side) for size, sizes in _DIT_SIZES.items() for side in (256, 512)},
+    "sana-0.6b": _sana(),
+    "wan2.1-1.3b": _wan("all", None),
+    "wan2.1-1.3b-hybrid": _wan("two thirds of the", 3),
+    "mhla-lm-340m": _language_model(),
 }
 """All presets by name."""
-# fmt: on
 
 
 def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None = None, **overrides: Any) -> Any:
@@ -210,8 +126,8 @@ def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None
 
     Models of transformers (`deit-t`, `deit-s`, `vlt-t`, `vlt-s`, `mhla-lm-340m`) come as their configuration. Those of
     diffusers (`dit-{s,b,l,xl}-2-{256,512}`, `sana-0.6b`, `wan2.1-1.3b`, `wan2.1-1.3b-hybrid`) come as the untrained
-    model, on the current device: `with torch.device("meta")` allocates nothing. [`mhla_hf.presets.PRESETS`] says for
-    each what the paper states, what its code states, and what is chosen here.
+    model, on the current device: `with torch.device("meta")` allocates nothing. docs/presets.md says for each what the
+    paper states, what its code states, and what is chosen here.
 
     Args:
         name: Name of a preset.
@@ -257,9 +173,7 @@ def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None
     sizes = {**copy.deepcopy(dict(preset.sizes)), **overrides}
     if mhla is False:
         return stock_class(**sizes)
-    options = _mhla_options(
-        preset, None if mhla is True else mhla, sizes["num_hidden_layers" if is_config else "num_layers"]
-    )
+    options = _mhla_options(preset, mhla, sizes["num_hidden_layers" if is_config else "num_layers"])
     if is_config:
         return stock_class(**sizes, mhla=options, attn_implementation="mhla")
     return mhla_class_for(preset.model)(**sizes, mhla=options)
