@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .integrations.adapters import register_with_peft
+from .integrations import register_with_peft
 from .integrations.diffusers import register_with_diffusers
 from .integrations.transformers import register_with_transformers
 from .models.registry import MHLA_CLASSES

@@ -74,7 +74,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
         names = {id(module): name for name, module in model.named_modules()}
         found: Any = type(model) if is_mhla_class(class_name) else mhla_class_for(class_name)
         return {names[id(module)]: module for module in found._self_attentions(model)}
-    from ..integrations.transformers.geometry import dispatches, is_cross_attention
+    from ..integrations.transformers.modules import dispatches, is_cross_attention
 
     return {
         name: module

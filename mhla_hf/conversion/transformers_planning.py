@@ -14,8 +14,8 @@ import torch
 
 from ..config import MHLAConfig, parse_layers
 from ..integrations.transformers.attaching import convert_transformers_model
-from ..integrations.transformers.checks import check_layers, check_new_parameters, check_sizes
-from ..integrations.transformers.geometry import dispatches, is_cross_attention, window_reason
+from ..integrations.transformers.configuration import check_layers, check_new_parameters, check_sizes
+from ..integrations.transformers.modules import dispatches, is_cross_attention, window_reason
 from ..layers.mhla import MHLA
 from ..layers.original import STATE_KEY, STATES
 from ..models.source import Component

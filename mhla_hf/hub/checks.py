@@ -19,7 +19,7 @@ import diffusers
 
 from ..conversion.transformers_planning import StoredNames
 from ..conversion.writing import byte_progress
-from ..integrations.transformers.checks import check_layers, check_sizes
+from ..integrations.transformers.configuration import check_layers, check_sizes
 from ..models.bounds import check_layer_count, check_model_config
 from ..models.directory import ModelDirectory
 from ..models.registry import FAMILIES, MHLA_CLASSES, current_class

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -40,8 +41,7 @@ from ..utils.compat.diffusers import (
     set_modular_component_type,
 )
 from ..utils.locations import LOCATION_OPTIONS
-from .adapters import extend_lora_loaders
-from .import_hooks import after_import, extend
+from . import after_import, extend
 
 
 # In names of weights: as this package saves them, and as the authors of MHLA do.
@@ -57,14 +57,22 @@ def register_with_diffusers() -> None:
     Unsupported versions of diffusers only learn the names, which raise an error with the supported range.
     """
     after_import("diffusers", _extend_namespace)
-    extend("diffusers", "diffusers.configuration_utils", _extend_configurations)
-    extend("diffusers", "diffusers.models.modeling_utils", _extend_models)
-    extend("diffusers", "diffusers.models.auto_model", _extend_auto_models)
-    extend("diffusers", "diffusers.loaders.single_file_model", _extend_single_files)
-    extend("diffusers", "diffusers.loaders.lora_pipeline", extend_lora_loaders)
-    extend("diffusers", "diffusers.utils.hub_utils", _extend_uploads)
-    extend("diffusers", "diffusers.pipelines.pipeline_utils", _extend_pipelines)
-    extend("diffusers", "diffusers.modular_pipelines.modular_pipeline", _extend_modular_pipelines)
+    for module, owner, name, around in _METHODS:
+        extend("diffusers", f"diffusers.{module}", partial(_wrap, owner, name, around))
+    extend(
+        "diffusers", "diffusers.loaders.single_file_model", lambda module: hook_single_files(module, _should_convert)
+    )
+    extend("diffusers", "diffusers.utils.hub_utils", lambda module: hook_uploads(module, _upload))
+    package = __name__.partition(".")[0]
+    extend(
+        "diffusers", "diffusers.pipelines.pipeline_utils", lambda _: register_library(package, sys.modules[package])
+    )
+
+
+def _wrap(owner: str, name: str, around: Any, module: ModuleType) -> None:
+    # Not every supported version has every loader of LoRAs.
+    if hasattr(module, owner) or not owner.endswith("LoraLoaderMixin"):
+        wrap("diffusers", getattr(module, owner), name, around)
 
 
 def uninstall() -> None:
@@ -147,10 +155,6 @@ def _mhla_class_at(model_class: Any, location: Any, options: Mapping[str, Any]) 
     return mhla_class_of(model_class, model_class.load_config(location, **where))
 
 
-def _extend_configurations(module: ModuleType) -> None:
-    wrap("diffusers", module.ConfigMixin, "from_config", _from_config)
-
-
 def _from_config(original: Any, cls: Any, config: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`from_config` of softmax classes returns MHLA models for MHLA configurations."""
     target = None
@@ -159,10 +163,6 @@ def _from_config(original: Any, cls: Any, config: Any = None, *args: Any, **kwar
     elif config is not None and cls.__name__ in FAMILIES:
         target = _mhla_class_at(cls, config, kwargs)
     return original(cls, config, *args, **kwargs) if target is None else target.from_config(config, *args, **kwargs)
-
-
-def _extend_models(module: ModuleType) -> None:
-    wrap("diffusers", module.ModelMixin, "from_pretrained", _from_pretrained)
 
 
 def _from_pretrained(
@@ -183,10 +183,6 @@ def _from_pretrained(
     return original(cls, pretrained_model_name_or_path, *args, **kwargs)
 
 
-def _extend_auto_models(module: ModuleType) -> None:
-    wrap("diffusers", module.AutoModel, "from_pretrained", _from_pretrained_auto)
-
-
 def _from_pretrained_auto(original: Any, cls: Any, location: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`AutoModel.from_pretrained` asks for no trust in a repository's code that only imports this package."""
     try:
@@ -201,10 +197,6 @@ def _from_pretrained_auto(original: Any, cls: Any, location: Any = None, *args: 
             raise
         kwargs.pop("trust_remote_code", None)
         return MHLA_CLASSES[name].load_class().from_pretrained(location, *args, **kwargs)
-
-
-def _extend_single_files(module: ModuleType) -> None:
-    hook_single_files(module, _should_convert)
 
 
 def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict: Any) -> Any:
@@ -224,17 +216,6 @@ def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict:
 
 
 # Pipelines.
-
-
-def _extend_pipelines(module: ModuleType) -> None:
-    wrap("diffusers", module.DiffusionPipeline, "from_pipe", _from_pipe)
-    wrap("diffusers", module.DiffusionPipeline, "save_pretrained", _save_pipeline)
-    package = __name__.partition(".")[0]
-    register_library(package, sys.modules[package])
-
-
-def _extend_modular_pipelines(module: ModuleType) -> None:
-    wrap("diffusers", module.ModularPipeline, "save_pretrained", _save_modular_pipeline)
 
 
 def _mhla_parts(pipeline: Any) -> dict[str, Any]:
@@ -268,13 +249,64 @@ def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: A
     return original(pipeline, *args, **kwargs)
 
 
-def _extend_uploads(module: ModuleType) -> None:
-    hook_uploads(module, _upload)
-
-
 def _upload(original: Any, pushed: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
     """Adds to models and pipelines that are pushed what loads them by `trust_remote_code=True`, and tags."""
     from ..models.stub import add_stub
 
     add_stub(Path(working_dir))
     return original(pushed, working_dir, *args, **kwargs)
+
+
+# Adapters.
+
+
+def _load_lora_weights(original: Any, pipeline: Any, source: Any, adapter_name: Any = None, **kwargs: Any) -> Any:
+    """`load_lora_weights` of diffusers' pipelines takes files that hold MHLA parameters beside those of a LoRA.
+
+    diffusers takes names with "lora" only there, although its models load other modules of an adapter.
+    """
+    into = "transformer_2" if kwargs.get("load_into_transformer_2") else "transformer"
+    model = getattr(pipeline, into)
+    if not hasattr(model, "mhla_modules"):
+        return original(pipeline, source, adapter_name=adapter_name, **kwargs)
+    taken = ("load_into_transformer_2", "low_cpu_mem_usage", "hotswap", "return_lora_metadata")
+    where = {key: value for key, value in kwargs.items() if key not in taken}
+    weights, metadata = pipeline.lora_state_dict(source, return_lora_metadata=True, **where)
+    prefix = f"{pipeline.transformer_name}."
+    carried = {key.removeprefix(prefix): value for key, value in weights.items() if ".mhla." in key}
+    if not carried:
+        return original(pipeline, source, adapter_name=adapter_name, **kwargs)
+    modules = (metadata or {}).get(f"{prefix}modules_to_save")
+    if kwargs.get("hotswap") or "mhla" not in (modules or ()):
+        raise ValueError(
+            "This LoRA holds MHLA parameters, which need modules_to_save=['mhla'] in its metadata, and "
+            "cannot be hot-swapped. Save it with `save_lora_adapter` of the model, or give `save_lora_weights` "
+            "transformer_lora_adapter_metadata=model.peft_config[...].to_dict()."
+        )
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    wrong = [
+        key
+        for key, value in carried.items()
+        if shapes.get(key, shapes.get(key.replace(".mhla.", ".mhla.original_module."))) != value.shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"The MHLA parameters of this LoRA are not those of the {into}: {len(wrong)} of them, such as "
+            f"{min(wrong)}. Load it onto a model with the layers and options that it was trained with."
+        )
+    pipeline.load_lora_into_transformer(
+        weights, transformer=model, adapter_name=adapter_name, metadata=metadata, _pipeline=pipeline
+    )
+
+
+_METHODS: tuple[tuple[str, str, str, Any], ...] = (
+    ("configuration_utils", "ConfigMixin", "from_config", _from_config),
+    ("models.modeling_utils", "ModelMixin", "from_pretrained", _from_pretrained),
+    ("models.auto_model", "AutoModel", "from_pretrained", _from_pretrained_auto),
+    ("loaders.lora_pipeline", "WanLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
+    ("loaders.lora_pipeline", "SanaLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
+    ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pipe", _from_pipe),
+    ("pipelines.pipeline_utils", "DiffusionPipeline", "save_pretrained", _save_pipeline),
+    ("modular_pipelines.modular_pipeline", "ModularPipeline", "save_pretrained", _save_modular_pipeline),
+)
+"""Modules, classes and methods of diffusers, and what runs around these."""

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from ..layers.original import STATE_KEY
-from ..utils.files import write_json
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD
@@ -46,8 +45,8 @@ _CONFIGURATION = f"{MODULE}.Configuration"
 # transformers never saves this entry with a model. Other versions of this package may word the advice otherwise.
 _ENTRY = "transformers_weights"
 _UNKNOWN_FORMAT = "MHLA weights: "
-_REFUSAL = f"{_UNKNOWN_FORMAT}install mhla_hf from a clone, then import mhla_hf first"
-_PUSHED_REFUSAL = f"{_REFUSAL} or pass trust_remote_code=True"
+REFUSAL = f"{_UNKNOWN_FORMAT}install mhla_hf from a clone, then import mhla_hf first"
+_PUSHED_REFUSAL = f"{REFUSAL} or pass trust_remote_code=True"
 
 STUB = '''\
 """Lets `trust_remote_code=True` load this model with the installed package mhla-hf. Written by mhla-hf."""
@@ -148,7 +147,7 @@ def _tag(path: Path) -> None:
         card.save(path)
 
 
-def with_refusal(config: Mapping[str, Any], refusal: str = _REFUSAL) -> dict[str, Any]:
+def with_refusal(config: Mapping[str, Any], refusal: str = REFUSAL) -> dict[str, Any]:
     """Returns the contents of a `config.json` of transformers with the entry by which transformers alone refuses it.
 
     A composite model has it, and each of its towers that is MHLA, which may be loaded alone. What is softmax has none.
@@ -166,14 +165,6 @@ def with_refusal(config: Mapping[str, Any], refusal: str = _REFUSAL) -> dict[str
     if config.get("mhla") is not None or any(is_refusal(tower.get(_ENTRY)) for tower in towers.values()):
         written[_ENTRY] = refusal
     return written
-
-
-def save_refusal(path: Path) -> None:
-    """Adds the entry of [`with_refusal`] to the `config.json` of an MHLA model of transformers."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    refused = with_refusal(config)
-    if refused != config:
-        write_json(path, refused)
 
 
 def is_refusal(entry: Any) -> bool:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mhla_hf.integrations.transformers.patch import install
 from mhla_hf.utils import compat
 from mhla_hf.utils.compat import UnsupportedVersionError, unwrap, wrap
 from mhla_hf.utils.compat import diffusers as of_diffusers
@@ -21,13 +22,12 @@ from tests import ROOT
 NOTHING = SimpleNamespace(__name__="Nothing")
 
 
+class Keys:
+    missing_keys: set[str] = set()
+
+
 class Nothing:
     """A class without anything that is looked for."""
-
-
-def steps(**changes):
-    names = ("build", "finish", "initialize", "place_missing", "report_names", "read", "plan", "choose", "save")
-    return {name: lambda original, *args: original(*args) for name in names} | changes
 
 
 def without(owner, name):
@@ -45,7 +45,10 @@ def no_change(monkeypatch):
 
 UNKNOWN = {
     "attention_of": (no_change, lambda: of_transformers.attention_of(NOTHING), "_attn_implementation"),
-    "hook_models": (no_change, lambda: of_transformers.hook_models(Nothing, **steps()), "PreTrainedModel.post_init"),
+    "reported_names": (
+        no_change, lambda: of_transformers.reported_names(SimpleNamespace(all_tied_weights_keys={}), Keys()),
+        "_adjust_missing_and_unexpected_keys",
+    ),
     "parallel_tools": (
         lambda monkeypatch: monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None),
         of_transformers.parallel_tools, "distributed.tensor_parallel.TensorParallelLayer",
@@ -89,7 +92,7 @@ def test_private_parts_are_touched_here_alone():
     here = ROOT / "mhla_hf/utils/compat"
     words = [node.value for _, tree in trees(here) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     private = {word for word in words if isinstance(word, str) and re.fullmatch("_[a-z]\\w+", word)}
-    assert {"_keep_in_fp32_modules", "_attn_implementation", "_initialize_weights", "_cp_plan"} <= private
+    assert {"_keep_in_fp32_modules", "_attn_implementation", "_is_hf_initialized", "_cp_plan"} <= private
     found = []
     for path, tree in trees(ROOT / "mhla_hf"):
         for node in ast.walk(tree) if here not in path.parents else ():
@@ -133,9 +136,9 @@ class TestWrap:
 
 def test_no_model_is_changed_where_a_step_is_missing():
     class Model:
-        post_init = _initialize_weights = _move_missing_keys_from_meta_to_device = lambda self: None
+        post_init = _initialize_weights = lambda self: None
 
     before = dict(vars(Model))
-    with pytest.raises(UnsupportedVersionError, match="_adjust_missing_and_unexpected_keys"):
-        of_transformers.hook_models(Model, **steps())
+    with pytest.raises(UnsupportedVersionError, match="PreTrainedModel._load_pretrained_model"):
+        install(SimpleNamespace(PreTrainedModel=Model))
     assert dict(vars(Model)) == before

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from ..import_hooks import extend
-from .patch import install_batching, install_configuration, install_models, refuse_models
+from .. import extend
+from .patch import install, install_configuration, refuse
 
 
 def register_with_transformers() -> None:
-    """Makes `attn_implementation="mhla"` work, now or as soon as transformers' models are imported.
+    """Make `attn_implementation="mhla"` work, now or as soon as transformers' models are imported.
 
     Unsupported versions of transformers refuse it with the supported range.
     """
     extend("transformers", "transformers.configuration_utils", install_configuration)
-    extend("transformers", "transformers.modeling_utils", install_models, otherwise=refuse_models)
-    extend("transformers", "transformers.generation.continuous_batching.continuous_api", install_batching)
+    extend("transformers", "transformers.modeling_utils", install, otherwise=refuse)

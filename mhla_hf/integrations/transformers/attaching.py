@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import torch.nn as nn
@@ -28,15 +27,30 @@ from ...layers.original import (
 )
 from ...models.registry import default_rope, is_tested
 from ...utils.compat import forward_parameters
-from ...utils.compat.transformers import (
-    attention_of,
-    can_choose_attention,
-    has_parallel_plans,
-    set_attention,
-    supports_sdpa,
+from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
+from .configuration import (
+    NAME,
+    check_sizes,
+    implementations,
+    is_complete,
+    keep_softmax,
+    keep_softmax_in_unserved,
+    mark,
+    max_positions,
+    may_keep_softmax,
+    of_whole,
+    prepare_config,
+    remember,
+    resolve_image,
+    resolve_sequence,
+    restore,
+    text_part,
+    towers_of,
+    wants_mhla,
 )
-from .geometry import (
-    chooses_by_name,
+from .inputs import LayerInputsHook, ModelInputsHook
+from .modules import (
+    can_dispatch,
     dispatches,
     heads_of,
     is_cross_attention,
@@ -46,44 +60,65 @@ from .geometry import (
     num_prefix_tokens,
     packed_reason,
     patch_grid,
+    rotates_sometimes,
+    rotation_of,
     settings_without_windows,
     unsupported_reason,
+    uses_rotary,
     window_reason,
-)
-from .inputs import NAME, LayerInputsHook, ModelInputsHook
-from .options import STORED, max_positions, resolve_image, resolve_sequence
-from .rotary import rotates_sometimes, rotation_of, uses_rotary
-from .towers import (
-    implementations,
-    keep_softmax,
-    keep_softmax_in_unserved,
-    mark_implementation,
-    may_keep_softmax,
-    of_whole,
-    prepare_config,
-    remember,
-    restore,
-    text_part,
-    wants_mhla,
 )
 
 
 logger = logging.get_logger(__name__)
 
-_OTHER_PARTS = " Other parts can be asked by name, as in attn_implementation={'vision_config': 'mhla'}."
 _INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
+_REFUSED = " cannot use attn_implementation='mhla': "
+_NOT_DISPATCHING = (
+    "its attention does not go through transformers' attention interface. mhla_hf.supported_models() lists models "
+    "that were tested."
+)
+_LOOKS_AHEAD = "the tokens of an image attend to each other in both directions"
 
 
-def attach(model: PreTrainedModel) -> int:
-    """Gives the model's own self-attention modules their `mhla` where its configuration asks for MHLA.
+def prepare(model: PreTrainedModel, config: Any) -> bool:
+    """Hand a request for MHLA to the towers of a model, and check what can be checked before anything is built.
+
+    Args:
+        model: The model, which is about to be built.
+        config: Its configuration.
+
+    Returns:
+        Whether it is the configuration of a model that was saved as MHLA.
+
+    Raises:
+        ValueError: If the model cannot be MHLA, or has sizes that no model has.
+    """
+    from ...models.stub import forget_stub
+
+    forget_stub(config)
+    stored = any(is_complete(getattr(part, "mhla", None)) for part in (config, *towers_of(config).values()))
+    prepare_config(config)
+    if wants_mhla(config) and not can_dispatch(type(model)):
+        if may_keep_softmax(config):
+            _keep_softmax(model, config, _NOT_DISPATCHING)
+        elif text_part(config) is config:
+            raise ValueError(f"{type(model).__name__}{_REFUSED}{_NOT_DISPATCHING}")
+        else:
+            # Its towers are asked when they are built; what it has beside them is not meant.
+            set_attention(config, _softmax_of(model))
+    check_text(model, config)
+    if wants_mhla(config):
+        check_sizes(vars(config), str(config.name_or_path or type(config).__name__))
+    return stored
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Give the model's own self-attention modules their `mhla` where its configuration asks for MHLA.
 
     A second call does nothing.
 
     Args:
         model: A model at the end of its constructor.
-
-    Returns:
-        The number of MHLA layers in the whole model.
 
     Raises:
         ValueError: If the model cannot be served; the message gives the reason.
@@ -93,60 +128,37 @@ def attach(model: PreTrainedModel) -> int:
         try:
             _attach_to(model, attentions)
         except ValueError as error:
-            if not may_keep_softmax(model.config):
-                raise ValueError(f"{error}{_OTHER_PARTS if of_whole(model.config) else ''}") from error
-            _keep_softmax(model, model.config, str(error))
-    count = sum(isinstance(module, MHLA) for module in model.modules())
-    if count == 0 and wants_mhla(model.config) and _is_whole(model):
-        reason = _nothing_served(model)
-        if not may_keep_softmax(model.config):
-            raise ValueError(f"{reason}{_OTHER_PARTS if of_whole(model.config) else ''}")
-        _keep_softmax(model, model.config, reason)
+            _refuse(model, str(error))
+    if wants_mhla(model.config) and _is_whole(model) and not has_mhla(model):
+        _refuse(model, f"{type(model).__name__}{_REFUSED}{_nothing_served(model)}")
     keep_softmax_in_unserved(model)
-    return count
+    mark(model.config)
+
+
+def _refuse(model: PreTrainedModel, message: str) -> None:
+    """Let a part that was asked as part of a whole keep softmax; raise an error for others."""
+    if may_keep_softmax(model.config):
+        _keep_softmax(model, model.config, message.partition(_REFUSED)[2] or message)
+        return
+    other = " Other parts can be asked by name, as in attn_implementation={'vision_config': 'mhla'}."
+    raise ValueError(f"{message}{other if of_whole(model.config) else ''}")
 
 
 def has_mhla(model: nn.Module) -> bool:
-    """Returns whether a model has MHLA layers."""
+    """Return whether a model has MHLA layers."""
     return any(isinstance(module, MHLA) for module in model.modules())
 
 
-def _keep_softmax(model: PreTrainedModel, config: Any, error: str) -> None:
-    name = type(model).__name__
-    reason = error.removeprefix(f"{name} cannot use attn_implementation='mhla': ").rstrip(".")
-    keep_softmax(name, config, _softmax_of(model), reason)
+def _keep_softmax(model: PreTrainedModel, config: Any, reason: str) -> None:
+    keep_softmax(type(model).__name__, config, _softmax_of(model), reason.rstrip("."))
 
 
 def _softmax_of(model: PreTrainedModel) -> str:
     return "sdpa" if supports_sdpa(model) else "eager"
 
 
-def check_class(model: PreTrainedModel, config: Any) -> None:
-    """Refuses models that have attention classes of their own for each implementation, before they are built.
-
-    A tower that was asked for as part of a whole model keeps softmax instead.
-
-    Raises:
-        ValueError: If such a model is asked for MHLA.
-    """
-    # Of a class made elsewhere, in a notebook say, transformers knows nothing; its bases may do.
-    known: list[Any] = [base for base in type(model).__mro__ if issubclass(base, PreTrainedModel)]
-    known.remove(PreTrainedModel)
-    if not wants_mhla(config):
-        return
-    if any(map(can_choose_attention, known)) and not chooses_by_name(type(model)):
-        return
-    if may_keep_softmax(config):
-        _keep_softmax(model, config, _not_dispatching(model))
-    elif text_part(config) is config:
-        raise ValueError(_not_dispatching(model))
-    else:
-        # Its towers are asked when they are built; what it has beside them is not meant.
-        set_attention(config, _softmax_of(model))
-
-
 def check_text(model: PreTrainedModel, config: Any) -> None:
-    """Refuses MHLA in the text part of a composite model that changes the mask of its text for images.
+    """Refuse MHLA in the text part of a composite model that changes the mask of its text for images.
 
     A text part that was asked for as part of a whole model keeps softmax instead.
 
@@ -157,44 +169,27 @@ def check_text(model: PreTrainedModel, config: Any) -> None:
     Raises:
         ValueError: If the text part of such a model is asked for MHLA by name.
     """
-    reason, text = _text_reason(model, config), text_part(config)
-    if reason is None or not wants_mhla(text):
+    text = text_part(config)
+    if not _text_looks_ahead(model, config) or not wants_mhla(text):
         return
+    name = f"The text of {type(model).__name__}"
     if not of_whole(text):
-        raise ValueError(f"The text of {type(model).__name__} cannot use attn_implementation='mhla': {reason}.")
-    keep_softmax(f"The text of {type(model).__name__}", text, _softmax_of(model), reason)
+        raise ValueError(f"{name}{_REFUSED}{_LOOKS_AHEAD}.")
+    keep_softmax(name, text, _softmax_of(model), _LOOKS_AHEAD)
     # Also where options alone asked for the whole: it is an error if no other part can be MHLA.
     set_attention(config, NAME)
 
 
-def _text_reason(model: PreTrainedModel, config: Any) -> str | None:
-    """Reason why the text part of a composite model cannot be MHLA, or None."""
+def _text_looks_ahead(model: PreTrainedModel, config: Any) -> bool:
     text = text_part(config)
-    if text is None or text is config or not looks_ahead_in_images(model, text):
-        return None
-    return "the tokens of an image attend to each other in both directions"
+    return text is not None and text is not config and looks_ahead_in_images(model, text)
 
 
 def _nothing_served(model: PreTrainedModel) -> str:
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    reason = next(filter(None, (_text_reason(part, part.config) for part in parts)), None)
-    if reason is not None:
-        return (
-            f"{type(model).__name__} cannot use attn_implementation='mhla': in its text {reason}, and no other part "
-            "of it can be MHLA."
-        )
-    return _not_dispatching(model) if _has_attention(model) else _no_attention(model)
-
-
-def _not_dispatching(model: nn.Module) -> str:
-    return (
-        f"{type(model).__name__} cannot use attn_implementation='mhla': its attention does not go through "
-        "transformers' attention interface. mhla_hf.supported_models() lists models that were tested."
-    )
-
-
-def _no_attention(model: nn.Module) -> str:
-    return f"{type(model).__name__} cannot use attn_implementation='mhla': it has no self-attention."
+    if any(_text_looks_ahead(part, part.config) for part in parts):
+        return f"in its text {_LOOKS_AHEAD}, and no other part of it can be MHLA."
+    return _NOT_DISPATCHING if _has_attention(model) else "it has no self-attention."
 
 
 def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) -> None:
@@ -205,7 +200,7 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
         if reason is None and not keywords_reach(model, name):
             reason = "its layers drop keyword arguments in this version of transformers"
         if reason is not None:
-            raise ValueError(f"{model_name} cannot use attn_implementation='mhla': {reason}.")
+            raise ValueError(f"{model_name}{_REFUSED}{reason}.")
     if may_keep_softmax(config) and not config.mhla.is_text and not is_tested(config.model_type):
         raise ValueError(f"{model_name} was not tested with MHLA, and becomes MHLA only where it is asked by name")
     indices = [_layer_index(module, position) for position, (_, module) in enumerate(attentions)]
@@ -249,8 +244,8 @@ def _chosen_layers(
         chosen = {indices[place] for place in places if windows[indices[place]] is None}
         if not chosen:
             raise ValueError(
-                f"{model_name} cannot use attn_implementation='mhla': no layer can be MHLA, the first one because "
-                f"{windows[indices[0]]}.{_without_windows(first)}"
+                f"{model_name}{_REFUSED}no layer can be MHLA, the first one because {windows[indices[0]]}."
+                f"{_without_windows(first)}"
             )
         return chosen
     for index in options.layers:
@@ -318,23 +313,8 @@ def _has_attention(model: nn.Module) -> bool:
     return any("Attention" in type(module).__name__ for module in model.modules())
 
 
-def refuse_split_heads(model: PreTrainedModel) -> None:
-    """Refuses tensor parallelism where transformers has no place for the rules of MHLA parameters.
-
-    Raises:
-        ValueError: If a model with MHLA layers is to be split by a version of transformers that is too old.
-    """
-    distributed = getattr(model.config, "distributed_config", None)
-    is_split = getattr(distributed, "tp_plan", None) is not None or (getattr(distributed, "tp_size", None) or 1) > 1
-    if is_split and not has_parallel_plans(PreTrainedModel) and has_mhla(model):
-        raise ValueError(
-            f"transformers {version('transformers')} cannot split MHLA layers over processes. Install transformers "
-            "5.23 or newer, or leave out tp_plan and tp_size."
-        )
-
-
 def initialize(module: MHLA) -> None:
-    """Initialises the parameters that no checkpoint gave; those that were loaded stay as they are."""
+    """Initialise the parameters that no checkpoint gave; those that were loaded stay as they are."""
     for name, parameter in module.named_parameters():
         value = module.initial_tensor(name).to(parameter.device)
         if hasattr(parameter, "device_mesh"):
@@ -388,7 +368,7 @@ def convert_transformers_model(
         for part in reversed(models):
             attach(part)
         if not has_mhla(model):
-            raise ValueError(_nothing_served(model))
+            raise ValueError(f"{type(model).__name__}{_REFUSED}{_nothing_served(model)}")
     except Exception:
         _detach(model)
         for module, name, config in shared:
@@ -401,7 +381,7 @@ def convert_transformers_model(
         weight = next(parameter for name, parameter in attention.named_parameters() if not name.startswith("mhla."))
         dtype = weight.dtype if weight.is_floating_point() else model.dtype
         attention.mhla.to(device=weight.device, dtype=dtype).train(attention.training)
-    mark_implementation(model.config)
+    mark(model.config)
     model.set_attn_implementation(NAME if not model.config.sub_configs else implementations(model.config))
     record_weights(model)
     if not without_weights:
@@ -538,6 +518,8 @@ def saving(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> Iterato
     if softmax and original_values(model, "save a softmax checkpoint", _tensors_of(parts, softmax)):
         raise ValueError("Cannot save a softmax checkpoint: switch with set_attn_implementation, which restores it.")
     setattr(config, STATE_KEY, weights_state(model, state_dict))
+    # Options may have been changed by hand.
+    mark(config)
     if not softmax:
         yield state_dict
         return
@@ -564,10 +546,10 @@ def forget_mhla(config: Any, parts: Iterable[Any]) -> None:
     for part in parts:
         part.mhla = None
     for part in (config, *parts):
-        part.__dict__.pop("attn_implementation", None)
+        mark(part)
         if part.mhla is None:
             part.__dict__.pop("mhla", None)
-    mark_implementation(config)
+    mark(config)
     if not implementations(config):
         config.__dict__.pop(STATE_KEY, None)
 
@@ -598,7 +580,6 @@ def unconvert_transformers_model(model: PreTrainedModel) -> Any:
 def _detach(model: nn.Module) -> None:
     """Removes the MHLA modules of a model, and the hooks that hand them their inputs."""
     for module in model.modules():
-        module.__dict__.pop(STORED, None)
         if isinstance(module._modules.get("mhla"), nn.Module):
             del module.mhla
         for key, hook in list(module._forward_pre_hooks.items()):

@@ -31,19 +31,11 @@ from ...ops import MHLAState, rewind_state
 
 # How many of the last tokens can be taken back (assisted decoding drafts fewer).
 REWINDABLE_TOKENS = 64
-QUANTISED = (
-    "A quantised cache keeps keys and values, MHLA keeps summaries. Leave out cache_implementation='quantized' and "
-    "cache_config; model.to(torch.bfloat16) halves the summaries."
-)
 _OTHER_MASK = (
     "attention_mask does not begin with the mask that the tokens in the cache were passed with (no mask means all "
     f"ones). An MHLA cache keeps summaries: it can still hide some of its last {REWINDABLE_TOKENS} tokens, but no "
     "earlier ones, and cannot show tokens that were hidden. Pass the former mask, extended for the new tokens, or "
     "start again with a new cache and the whole text."
-)
-PAGED = (
-    "Continuous batching keeps keys and values in pages, MHLA keeps summaries. Use model.generate with a padded batch "
-    "and without cache_implementation='paged'."
 )
 
 
@@ -458,7 +450,10 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
     if isinstance(layer, MHLACacheLayer):
         return layer
     if isinstance(cache, QuantizedCache):
-        raise ValueError(QUANTISED)
+        raise ValueError(
+            "A quantised cache keeps keys and values, MHLA keeps summaries. Leave out "
+            "cache_implementation='quantized' and cache_config; model.to(torch.bfloat16) halves the summaries."
+        )
     if type(layer) not in (DynamicLayer, StaticLayer):
         raise ValueError(
             f"{type(layer).__name__} (layer {index} of {type(cache).__name__}) cannot keep MHLA state. "

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from ...utils.compat import forward_parameters
-from ...utils.compat.transformers import attention_of, reads_keywords
+from ...utils.compat.transformers import attention_of
 from .cache import (
     MHLACacheLayer,
     can_be_read,
@@ -25,11 +25,10 @@ from .cache import (
     mhla_cache_layer,
     mhla_cache_layers,
 )
-from .geometry import is_image_model, patch_grid
-from .rotary import uses_rotary
+from .configuration import NAME
+from .modules import is_image_model, patch_grid, reads_keywords, uses_rotary
 
 
-NAME = "mhla"
 _MODEL_ARGUMENTS = (
     "input_ids",
     "inputs_embeds",

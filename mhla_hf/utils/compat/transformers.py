@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private and fragile parts of transformers, checked with versions 5.17 and 5.23.
 
-Attention modules of transformers declare nothing about themselves, so some functions read their code: its bytecode
-names the globals that it uses, its source the conditions. Of code that is not written in Python nothing is known. All
-other functions raise `UnsupportedVersionError` where transformers does not have the named part.
+The functions raise `UnsupportedVersionError` where transformers does not have the named part.
 """
 
 from __future__ import annotations
 
-import ast
-import dis
-import inspect
-import textwrap
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from types import CodeType
 from typing import Any, NamedTuple
 
-from . import attribute, imported, wrap
-
-
-Around = Callable[..., Any]
+from . import attribute, imported
 
 
 # Configurations and classes.
@@ -85,58 +75,6 @@ def task_classes() -> dict[str, set[str]]:
 # Building and loading models.
 
 
-def hook_models(
-    model_class: Any,
-    *,
-    build: Around,
-    finish: Around,
-    initialize: Around,
-    place_missing: Around,
-    report_names: Around,
-    read: Around,
-    plan: Around,
-    choose: Around,
-    save: Around,
-) -> None:
-    """Wraps the steps in which transformers builds, loads, switches and saves a model: all of them, or none.
-
-    Each keyword argument is called as `around(original, model, *args, **kwargs)`, see
-    [`wrap`][mhla_hf.utils.compat.wrap].
-
-    Args:
-        model_class: `PreTrainedModel`.
-        build: Around the constructor, with the configuration.
-        finish: Around `post_init`, which ends constructors.
-        initialize: Around the initialisation of a module whose parameters no checkpoint gave.
-        place_missing: Around making memory for missing parameters, with their names and the device map.
-        report_names: Around the report of `missing_keys` and `unexpected_keys`, with an object that has both.
-        read: Around reading weights, with the model, a state dict or `None`, the files, and the options of loading.
-        plan: Around the parallel plan, with the distributed configuration; see [`has_parallel_plans`].
-        choose: Around `set_attn_implementation`.
-        save: Around `save_pretrained`, with all its arguments by name.
-    """
-    steps = {
-        "__init__": build,
-        "post_init": finish,
-        "_initialize_weights": initialize,
-        "_move_missing_keys_from_meta_to_device": place_missing,
-        "_adjust_missing_and_unexpected_keys": report_names,
-        "_load_pretrained_model": read,
-        "set_attn_implementation": choose,
-        "save_pretrained": lambda original, *args, **kwargs: save(original, **_by_name(original, args, kwargs)),
-    }
-    for name in steps:
-        attribute("transformers", model_class, name, "PreTrainedModel")
-    if has_parallel_plans(model_class):
-        steps["_resolve_parallel_plans"] = plan
-    for name, around in steps.items():
-        wrap("transformers", model_class, name, around)
-
-
-def _by_name(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {**inspect.signature(function).bind_partial(*args).arguments, **kwargs}
-
-
 def initialize_once(module: Any, initialize: Callable[[Any], None]) -> None:
     """Calls `initialize(module)` unless transformers marked the module as initialised, and marks it."""
     if not getattr(module, "_is_hf_initialized", False):
@@ -144,15 +82,17 @@ def initialize_once(module: Any, initialize: Callable[[Any], None]) -> None:
         module._is_hf_initialized = True
 
 
-def hook_uploads(model_class: Any, around: Around) -> None:
-    """Wraps the upload of what was saved; a version that uploads in another way is left alone.
+def reported_names(model: Any, info: Any) -> tuple[set[str], set[str]]:
+    """Return the missing and the unexpected names of a checkpoint that transformers would report.
 
     Args:
-        model_class: `PreTrainedModel`.
-        around: Called as `around(original, model, directory, *args, **kwargs)`.
+        model: The model.
+        info: What transformers found, with `missing_keys` and `unexpected_keys`.
     """
-    if hasattr(model_class, "_upload_modified_files"):
-        wrap("transformers", model_class, "_upload_modified_files", around)
+    reported = copy.copy(info)
+    reported.missing_keys = info.missing_keys - model.all_tied_weights_keys.keys()
+    attribute("transformers", model, "_adjust_missing_and_unexpected_keys", "PreTrainedModel")(reported)
+    return reported.missing_keys, reported.unexpected_keys
 
 
 # Tensor parallelism.
@@ -164,11 +104,6 @@ class ParallelTools(NamedTuple):
     layer_class: Any
     styles: Any
     generic_name: Callable[[str], str]
-
-
-def has_parallel_plans(model_class: Any) -> bool:
-    """Returns whether rules can be added to the parallel plans of a model class, as since transformers 5.23."""
-    return hasattr(model_class, "_resolve_parallel_plans")
 
 
 def parallel_tools() -> ParallelTools:
@@ -229,56 +164,3 @@ def saved_tensors(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
 def without_tied(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Returns the tensors of a model that are saved, each tied one once."""
     return imported("transformers", "modeling_utils", "remove_tied_weights_from_state_dict")(dict(tensors), model)
-
-
-# The code of modules.
-
-
-def names_used(function: Callable[..., Any]) -> set[str]:
-    """Returns the global names and attributes that a function and those inside it look up."""
-    return _names(getattr(inspect.unwrap(function), "__code__", None))
-
-
-def _names(code: Any) -> set[str]:
-    if not isinstance(code, CodeType):
-        return set()
-    return set(code.co_names).union(*(_names(constant) for constant in code.co_consts))
-
-
-def global_of(function: Callable[..., Any], name: str) -> Any:
-    """Returns the value of a global name in the module of a function, or `None`."""
-    return getattr(inspect.unwrap(function), "__globals__", {}).get(name)
-
-
-def reads_keywords(function: Callable[..., Any]) -> bool:
-    """Returns whether a function takes any keyword argument and reads those that it does not know."""
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return False
-    parameters = inspect.signature(function).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD]
-    return any(entry.argval in names and "LOAD" in entry.opname for entry in dis.get_instructions(code))
-
-
-@lru_cache(maxsize=256)
-def rotation_conditions(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the conditions, as written, under which a function rotates queries and keys."""
-    try:
-        tree = ast.parse(textwrap.dedent(source_of(inspect.unwrap(function))))
-    except SyntaxError:
-        return ()
-    return tuple(
-        ast.unparse(branch.test)
-        for branch in ast.walk(tree)
-        if isinstance(branch, (ast.If, ast.IfExp))
-        and any(isinstance(node, ast.Call) and "rotary" in ast.unparse(node.func) for node in ast.walk(branch))
-    )
-
-
-def source_of(thing: Any) -> str:
-    """Returns the source of a module, class or function; empty where it is not known."""
-    try:
-        return inspect.getsource(thing)
-    except (OSError, TypeError):
-        return ""

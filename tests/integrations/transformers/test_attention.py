@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from mhla_hf import BlockLayout
-from mhla_hf.integrations.transformers import rotary
+from mhla_hf.integrations.transformers import attention
 from mhla_hf.ops import FEATURE_MAPS, extend_mixing, naive_mhla_attention
 
 from .mhla_models import first_output, mhla_model, mhla_modules, served_names
@@ -159,7 +159,7 @@ def test_rotations_are_undone_and_applied_again(name):
 @pytest.mark.parametrize("name", ["llama", "llama_yarn", "phi", "gpt_neox"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_angles_are_undone(name, dtype, monkeypatch):
-    monkeypatch.setattr(rotary, "_CHECKED", set())
+    monkeypatch.setattr(attention, "_CHECKED", set())
     model = mhla_model(name)
     given = inputs(name, length=23)
     expected = first_output(model, **given)

@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about an attention module of transformers: dispatch, heads, token grid, and reasons against MHLA."""
+"""Facts about the attention modules of transformers: dispatch, heads, rotation, token grid, reasons against MHLA.
+
+Attention modules declare little about themselves, so some functions look for words in the source of `forward`, as
+transformers does to tell whether a model goes through its attention interface. Where there is no source nothing is
+known, and a model is refused.
+"""
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
-from collections.abc import Sequence
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch.nn as nn
 from huggingface_hub.errors import StrictDataclassError
 
 from ...utils.compat import forward_parameters
-from ...utils.compat.transformers import (
-    global_of,
-    names_used,
-    reads_keywords,
-    rotation_conditions,
-    source_of,
-)
+from ...utils.compat.transformers import can_choose_attention
 
 
 # Attributes that mean that queries and keys are not what the projections and RoPE give.
@@ -47,19 +50,89 @@ _RELATIVE = ("relative_key", "relative_key_query")
 _PREFIX_PARAMETERS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
 
 
+@lru_cache(maxsize=1024)
+def source_of(thing: Any) -> str:
+    """Return the source of a module, class or function; empty where it is not known."""
+    try:
+        return inspect.getsource(inspect.unwrap(thing))
+    except (OSError, TypeError):
+        return ""
+
+
 def dispatches(module: nn.Module) -> bool:
-    """Returns whether a module's `forward` goes through transformers' attention interface."""
-    forward = getattr(type(module), "forward", None)
-    return forward is not None and "ALL_ATTENTION_FUNCTIONS" in names_used(forward) and hasattr(module, "config")
+    """Return whether a module's `forward` goes through transformers' attention interface."""
+    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in source_of(type(module).forward)
+
+
+def can_dispatch(model_class: type) -> bool:
+    """Return whether the attention modules of a model class may go through transformers' attention interface.
+
+    Of a class defined outside transformers, its bases are asked as well.
+    """
+    bases: list[Any] = [base for base in model_class.__mro__ if hasattr(base, "config_class")][:-1]
+    return any(map(can_choose_attention, bases)) and not _looks_attention_up(model_class)
+
+
+def _looks_attention_up(model_class: type) -> bool:
+    """Return whether a model's constructor looks its attention classes up by implementation, in a dict."""
+    built = [model_class]
+    for built_class in built:
+        source = source_of(built_class.__init__)
+        for name, value in vars(sys.modules[built_class.__module__]).items():
+            if isinstance(value, dict) and "eager" in value and f"{name}[" in source:
+                return True
+            # Inner models are asked themselves.
+            is_module = isinstance(value, type) and issubclass(value, nn.Module) and not hasattr(value, "config_class")
+            if is_module and value not in built and f"{name}(" in source:
+                built.append(value)
+    return False
+
+
+def reads_keywords(forward: Callable[..., Any]) -> bool:
+    """Return whether a function takes any keyword argument and does something with those that it does not know."""
+    parameters = inspect.signature(inspect.unwrap(forward)).parameters.values()
+    names = [f"**{parameter.name}" for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD]
+    return any(source_of(forward).count(name) > 1 for name in names)
 
 
 def keywords_reach(model: nn.Module, name: str) -> bool:
-    """Returns whether a keyword argument of a model reaches the module `name` inside it."""
+    """Return whether a keyword argument of a model reaches the module `name` inside it."""
     parts = name.split(".")
     above = [model, *(model.get_submodule(".".join(parts[:count])) for count in range(1, len(parts)))]
     # Lists of modules are not called themselves.
     called = [module for module in above if not isinstance(module, (nn.ModuleList, nn.ModuleDict))]
     return all(reads_keywords(type(module).forward) for module in called)
+
+
+def rotation_of(attention: nn.Module) -> Callable[..., Any] | None:
+    """Return the function that an attention class rotates with, or None where none is found."""
+    return getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+
+
+def uses_rotary(attention: nn.Module) -> bool:
+    """Return whether an attention module rotates its queries and keys inside its `forward`."""
+    # Some models leave single layers without positions, and hand them angles all the same.
+    source = source_of(type(attention).forward)
+    return getattr(attention, "use_rope", True) not in (False, 0) and ("rotary" in source or "rope" in source)
+
+
+def rotates_sometimes(attention: nn.Module) -> bool:
+    """Return whether an attention class rotates under a condition other than its `use_rope`, so that calls differ."""
+    return not hasattr(attention, "use_rope") and bool(_rotation_conditions(attention))
+
+
+def _rotation_conditions(attention: nn.Module) -> list[str]:
+    """Return the conditions, as written, under which an attention class rotates queries and keys."""
+    branches = [
+        node
+        for node in ast.walk(ast.parse(textwrap.dedent(source_of(type(attention).forward))))
+        if isinstance(node, (ast.If, ast.IfExp))
+    ]
+    return [
+        ast.unparse(branch.test)
+        for branch in branches
+        if any(isinstance(node, ast.Call) and "rotary" in ast.unparse(node.func) for node in ast.walk(branch))
+    ]
 
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
@@ -188,33 +261,15 @@ def _settings_without_windows(module: nn.Module) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "layer_types": ["full_attention" if kind == "sliding_attention" else kind for kind in types]
     }
-    condition = " and ".join(rotation_conditions(type(module).forward))
+    condition = " and ".join(_rotation_conditions(module))
     if "sliding" in condition:
         # Where no layer may have a window, the model must not make a mask for such layers either.
-        made_when_used = '"sliding_attention" in self.config.layer_types' in source_of(inspect.getmodule(module))
+        source = source_of(sys.modules[type(module).__module__])
+        made_when_used = '"sliding_attention" in self.config.layer_types' in source
         if "sliding_window is None" not in condition or not made_when_used:
             return {}
         settings = {"sliding_window": None, **settings}
     return settings
-
-
-def chooses_by_name(model_class: type) -> bool:
-    """Returns whether a model's constructor looks its attention classes up by implementation, in a dict."""
-    waiting: list[Any] = [model_class]
-    seen = set()
-    while waiting:
-        built = waiting.pop()
-        if built in seen:
-            continue
-        seen.add(built)
-        for name in names_used(built.__init__):
-            found = global_of(built.__init__, name)
-            if isinstance(found, dict) and "eager" in found and all(isinstance(one, type) for one in found.values()):
-                return True
-            # Inner models are asked themselves.
-            if isinstance(found, type) and issubclass(found, nn.Module) and not hasattr(found, "config_class"):
-                waiting.append(found)
-    return False
 
 
 def packed_reason(model: nn.Module) -> str | None:
@@ -231,7 +286,7 @@ def looks_ahead_in_images(model: nn.Module, text_config: Any) -> bool:
         model: The composite model, whose parts need not be built yet.
         text_config: Configuration of its text part.
     """
-    source = source_of(inspect.unwrap(type(model).forward))
+    source = source_of(type(model).forward)
     if 'use_bidirectional_attention == "vision"' in source and text_config.use_bidirectional_attention != "vision":
         return False
     return "block_sequence_ids" in source

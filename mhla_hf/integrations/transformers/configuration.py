@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of models that ask for MHLA: options, the request in each tower, and what is checked before memory.
+
+A model of several towers may be asked as a whole. Its text part then has to become MHLA, unless the tokens of an image
+attend to each other there in both directions; the others follow where they can. A tower that is named, or that was
+MHLA when the model was saved, has to become MHLA as well.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers.utils import logging
+
+from ...config import CHOICES, MHLAConfig
+from ...layers.blocks import resolve_blocks, with_window_size
+from ...models.bounds import MAX_LAYERS, check_new_size
+from ...models.stub import REFUSAL
+from ...ops.tables import SEQUENCE_NORMALIZERS
+from ...utils.compat.transformers import attention_of, set_attention
+from ...utils.messages import check_names, shorten_list, shorten_value
+
+
+logger = logging.get_logger(__name__)
+
+NAME = "mhla"
+"""Name of the attention implementation."""
+
+# As many rows of mixing weights as are learned; longer texts go by distance.
+MAX_SEQUENCE_BLOCKS = 64
+SMALLEST_CAUSAL_BLOCK = 64
+SMALLEST_ENCODER_BLOCK = 8
+_ALL_OPTIONS = tuple(MHLAConfig().to_dict())
+# Options that leave the shapes of the weights alone and change what they compute.
+_TRAINED_WITH = (
+    "feature_map", "feature_map_eps", "normalizer", "rope", "block_size", "mixing_constraint", "layers", "window",
+    "window_size",
+)  # fmt: skip
+_NULLABLE = ("layers", "mixing_range", "lepe_kernel", "window", "window_size")
+# Models made before there were windows do not speak of them.
+_ADDED_LATER = {"window", "window_size", "window_gains"}
+
+
+def is_complete(options: Any) -> bool:
+    """Return whether options are those of a model that was built, with every one given."""
+    return isinstance(options, Mapping) and {*options, *_ADDED_LATER} == set(_ALL_OPTIONS)
+
+
+def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Warns of options that change the meaning of stored weights."""
+    # Gains of a window that was not there are fresh, and leave the output as it was.
+    added = _ADDED_LATER if stored.get("window") is None else set()
+    changed = [name for name in _TRAINED_WITH if name in given and name not in added and given[name] != stored[name]]
+    if changed:
+        made_with = ", ".join(f"{name}={stored[name]!r}" for name in changed)
+        logger.warning(
+            "The MHLA options of this model were %s; the ones given change what its weights mean.", made_with
+        )
+
+
+def causal_defaults(head_dim: int, max_positions: int | None) -> dict[str, Any]:
+    """Return the defaults for causal language models.
+
+    A block's summary has 2K·(K + 1) numbers for a head (hedgehog features are twice as wide as keys), a KV cache
+    2K·(tokens). With blocks of 2K tokens the state is half as large as a KV cache of the same dtype, and a quarter
+    with blocks of 4K; smaller blocks than K would make it larger.
+
+    Args:
+        head_dim: K.
+        max_positions: Longest text that the model was made for, or None.
+    """
+    block = max(SMALLEST_CAUSAL_BLOCK, 2 * head_dim)
+    blocks = min(MAX_SEQUENCE_BLOCKS, max(1, math.ceil((max_positions or block * MAX_SEQUENCE_BLOCKS) / block)))
+    return {"block_size": [block], "grid": [block * blocks], "mixing_init": "uniform"}
+
+
+def encoder_defaults(max_positions: int | None) -> dict[str, Any]:
+    """Return the defaults for encoders: at most 64 blocks of at least 8 tokens over their positions."""
+    positions = max_positions or SMALLEST_ENCODER_BLOCK * MAX_SEQUENCE_BLOCKS
+    # Powers of two: positions are sometimes a few more than the round number that was meant.
+    block = max(SMALLEST_ENCODER_BLOCK, 2 ** round(math.log2(max(1, positions / MAX_SEQUENCE_BLOCKS))))
+    return {
+        "block_size": [block], "grid": [max(block, positions)], "mixing_init": "linear", "mixing_range": 8.0,
+    }  # fmt: skip
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest sequence that a configuration speaks of, or None."""
+    for name in ("max_position_embeddings", "n_positions", "max_source_positions"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int | None, rope: str) -> MHLAConfig:
+    """Returns the options of a language model or encoder: the given ones, over the defaults.
+
+    Args:
+        given: `None` or a dict of some options.
+        causal: Whether the model looks back only.
+        head_dim: K.
+        positions: Longest sequence that the model was made for.
+        rope: Default position of rotary embeddings.
+
+    Raises:
+        ValueError: If the options ask for a number of blocks, or contradict the model.
+    """
+    defaults = causal_defaults(head_dim, positions) if causal else encoder_defaults(positions)
+    defaults |= {"rope": rope, "feature_map": "hedgehog", "mixing_constraint": "nonnegative"}
+    options = {} if given is None else given
+    check_names("mhla", options, _ALL_OPTIONS)
+    if options.get("blocks") is not None:
+        raise ValueError(
+            "blocks has no meaning for sequences: block boundaries must not move with the length. Give block_size."
+        )
+    if options.get("causal") not in (None, causal):
+        direction = "looks back only" if causal else "attends in both directions"
+        raise ValueError(f"causal={options['causal']} contradicts the model, which {direction}.")
+    if options.get("resize") not in (None, "auto", "extend"):
+        raise ValueError(f"resize={options['resize']!r} has no meaning for sequences, which allow 'extend' alone.")
+    normalizer = options.get("normalizer")
+    if normalizer in CHOICES["normalizer"] and normalizer not in SEQUENCE_NORMALIZERS:
+        allowed = " and ".join(map(repr, SEQUENCE_NORMALIZERS))
+        raise ValueError(f"normalizer={normalizer!r} needs blocks of equal size; sequences allow {allowed}.")
+    # Every option of a sequence has a default but these, whose None means something.
+    merged = {**defaults, **{name: value for name, value in options.items() if value is not None or name in _NULLABLE}}
+    if merged.get("mixing_init") == "uniform" and "mixing_range" not in options:
+        merged["mixing_range"] = None
+    block = MHLAConfig.from_dict({"block_size": merged["block_size"]}).block_size
+    if options.get("grid") is None and options.get("block_size") is not None and block is not None:
+        wanted = positions or block[0] * MAX_SEQUENCE_BLOCKS
+        merged["grid"] = [max(block[0], min(wanted, block[0] * MAX_SEQUENCE_BLOCKS))]
+    return with_window_size(MHLAConfig.from_dict({**merged, "resize": "extend", "causal": causal}), 1)
+
+
+def resolve_image(given: Any, grid: tuple[int, int]) -> MHLAConfig:
+    """Options of a vision transformer, for its usual grid of patches; `MHLAConfig`'s own defaults fit it.
+
+    Raises:
+        ValueError: If the options are for sequences.
+    """
+    config = MHLAConfig.coerce(given)
+    if config.is_sequence:
+        raise ValueError("causal and resize='extend' are for sequences; this model attends over a grid of patches.")
+    config = resolve_blocks(config, grid)
+    return config if config.grid is not None else config.replace(grid=grid)
+
+
+# Towers.
+
+
+class OptionsOfWhole(dict[str, Any]):
+    """Options that a part has because the whole model was asked.
+
+    Attributes:
+        optional: Whether the part may keep softmax.
+        is_text: Whether it is the text part of the model it sits in.
+    """
+
+    optional: bool = True
+    is_text: bool = False
+
+
+def wants_mhla(config: Any) -> bool:
+    """Returns whether a configuration asks for MHLA, by its options or its attention implementation."""
+    return getattr(config, "mhla", None) is not None or attention_of(config) == NAME
+
+
+def of_whole(config: Any) -> bool:
+    """Returns whether MHLA was asked of a part only because the whole model was asked."""
+    return isinstance(getattr(config, "mhla", None), OptionsOfWhole)
+
+
+def may_keep_softmax(config: Any) -> bool:
+    """Returns whether a part was asked only because the whole model was, and is not the text part."""
+    return of_whole(config) and config.mhla.optional
+
+
+def towers_of(config: Any) -> dict[str, Any]:
+    """The configurations inside a composite one, by name."""
+    towers = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    return {name: tower for name, tower in towers.items() if tower is not None}
+
+
+def text_part(config: Any) -> Any:
+    """The configuration of the text part of a composite model, which may be the whole; None where it is not known."""
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError:
+        return None
+    return text if text is config or any(text is tower for tower in towers_of(config).values()) else None
+
+
+def prepare_config(config: Any) -> None:
+    """Makes `mhla` options alone enough, before a model is built.
+
+    Options for a model of several towers go to the configuration of each tower that was asked.
+
+    Args:
+        config: The model's configuration; its attention implementation is set where it was left open.
+    """
+    towers = towers_of(config)
+    if towers:
+        _ask_towers(config, towers)
+    for tower in towers.values():
+        prepare_config(tower)
+    if getattr(config, "mhla", None) is not None and attention_of(config) is None:
+        set_attention(config, NAME)
+
+
+def _ask_towers(config: Any, towers: dict[str, Any]) -> None:
+    given, text = getattr(config, "mhla", None), text_part(config)
+    whole = attention_of(config) == NAME
+    if isinstance(given, Mapping) and given and all(str(name) in towers for name in given):
+        for name, options in given.items():
+            towers[str(name)].mhla = options
+        config.mhla = given = None
+    if (given is None and not whole) or (text is config and is_complete(given)):
+        # Complete options are those of layers that the model has beside its towers, and was made with.
+        return
+    named = [] if whole else [tower for tower in towers.values() if attention_of(tower) == NAME]
+    optional = may_keep_softmax(config)
+    for tower in named or towers.values():
+        if attention_of(tower) not in (None, NAME):
+            continue
+        options = dict(given or {})
+        if tower.mhla is None:
+            tower.mhla = options if named else OptionsOfWhole(options)
+            if not named:
+                tower.mhla.is_text = tower is text
+                tower.mhla.optional = optional or tower is not text
+        elif given is not None and not may_keep_softmax(tower):
+            tower.mhla = options
+    if text is not config or named:
+        config.mhla = None
+
+
+def keep_softmax(name: str, config: Any, implementation: str, reason: str) -> None:
+    """Lets one tower of a model keep softmax, and says so in one line.
+
+    Args:
+        name: Its name in the line.
+        config: The tower's configuration.
+        implementation: The attention that it uses instead.
+        reason: Reason for it.
+    """
+    config.mhla = None
+    if attention_of(config) == NAME:
+        set_attention(config, implementation)
+    # Its own model may have marked it before it turned out that it has nothing that can be MHLA.
+    mark(config)
+    logger.warning_once(f"{name} keeps softmax: {reason}. The parts of this model that can be MHLA are.")
+
+
+def keep_softmax_in_unserved(model: Any) -> None:
+    """Takes the request from towers that have no attention of their own, if a whole model was asked.
+
+    Raises:
+        ValueError: If such a tower was named.
+    """
+    for name, tower in towers_of(model.config).items():
+        if attention_of(tower) != NAME or towers_of(tower):
+            continue
+        which, reason = f"{name} of {type(model).__name__}", "it has no attention that can be MHLA"
+        if may_keep_softmax(tower):
+            keep_softmax(which, tower, "sdpa", reason)
+        elif tower.mhla is None and any(getattr(module, "config", None) is tower for module in model.modules()):
+            raise ValueError(f"{which} cannot use attn_implementation='mhla': {reason}.")
+
+
+def mark(config: Any) -> None:
+    """Write the attention implementation and the refusal into the configuration that is saved.
+
+    Libraries and readers without this package then stop with an error instead of loading the model as softmax.
+    """
+    found = implementations(config)
+    if found:
+        config.attn_implementation = found
+    else:
+        config.__dict__.pop("attn_implementation", None)
+    _mark_refusal(config)
+
+
+def _mark_refusal(config: Any) -> bool:
+    """As [`mhla_hf.models.stub.with_refusal`], for a configuration and its towers, which may be loaded alone."""
+    towers = [_mark_refusal(tower) for tower in towers_of(config).values()]
+    is_mhla = getattr(config, "mhla", None) is not None or any(towers)
+    if is_mhla:
+        config.__dict__["transformers_weights"] = REFUSAL
+    elif getattr(config, "transformers_weights", None) is None:
+        config.__dict__.pop("transformers_weights", None)
+    return is_mhla
+
+
+def implementations(config: Any) -> Any:
+    """`"mhla"`, a dict of towers, or None."""
+    own = NAME if getattr(config, "mhla", None) is not None else None
+    found = {name: implementations(tower) for name, tower in towers_of(config).items()}
+    found = {name: value for name, value in found.items() if value}
+    if not towers_of(config):
+        return own
+    # The empty name is that of the model's own layers.
+    return {**({"": own} if own else {}), **found} or None
+
+
+def remember(config: Any) -> list[tuple[Any, Any, Any]]:
+    """Options and implementations of a configuration and its towers, for [`restore`]."""
+    entries = [(config, getattr(config, "mhla", None), attention_of(config))]
+    return entries + [entry for tower in towers_of(config).values() for entry in remember(tower)]
+
+
+def restore(entries: list[tuple[Any, Any, Any]]) -> None:
+    """Restores the state of [`remember`]."""
+    for config, mhla, implementation in entries:
+        config.mhla = mhla
+        set_attention(config, implementation)
+
+
+# Checks.
+
+MAX_SIZE = 2**28
+"""The largest width, or number of tokens or positions."""
+
+MAX_LABELS = 2**20
+"""The most classes of a head: each has an entry with its name in the configuration that is built."""
+
+_SIZE = re.compile(
+    r"hidden_size|d_model|n_embd|num_attention_heads|num_key_value_heads|n_heads?|head_dim|intermediate_size|vocab_size"
+    r"|max_position_embeddings|n_positions|patch_size|image_size|num_channels"
+)
+# Names of the number of modules that towers and heads make one by one.
+_MODULE_COUNT = re.compile(r"n_layer|(?:.*_)?(?:layers|blocks|depths?)(?:_per_block)?")
+_COUNTED = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
+
+
+def check_sizes(config: Mapping[str, Any], where: str) -> None:
+    """Check the sizes in a configuration before a model is built of it, those of its towers included.
+
+    Args:
+        config: Contents of `config.json`.
+        where: Name of the file, for errors.
+
+    Raises:
+        ValueError: If one is no positive integer, or one that no model has.
+    """
+    for name, part in config.items():
+        is_count, is_size = _MODULE_COUNT.fullmatch(name), name in _COUNTED or _SIZE.fullmatch(name)
+        largest = MAX_LABELS if name == "num_labels" else MAX_LAYERS if is_count else MAX_SIZE
+        for entry in part if isinstance(part, (list, tuple)) else [part]:
+            # Some published configurations have such a number with a decimal point.
+            value = int(entry) if isinstance(entry, float) and entry.is_integer() else entry
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            # Other models may mean something else by names like those of counts, but no large number.
+            if is_size and entry is not None and (not is_number or value < (0 if is_count else 1)):
+                raise ValueError(f"{where}: {name}={shorten_value(value)} must be a positive integer.")
+            if (is_size or is_count or name == "num_labels") and is_number and value > largest:
+                raise ValueError(f"{where}: {name}={shorten_value(value)} is more than {largest}.")
+        if isinstance(part, Mapping) and name.endswith("_config"):
+            check_sizes(part, f"{where}: {name}")
+
+
+def check_layers(model: Any, missing: Iterable[str], surplus: Iterable[str], where: str) -> None:
+    """Refuses weights that have other layers than a model, in either direction.
+
+    Args:
+        model: The model.
+        missing: Names of its tensors that the weights do not have.
+        surplus: Names in the weights that the model does not have, as they would be called in the model.
+        where: Location of the weights, for errors.
+
+    Raises:
+        ValueError: If all tensors of a layer are missing, or the weights have tensors of one more.
+    """
+    names = [name for name in model.state_dict() if ".mhla." not in name]
+    base = f"{model.base_model_prefix}."
+    masked = {_NUMBER.sub("#", name) for name in names}
+    # A checkpoint may have been written with the prefix of the base model or without it.
+    masked |= {f"{base}{name}" for name in masked} | {name.removeprefix(base) for name in masked}
+    left_out = {_layer(name) for name in surplus if ".mhla." not in name and _NUMBER.sub("#", name) in masked}
+    if left_out - {None}:
+        raise ValueError(
+            f"{where}: the weights have {_listed(left_out)}, which {_said(model)} leaves out: the two do not belong "
+            "together."
+        )
+    absent = {name for name in missing if ".mhla." not in name}
+    present = {_layer(name) for name in names if name not in absent}
+    lacking = {_layer(name) for name in absent} - present
+    # Of a list that the weights know nothing of, all is new, as it may be in the head of another task.
+    known = {_NUMBER.sub("#", layer) for layer in present if layer is not None}
+    lacking = {layer for layer in lacking if layer is not None and _NUMBER.sub("#", layer) in known}
+    if lacking:
+        raise ValueError(
+            f"{where}: the weights lack {_listed(lacking)}, which {_said(model)} asks for: the two do not belong "
+            "together."
+        )
+
+
+def refuse_on_disk(missing_keys: Any, device_map: Any) -> None:
+    """Refuses new parameters that would have to be offloaded to the disk, where only checkpoints' tensors can go.
+
+    Raises:
+        ValueError: If there are any.
+    """
+    places = device_map if isinstance(device_map, dict) else {}
+    for key in missing_keys if "disk" in places.values() else ():
+        above = [place for place in places if place == "" or key == place or key.startswith(f"{place}.")]
+        if ".mhla." in key and above and places[max(above, key=len)] == "disk":
+            raise ValueError(
+                f"{key} is new and its layer is offloaded to the disk. Convert the checkpoint first (mhla-hf convert) "
+                "and load the result."
+            )
+
+
+def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
+    """Checks that MHLA does not add more parameters than the model has, before there is memory for them.
+
+    Args:
+        model: The model.
+        missing_keys: Names of its tensors that no checkpoint gives.
+
+    Raises:
+        ValueError: See [`check_new_size`][mhla_hf.models.bounds.check_new_size].
+    """
+    if any(".mhla." in key for key in missing_keys):
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        check_new_size({name: shape for name, shape in shapes.items() if ".mhla." not in name}, shapes)
+
+
+def _layer(name: str) -> str | None:
+    """A tensor's name up to the first number in it."""
+    match = _NUMBER.search(name)
+    return None if match is None else name[: match.end()]
+
+
+def _listed(layers: set[str | None]) -> str:
+    return shorten_list(layer for layer in layers if layer is not None)
+
+
+def _said(model: Any) -> str:
+    config = model.config.get_text_config()
+    count = getattr(config, "num_hidden_layers", None)
+    return "the configuration" if count is None else f"the configuration (num_hidden_layers={count})"
