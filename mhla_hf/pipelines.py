@@ -9,27 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from .config import MHLAConfig
-from .integrations.diffusers import loading_as_mhla
 from .models.options import is_by_component, options_by_component, with_given
-from .models.registry import FAMILIES, LEGACY_CLASS, current_class, is_mhla_class, mhla_class_for
+from .models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class, mhla_class_for
 from .utils.compat import check_version
-from .utils.files import path_inside, read_json
+from .utils.compat.diffusers import component_quantization
 from .utils.locations import find_pipeline
 from .utils.messages import check_choice, shorten_value
 
 
 ATTN_IMPLEMENTATIONS = ("mhla", "softmax")
 
+_NO_VERSION = f"has an MHLA version. Supported: {', '.join(sorted(FAMILIES))}."
 # Arguments of `DiffusionPipeline.download` that locate the files of a Hub repository.
-_DOWNLOAD_OPTIONS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "token",
+_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+# Arguments that `DiffusionPipeline.from_pretrained` hands to each component.
+_COMPONENT_OPTIONS = (
+    "device_map",
+    "disable_mmap",
+    "low_cpu_mem_usage",
+    "max_memory",
+    "offload_folder",
+    "offload_state_dict",
+    "use_flashpack",
     "use_safetensors",
-    "variant",
 )
 
 
@@ -74,77 +76,52 @@ def load_pipeline(
         check_choice("attn_implementation", attn_implementation, ATTN_IMPLEMENTATIONS, ", None")
     if mhla is not None and attn_implementation != "mhla":
         raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
-    if not isinstance(repo_or_dir, (str, os.PathLike)):
-        raise ValueError(
-            f"repo_or_dir must be a directory or a Hub id, got {type(repo_or_dir).__name__}; mhla_hf.convert takes a "
-            "loaded pipeline."
-        )
     check_version("diffusers")
     import diffusers
 
+    from .models.directory import ModelDirectory, read_pipeline
     from .models.weight_files import check_weights
 
     kwargs.setdefault("use_safetensors", True)
-    download_options = {name: kwargs[name] for name in _DOWNLOAD_OPTIONS if name in kwargs}
-    folder = str(find_pipeline(repo_or_dir, "repo_or_dir", **download_options))
-    index = diffusers.DiffusionPipeline.load_config(folder)
+    options = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
+    options.update({name: kwargs[name] for name in ("use_safetensors", "variant") if name in kwargs})
+    root = find_pipeline(repo_or_dir, "repo_or_dir", **options)
+    index, configs = read_pipeline(root, str(repo_or_dir), kwargs)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
     pipeline_class = getattr(diffusers, class_name, None)
     if pipeline_class is None:
         raise ValueError(f"{repo_or_dir} is a {class_name}, which this version of diffusers does not have.")
-    found = _denoisers(index)
-    if attn_implementation == "mhla" and not found:
-        raise ValueError(
-            f"No component of {class_name} in {repo_or_dir} has an MHLA version. "
-            f"Supported: {', '.join(sorted(FAMILIES))}."
-        )
-    chosen = _chosen_components(found, mhla) if attn_implementation == "mhla" else {}
-    converted = {}
-    for name, component_class in found.items():
-        if name in kwargs:
-            if name in chosen or attn_implementation != "mhla":
-                _check_given_component(name, kwargs[name], attn_implementation, chosen.get(name))
-        elif attn_implementation == "softmax" and _is_stored_as_mhla(folder, name, component_class):
+    models = {name: ModelDirectory(str(repo_or_dir), root, index, configs, name) for name in configs}
+    if attn_implementation == "mhla" and not models:
+        raise ValueError(f"No component of {class_name} in {repo_or_dir} {_NO_VERSION}")
+    chosen = _chosen_options(models, mhla) if attn_implementation == "mhla" else {}
+    for name, model in models.items():
+        if name in kwargs and (name in chosen or attn_implementation == "softmax"):
+            _check_given_component(name, kwargs[name], attn_implementation, chosen.pop(name, None))
+        elif attn_implementation == "softmax" and model.is_mhla:
             raise ValueError(
                 f"The {name} of {repo_or_dir} is an MHLA checkpoint; attn_implementation='softmax' would drop its "
                 "trained weights. Load the softmax original that it was converted from, or use None."
             )
-        elif name in chosen:
-            converted[name] = _checked_options(folder, name, component_class, chosen[name])
-    passed_on = {key: value for key, value in kwargs.items() if key not in _DOWNLOAD_OPTIONS[:-2]}
-    folders = {os.path.join(folder, name): options for name, options in converted.items()}
+    classes = {name: mhla_class_for(models[name].class_name) for name in chosen}
+    for name, own in chosen.items():
+        # Wrong options fail before weights are loaded.
+        chosen[name] = classes[name].options_for(configs[name], own, models[name].vae_compression)
     for name, entry in index.items():
-        if isinstance(entry, (list, tuple)) and name not in kwargs:
-            check_weights(path_inside(Path(folder), name, "model_index.json"))
-    with loading_as_mhla(folders):
-        pipeline = pipeline_class.from_pretrained(folder, **passed_on)
-    left = [name for name in converted if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
+        if isinstance(entry, list) and name not in kwargs:
+            check_weights(root / name)
+    parts = {
+        name: classes[name].from_pretrained(root / name, mhla=own, **_component_options(root / name, kwargs))
+        for name, own in chosen.items()
+    }
+    # The class that the index names: others drop the optional components of a pipeline that they are given.
+    pipeline = pipeline_class.from_pretrained(root, **parts, **kwargs)
+    _place_components(pipeline, parts)
+    left = [name for name in chosen if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
     if left:
         raise RuntimeError(f"This version of diffusers loads components in another way: {', '.join(left)} is softmax.")
     return pipeline
-
-
-def _checked_options(folder: str, name: str, class_name: str, mhla: Any) -> dict[str, Any]:
-    """Return the arguments for `from_pretrained` of a component.
-
-    The model is first built on the meta device, so that wrong options fail before weights are loaded.
-    """
-    from accelerate import init_empty_weights
-
-    from .models.bounds import check_model_config
-    from .models.source import vae_compression
-
-    path = path_inside(Path(folder), name, "model_index.json") / "config.json"
-    config = read_json(path, "configuration")
-    model_class = mhla_class_for(current_class(class_name, config))
-    if not is_mhla_class(config.get("_class_name", class_name)):
-        check_model_config(model_class, config, str(path))
-        mhla = model_class.options_in_pipeline(mhla, config, vae_compression(Path(folder)))
-    options = {} if mhla is None else {"mhla": mhla}
-    with init_empty_weights():
-        model_class.from_config(config, **options)
-    return options
 
 
 def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None, **options: Any) -> Any:
@@ -183,33 +160,24 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
 
         return convert_transformers_model(model_or_pipeline, mhla)
 
-    from .models.converting import check_convertible, check_options, convert_model
+    from .models.base import check_convertible, convert_model
 
     if not is_pipeline:
         return convert_model(model_or_pipeline, mhla)
-    classes = {
-        # A compiled model is found too, and refused with what to do.
-        name: type(getattr(component, "_orig_mod", component)).__name__
-        for name, component in model_or_pipeline.components.items()
-    }
+    # A compiled model is found too, and refused with what to do.
     found = {
-        name: getattr(model_or_pipeline, name)
-        for name, class_name in classes.items()
-        if class_name in FAMILIES or is_mhla_class(class_name)
+        name: component
+        for name, component in model_or_pipeline.components.items()
+        if type(getattr(component, "_orig_mod", component)).__name__ in {**FAMILIES, **MHLA_CLASSES}
     }
     if not found:
-        raise ValueError(
-            f"No component of this {type(model_or_pipeline).__name__} has an MHLA version. "
-            f"Supported: {', '.join(sorted(FAMILIES))}."
-        )
-    chosen = options_by_component(mhla, found)
+        raise ValueError(f"No component of this {type(model_or_pipeline).__name__} {_NO_VERSION}")
     factors = [getattr(model_or_pipeline, f"vae_scale_factor_{axis}", None) for axis in ("temporal", "spatial")]
     compression = None if None in factors else (factors[0], factors[1])
-    for name, own in chosen.items():
-        check_convertible(found[name], name)
-        model = found[name]
-        chosen[name] = mhla_class_for(type(model).__name__).options_in_pipeline(own, model.config, compression)
-        check_options(model, chosen[name])
+    chosen = {
+        name: check_convertible(found[name], own, name, compression)
+        for name, own in options_by_component(mhla, found).items()
+    }
     for name, own in chosen.items():
         # Registered again, so that a saved index names the MHLA class.
         model_or_pipeline.register_modules(**{name: convert_model(found[name], own)})
@@ -255,7 +223,7 @@ def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
 
         check = check_adapters
     else:
-        from .models.converting import check_unconvertible, unconvert_model
+        from .models.base import check_unconvertible, unconvert_model
 
         check, restore = check_unconvertible, unconvert_model
     values = {}
@@ -309,27 +277,39 @@ def _check_given_component(name: str, component: Any, attn_implementation: str |
         )
 
 
-def _denoisers(index: Mapping[str, Any]) -> dict[str, str]:
-    """Return the components of a pipeline index that have (or may have) an MHLA version, with their class names."""
-    entries = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and len(entry) == 2}
-    return {
-        name: entry[1]
-        for name, entry in entries.items()
-        if isinstance(entry[1], str) and (entry[1] in FAMILIES or entry[1] == LEGACY_CLASS or is_mhla_class(entry[1]))
-    }
-
-
-def _chosen_components(found: Mapping[str, str], mhla: Any) -> dict[str, Any]:
+def _chosen_options(models: Mapping[str, Any], mhla: Any) -> dict[str, Any]:
     """Return the components to load as MHLA, with their options."""
-    converted = [name for name, component_class in found.items() if is_mhla_class(component_class)]
-    if converted and not is_by_component(mhla, found):
+    converted = [name for name, model in models.items() if model.is_mhla]
+    if converted and not is_by_component(mhla, models):
         # Where one expert was converted and the other was not, that choice stays until the other is named.
         return dict.fromkeys(converted, mhla)
-    return options_by_component(mhla, found)
+    return options_by_component(mhla, models)
 
 
-def _is_stored_as_mhla(folder: str, name: str, class_name: str) -> bool:
-    """Return whether a component is MHLA by its own configuration, or by the pipeline's index where it has none."""
-    path = path_inside(Path(folder), name, "model_index.json") / "config.json"
-    own = read_json(path, "configuration").get("_class_name") if path.is_file() else None
-    return is_mhla_class(own if isinstance(own, str) else class_name)
+def _component_options(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a component's `from_pretrained`, as diffusers derives them from the pipeline's."""
+    own = {name: options[name] for name in _COMPONENT_OPTIONS if name in options}
+    if own.get("device_map") == "balanced":
+        # Placed when the sizes of all components are known.
+        del own["device_map"]
+    dtype = options.get("torch_dtype", options.get("dtype"))
+    if isinstance(dtype, Mapping):
+        dtype = dtype.get(folder.name, dtype.get("default"))
+    if dtype is not None:
+        own["torch_dtype"] = dtype
+    # Components without files of a variant are loaded from their ordinary ones.
+    if options.get("variant") is not None and any(folder.glob(f"*.{options['variant']}[.-]*")):
+        own["variant"] = options["variant"]
+    quantization = component_quantization(options.get("quantization_config"), folder.name)
+    return own if quantization is None else {**own, "quantization_config": quantization}
+
+
+def _place_components(pipeline: Any, parts: Mapping[str, Any]) -> None:
+    """Move components to the devices that `device_map="balanced"` has found for them, as diffusers does."""
+    devices = getattr(pipeline, "hf_device_map", None)
+    for name, part in parts.items():
+        if isinstance(devices, dict) and name in devices:
+            from accelerate import dispatch_model
+
+            offloaded = {"state_dict": part.state_dict(), "main_device": 0} if devices[name] == "cpu" else {}
+            dispatch_model(part, {"": devices[name]}, force_hooks=True, **offloaded)

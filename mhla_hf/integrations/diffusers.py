@@ -23,12 +23,10 @@ A pipeline notes the module and class of a component when it is given one. As th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class
@@ -46,9 +44,6 @@ from . import after_import, extend
 
 # In names of weights: as this package saves them, and as the authors of MHLA do.
 _MHLA_WEIGHTS = (".mhla.", ".block_attn.")
-
-# Directories that are loaded as MHLA whatever class is asked to, with arguments for `from_pretrained`.
-_as_mhla: ContextVar[Mapping[str, Mapping[str, Any]]] = ContextVar("as_mhla", default=MappingProxyType({}))
 
 
 def register_with_diffusers() -> None:
@@ -108,20 +103,6 @@ def _extend_namespace(module: ModuleType) -> None:
 # Loading.
 
 
-@contextmanager
-def loading_as_mhla(directories: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Makes `from_pretrained` load these directories as MHLA, so that diffusers loads a pipeline's parts as it does.
-
-    Args:
-        directories: Arguments for the MHLA class by model directory, as diffusers will name it.
-    """
-    token = _as_mhla.set(directories)
-    try:
-        yield
-    finally:
-        _as_mhla.reset(token)
-
-
 def mhla_class_of(model_class: Any, config: Mapping[str, Any]) -> Any:
     """Returns the MHLA class that has to load a configuration in place of a softmax class.
 
@@ -172,12 +153,8 @@ def _from_pretrained(
 
     Other classes need no look at the configuration beforehand: their `from_config` refuses it.
     """
-    options = _as_mhla.get().get(str(pretrained_model_name_or_path))
-    kwargs.update(options or {})
     if cls.__name__ in FAMILIES:
-        target = FAMILIES[cls.__name__].load_class() if options is not None else None
-        if target is None:
-            target = _mhla_class_at(cls, pretrained_model_name_or_path, kwargs)
+        target = _mhla_class_at(cls, pretrained_model_name_or_path, kwargs)
         if target is not None:
             return target.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     return original(cls, pretrained_model_name_or_path, *args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the MHLA versions of diffusers models: options, construction, loading and configuration."""
+"""Base of the MHLA versions of diffusers models: options, construction, loading, and conversion of loaded models."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import torch
 import torch.nn as nn
 from diffusers.models.modeling_utils import ModelMixin
 
 from ..config import MHLAConfig
 from ..layers.blocks import layout_at, reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
-from ..layers.original import STATE_KEY, record_weights, weights_state
+from ..layers.original import STATE_KEY, check_adapters, original_values, record_weights, weights_state
 from ..utils.compat.diffusers import check_parallel_setup, declared, fp32_parts, loading_call
+from ..utils.locations import LOCATION_OPTIONS
+from ..utils.tensor_files import FLOATS
 from .adapters import MHLAAdapterMixin
 from .bounds import check_model_config, sample_size
 from .context_parallel import check_parallelism, resolve_parallel_config
-from .loading import TRAINED_WITH, checked_checkpoint, load_mhla_weights
 from .options import from_stored, merge_options, to_stored
+from .registry import mhla_class_for
+from .weight_files import TRAINED_WITH, check_missing_weights, load_mhla_weights, warn_of_fresh
 
 
 # Lists of a diffusers class by which loaders and hooks find its sensitive parts, with those of MHLA layers.
@@ -255,43 +260,68 @@ class MHLAModelMixin(MHLAAdapterMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """As upstream; see the class for the checkpoints that it takes.
 
-        Where upstream takes `low_cpu_mem_usage=False`, it has no effect here: diffusers cannot load like that what it
-        keeps in fp32, and the model is the same either way. Checkpoints that are MHLA already are loaded from pickles
-        (`.bin`) with `use_safetensors=False` alone.
+        `low_cpu_mem_usage=False` has no effect: diffusers cannot load like that what it keeps in fp32, and the model
+        is the same either way. Checkpoints that are MHLA already are loaded from pickles (`.bin`) with
+        `use_safetensors=False` alone.
         """
-        needs_it = ("device_map", "quantization_config", "ignore_mismatched_sizes")
-        if (
-            kwargs.get("low_cpu_mem_usage") is False
-            and not fp32_parts(cls._upstream_class())
-            and not any(map(kwargs.get, needs_it))
-        ):
-            kwargs["low_cpu_mem_usage"] = True
-        with checked_checkpoint(cls, pretrained_model_name_or_path, kwargs):
+        if kwargs.get("low_cpu_mem_usage") is False:
+            del kwargs["low_cpu_mem_usage"]
+        given = kwargs.get("use_safetensors")
+        kwargs["use_safetensors"] = given is not False
+        try:
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except OSError as error:
+            where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
+            is_mhla = cls.load_config(pretrained_model_name_or_path, **where).get("mhla") is not None
+            folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
+            check_missing_weights(folder, error, pickles_allowed=not is_mhla or given is False)
+            if is_mhla or given is not None:
+                raise
+        return super().from_pretrained(pretrained_model_name_or_path, **{**kwargs, "use_safetensors": None})
 
     @classmethod
     def from_config(cls, config: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """As upstream. Options given as `mhla` override single options of the ones in `config`."""
         if isinstance(config, (str, os.PathLike)):
             config = cls.load_config(config)
+        stored = None
         if config is not None:
             config = from_stored(config)
-        check_model_config(cls, dict(config or {}), f"the configuration of this {cls.__name__}")
-        stored, given = dict(config or {}).get("mhla"), kwargs.get("mhla")
-        if isinstance(given, MHLAConfig):
-            given = given.given_options()
-        if stored is not None:
-            # Checked alone: what is given over them need not mend them.
-            cls.coerce_options(stored)
-        if stored is not None and isinstance(given, Mapping):
-            kwargs["mhla"] = merge_options(stored, given)
-        if config is not None:
+            stored = config.get("mhla")
             # Constructors are not told of entries that upstream does not take, such as the size of samples.
-            kwargs["mhla"] = cls.resolve_options(kwargs.get("mhla", stored), config)
+            kwargs["mhla"] = cls.options_for(config, kwargs.get("mhla"))
         result = super().from_config(config, return_unused_kwargs=return_unused_kwargs, **kwargs)
         # Loading weights that were made under other options has to check that they mean the same under these.
         (result[0] if return_unused_kwargs else result)._mhla_options_of_checkpoint = stored
         return result
+
+    @classmethod
+    def options_for(
+        cls,
+        config: Mapping[str, Any],
+        given: MHLAConfig | Mapping[str, Any] | None,
+        compression: tuple[int, int] | None = None,
+    ) -> MHLAConfig:
+        """Return the complete options of a model: the given ones over those of its configuration.
+
+        Args:
+            config: The configuration, of a softmax model or an MHLA one.
+            given: The options.
+            compression: See [`reference_grid`], for a softmax model in a pipeline.
+
+        Raises:
+            ValueError: If the configuration or an option is wrong.
+        """
+        check_model_config(cls, config, f"the configuration of this {cls.__name__}")
+        stored = config.get("mhla")
+        if stored is None:
+            return cls.resolve_options(cls.options_in_pipeline(given, config, compression), config)
+        # Checked alone: what is given over them need not mend them.
+        cls.coerce_options(stored)
+        if isinstance(given, MHLAConfig):
+            given = given.given_options()
+        merged = merge_options(stored, given) if isinstance(given, Mapping) else given
+        return cls.resolve_options(stored if merged is None else merged, config)
 
     # Pipelines read its signature.
     @functools.wraps(ModelMixin.save_pretrained)
@@ -354,7 +384,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         """
         from .single_file import load_single_file
 
-        return load_single_file(cls, pretrained_model_link_or_path_or_dict, mhla, config, kwargs)
+        return convert_model(*load_single_file(cls, pretrained_model_link_or_path_or_dict, mhla, config, kwargs))
 
     def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
         """As upstream, for context parallelism of models that have it.
@@ -378,3 +408,155 @@ class MHLAModelMixin(MHLAAdapterMixin):
     def _load_pretrained_model(cls, *args: Any, **kwargs: Any) -> Any:
         load = super()._load_pretrained_model
         return load_mhla_weights(load, loading_call(load, *args, **kwargs))
+
+
+# Loaded models, in place.
+
+
+def convert_model(
+    model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None, source: str = "the softmax model"
+) -> Any:
+    """Turn a loaded softmax model into its MHLA version, in place.
+
+    Every weight is kept; the new parameters are initialised in the model's dtype and on its device (float32 where
+    the class keeps them so).
+
+    Args:
+        model: A supported diffusers model, see [`supported_models`].
+        mhla: The options.
+        source: Name of the softmax model, for the warning that there are new parameters.
+
+    Returns:
+        The same object, now of the MHLA class.
+
+    Raises:
+        ValueError: If the model is not supported, is MHLA already, or is compiled, offloaded, hooked or quantised, or
+            an option is wrong; the model is left as it was.
+    """
+    options = check_convertible(model, mhla)
+    for module in model.modules():
+        # Hooks that were taken off again leave the old class's method behind, which would go before the new one's.
+        module.__dict__.pop("forward", None)
+    model.__class__ = mhla_class_for(type(model).__name__)
+    model._install_mhla(options)
+    kept = fp32_parts(model)
+    attentions = model._self_attentions()
+    for layer, module in model.mhla_modules().items():
+        weight = attentions[layer].to_q.weight
+        module.train(model.training)
+        for name, parameter in module.named_parameters():
+            dtype = torch.float32 if kept & {"mhla", *name.split(".")} else weight.dtype
+            parameter.data = parameter.data.to(weight.device, dtype)
+    warn_of_fresh(model, [name for name, _ in model.named_parameters() if ".mhla." in name], source)
+    return model
+
+
+def check_convertible(
+    model: Any,
+    mhla: MHLAConfig | Mapping[str, Any] | None,
+    called: str = "model",
+    compression: tuple[int, int] | None = None,
+) -> MHLAConfig:
+    """Check that a diffusers model can be converted in place as it stands, and return the options that it would keep.
+
+    Args:
+        model: The model.
+        mhla: The options.
+        called: Its name in errors.
+        compression: See [`MHLAModelMixin.reference_grid`], for a model in a pipeline.
+
+    Raises:
+        ValueError: See [`convert_model`].
+    """
+    original = getattr(model, "_orig_mod", model)
+    name, is_mhla = type(original).__name__, hasattr(original, "mhla_modules")
+    if is_mhla:
+        raise ValueError(f"This {called} ({name}) is MHLA already; load its softmax original to convert it again.")
+    if original is not model or any(module._compiled_call_impl is not None for module in model.modules()):
+        raise ValueError(
+            f"This {called} ({name}) is compiled, and would go on running the code of its softmax layers. Convert the "
+            "model as it was loaded, and compile it afterwards."
+        )
+    target = mhla_class_for(name)
+    _check_plain(model, called)
+    options = target.resolve_options(target.options_in_pipeline(mhla, model.config, compression), model.config)
+    options.mhla_layers(len(target._self_attentions(model)))
+    return options
+
+
+def unconvert_model(model: Any) -> Any:
+    """Turn an MHLA model of diffusers back into its softmax original, in place.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The same object, now of the softmax class.
+
+    Raises:
+        ValueError: If its pretrained weights are not known, or [`check_unconvertible`] refuses it; it is left as it
+            was.
+    """
+    from accelerate import init_empty_weights
+
+    check_unconvertible(model)
+    values, target = original_values(model, "restore softmax attention"), model._upstream_class()
+    config = {name: value for name, value in model.config.items() if name not in ("mhla", STATE_KEY)}
+    with init_empty_weights(include_buffers=False):
+        restored = target.from_config({**config, "_class_name": target.__name__})
+    tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if ".mhla." not in name}
+    with torch.no_grad():
+        for name, value in values.items():
+            tensors[name].copy_(value)
+    restored.load_state_dict(tensors, assign=True)
+    for name, buffer in model.named_buffers():
+        owner, _, own = name.rpartition(".")
+        restored.get_submodule(owner)._buffers[own] = buffer
+    restored.train(model.training)
+    if model.is_gradient_checkpointing:
+        restored.enable_gradient_checkpointing()
+    model.__class__ = target
+    vars(model).clear()
+    vars(model).update(vars(restored))
+    return model
+
+
+def check_unconvertible(model: Any) -> None:
+    """Check that [`unconvert_model`] can turn a model back as it stands, whatever its weights.
+
+    Raises:
+        ValueError: If it is no MHLA model, is compiled, offloaded, hooked or quantised, or has adapters or fused
+            projections.
+    """
+    if not hasattr(model, "mhla_modules"):
+        raise ValueError(f"A {type(model).__name__} is no MHLA model of diffusers: take the one inside.")
+    _check_plain(model, "model")
+    check_adapters(model, "restore softmax attention")
+    if any("to_qkv" in name for name, _ in model.named_parameters()):
+        raise ValueError(f"This {type(model).__name__} has fused projections: take them apart first.")
+
+
+def _check_plain(model: Any, called: str) -> None:
+    """Check that a model's weights are all there as plain floats, and that no hook has its class's methods."""
+    name = type(model).__name__
+    for key, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"Parts of this {called} ({name}) are offloaded or have no weights ({key}). Load it without "
+                "offloading to convert it, or convert its directory."
+            )
+        if parameter.dtype not in FLOATS or type(parameter.data) is not torch.Tensor:
+            raise ValueError(
+                f"This {called} ({name}) has weights that are quantised, sharded or stored in 8 bits ({key}: "
+                f"{parameter.dtype}). Convert the original weights; quantise, shard or cast afterwards."
+            )
+    for key, module in model.named_modules():
+        # Replaced by anything but the method of its own class.
+        forward = module.__dict__.get("forward")
+        if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+            raise ValueError(
+                f"This {called} ({name}) has hooks{f' on {key}' if key else ''} (offloading, device_map, layer-wise "
+                "casting, caching) that would go on calling the methods of its class. Convert it before they are put "
+                "on, or take them off: remove_all_hooks() of the pipeline, or accelerate's "
+                "remove_hook_from_module(model, recurse=True)."
+            )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -85,8 +85,8 @@ class ModelDirectory:
             origin: See the class.
 
         Raises:
-            ValueError: If it is neither a pipeline nor a model, has no supported model, is quantised, or links and
-                names in it lead out of it.
+            ValueError: If it is neither a pipeline nor a model, has no supported model, is quantised, names another
+                class in the index than in the configuration, or links and names in it lead out of it.
         """
         location = str(root) if location is None else location
         list_files(root)
@@ -110,6 +110,13 @@ class ModelDirectory:
                 )
         for model in found.models:
             _refuse_quantized(model)
+            entry = ["", model.class_name] if found.index is None else found.index[model.component]
+            named = current_class(entry[1], model.config)
+            if named != model.class_name:
+                raise ValueError(
+                    f"{location}: model_index.json calls {model.component} a {shorten_text(named)}, but "
+                    f"{model.folder / 'config.json'} says {shorten_text(model.class_name)}."
+                )
         return found.select(component)
 
     # The directory.
@@ -389,19 +396,21 @@ class ModelDirectory:
         return candidate if fits else None
 
 
-def read_pipeline(root: Path, location: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def read_pipeline(
+    root: Path, location: str, given: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Read the index of a pipeline and the configurations of the models in it that are or can be MHLA.
 
     Args:
         root: The pipeline's directory.
         location: Its name in errors.
+        given: Components that need not be there.
 
     Returns:
         The index, and the configurations by component.
 
     Raises:
-        ValueError: If a file is damaged, a name in the index leads out of the directory, or index and configuration
-            name different classes.
+        ValueError: If a file is damaged, or a name in the index leads out of the directory.
     """
     path = root / PIPELINE_INDEX
     index = read_json(path, "the pipeline's index")
@@ -412,13 +421,10 @@ def read_pipeline(root: Path, location: str) -> tuple[dict[str, Any], dict[str, 
         folder, class_name = named_file(root, name, str(path)), entry[-1] if len(entry) == 2 else None
         if not isinstance(class_name, str) or class_name not in {**FAMILIES, **MHLA_CLASSES, LEGACY_CLASS: None}:
             continue
-        config = _read_config(folder, transformers=False)
-        named, own = (current_class(value, config) for value in (class_name, config["_class_name"]))
-        if named != own:
-            raise ValueError(
-                f"{location}: model_index.json calls {name} a {shorten_text(named)}, but {folder / 'config.json'} "
-                f"says {shorten_text(own)}."
-            )
+        if name in given and not (folder / "config.json").exists():
+            config = {"_class_name": class_name}
+        else:
+            config = _read_config(folder, transformers=False)
         configs[name] = config
     return index, configs
 

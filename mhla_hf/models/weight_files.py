@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files of models: their names in each library, complete sets of them, and checks that they are whole."""
+"""Weight files of models: their names in each library, complete sets, checks, and loading them into MHLA models."""
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +18,35 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from ..layers.blocks import reference_blocks
+from ..layers.original import STATE_KEY, record_weights
+from ..utils.compat.diffusers import LoadedWeights, load_weights
 from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import TensorEntry, check_safetensors, read_entries
+from .bounds import check_layer_count, check_new_size
 
+
+logger = logging.getLogger(__name__)
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files that may hold pickles."""
 
+TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
+"""Options that leave the shapes of the weights alone and change the output."""
+
 _OTHER_FORMATS = (*PICKLES, ".msgpack", ".h5", ".onnx")
 # Exceptions of libraries for damaged weights, and for configurations whose fields have other types.
-_DAMAGE = (
-    AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError,
-    pickle.UnpicklingError,
-)  # fmt: skip
+_DAMAGE = (AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError)
+# What follows the stem of a list of shards, of a file that holds all weights, and of one of several files.
+_INDEX = r"\.safetensors\.index(?:\.(?P<variant>[^.]+))?\.json"
+_SINGLE = r"(?:\.(?P<variant>[^.]+))?\.safetensors"
+_SHARD = r".*-\d{5}-of-\d{5}.*\.safetensors"
+# diffusers names the file, and does not say what is wrong with it.
+_SAFETENSORS_NAMED = re.compile(r"'([^']+\.safetensors)'")
+# Parts of an MHLA layer that leave its output unchanged when they are fresh.
+_STARTS_AS_IDENTITY = ("gate", "lepe", "window_gain")
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class WeightSet:
     index: Path | None = None
 
     def entries(self) -> list[TensorEntry]:
-        """Reads the headers of every file; `ValueError` for damaged files, and for a tensor in two of them."""
+        """Read the headers of every file; `ValueError` for damaged files, and for a tensor in two of them."""
         found: dict[str, TensorEntry] = {}
         for path in self.files:
             for entry in read_entries(path):
@@ -65,30 +81,13 @@ class FileNames:
     Attributes:
         stem: Beginning of the names.
         exports: Whether repositories hold the same weights for other programs, too.
-        holder: Name in errors of the object that `from_pretrained` loads.
     """
 
     stem: str
-    exports: bool
-    holder: str
-
-    @property
-    def index(self) -> re.Pattern[str]:
-        """The list of shards."""
-        return re.compile(rf"{self.stem}\.safetensors\.index(?:\.(?P<variant>[^.]+))?\.json")
-
-    @property
-    def single(self) -> re.Pattern[str]:
-        """A file that holds all weights."""
-        return re.compile(rf"{self.stem}(?:\.(?P<variant>[^.]+))?\.safetensors")
-
-    @property
-    def shard(self) -> re.Pattern[str]:
-        """One of several files."""
-        return re.compile(rf"{self.stem}.*-\d{{5}}-of-\d{{5}}.*\.safetensors")
+    exports: bool = False
 
     def find(self, folder: Path, variant: str | None = None) -> list[WeightSet]:
-        """Finds the sets of weights in a folder.
+        """Find the sets of weights in a folder.
 
         Args:
             folder: The model's folder.
@@ -98,29 +97,25 @@ class FileNames:
             ValueError: If there are none, only pickles, shards without an index, or not the variant asked for.
         """
         sets = []
-        listed: set[Path] = set()
-        for path in sorted(folder.iterdir()):
-            match = self.index.fullmatch(path.name)
-            if match:
-                files = tuple(read_weight_map(path))
-                listed.update(files)
-                sets.append(WeightSet(match["variant"], files, path))
-        for path in sorted(folder.glob("*.safetensors")):
+        names = {path.name: path for path in sorted(folder.iterdir())}
+        for name, path in names.items():
+            if match := re.fullmatch(f"{self.stem}{_INDEX}", name):
+                sets.append(WeightSet(match["variant"], tuple(read_weight_map(path)), path))
+        listed = {path for weights in sets for path in weights.files}
+        for name, path in names.items():
             if path in listed:
                 continue
-            if self.shard.fullmatch(path.name):
+            if re.fullmatch(f"{self.stem}{_SHARD}", name):
                 raise ValueError(f"{path} is one of several shards, but no index in {folder} lists it.")
-            match = self.single.fullmatch(path.name)
-            if match:
+            if match := re.fullmatch(f"{self.stem}{_SINGLE}", name):
                 sets.append(WeightSet(match["variant"], (path,)))
         if not sets:
-            pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix in _OTHER_FORMATS]
+            pickles = [name for name, path in names.items() if path.suffix in _OTHER_FORMATS]
             problem = f"no {self.stem}*.safetensors; weights in other formats are not read"
             if pickles:
                 problem = f"its weights only as {shorten_list(pickles)}; those can run code when read"
             raise ValueError(
-                f"{folder} has {problem}. Load the {self.holder} with from_pretrained and write it with "
-                "save_pretrained first."
+                f"{folder} has {problem}. Load the model with from_pretrained and write it with save_pretrained first."
             )
         if variant is not None:
             found = [weights.variant or "(none)" for weights in sets]
@@ -130,28 +125,24 @@ class FileNames:
         return sets
 
     def match(self, path: Path) -> bool:
-        """Returns whether a file belongs to the model's weights, in any format."""
-        name = path.name
+        """Return whether a file belongs to the model's weights, in any format."""
         return bool(
-            self.index.fullmatch(name)
-            or self.single.fullmatch(name)
-            or self.shard.fullmatch(name)
+            any(re.fullmatch(f"{self.stem}{pattern}", path.name) for pattern in (_INDEX, _SINGLE, _SHARD))
             or path.suffix in _OTHER_FORMATS
-            or ".bin.index" in name
+            or ".bin.index" in path.name
             or (self.exports and any(path.match(pattern) for pattern in EXPORT_FILES))
         )
 
     def is_export(self, path: Path) -> bool:
-        """Returns whether a file, relative to the model's folder, holds the same weights for other programs."""
+        """Return whether a file, relative to the model's folder, holds the same weights for other programs."""
         return self.exports and path.parts[0] in EXPORT_FOLDERS
 
 
-DIFFUSERS_FILES = FileNames("diffusion_pytorch_model", False, "pipeline (or the model alone)")
-TRANSFORMERS_FILES = FileNames("model", True, "model")
+DIFFUSERS_FILES, TRANSFORMERS_FILES = FileNames("diffusion_pytorch_model"), FileNames("model", exports=True)
 
 
 def check_weights(folder: Path) -> int:
-    """Checks that the safetensors files of a folder are whole, by their headers and sizes.
+    """Check that the safetensors files of a folder are whole, by their headers and sizes.
 
     Returns:
         The number of tensors in them.
@@ -163,7 +154,7 @@ def check_weights(folder: Path) -> int:
 
 
 def check_loaded_files(files: Iterable[str | os.PathLike[str]], location: Any, *, pickles: bool) -> None:
-    """Checks the files that a library is about to load weights from.
+    """Check the files that a library is about to load weights from.
 
     Args:
         files: Their paths, as the library put them together.
@@ -198,7 +189,7 @@ def pickles_refused(folder: Path, names: Iterable[str]) -> str:
 
 @contextmanager
 def damage_named(folder: Path) -> Iterator[None]:
-    """Names the folder that is loaded from when a library meets damaged files there.
+    """Name the folder that is loaded from when a library meets damaged files there.
 
     Raises:
         ValueError: In place of exceptions that only describe the bytes.
@@ -207,6 +198,123 @@ def damage_named(folder: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except _DAMAGE as error:
+    except (*_DAMAGE, pickle.UnpicklingError) as error:
         reason = shorten_text(str(error), 200) or type(error).__name__
         raise ValueError(f"{folder} cannot be loaded: files are damaged or of another model ({reason})") from error
+
+
+# Loading into MHLA models of diffusers.
+
+
+def check_missing_weights(folder: Path, error: OSError, *, pickles_allowed: bool) -> None:
+    """Find out why diffusers finds no weights in a model's folder.
+
+    Raises:
+        ValueError: If the file that it names is damaged.
+        OSError: If there are pickles alone, where these are not allowed.
+    """
+    for name in _SAFETENSORS_NAMED.findall(str(error)):
+        if os.path.isfile(name):
+            check_safetensors(Path(name))
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles and not pickles_allowed and not any(name.endswith(".safetensors") for name in names):
+        raise OSError(pickles_refused(folder, pickles)) from error
+
+
+def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> LoadedWeights:
+    """Load a checkpoint into an MHLA model, with initial values of the MHLA parameters that it lacks.
+
+    Raises:
+        ValueError: If the checkpoint lacks other weights, has other layers than the model, or its MHLA weights were
+            made for other options.
+    """
+    given = call.arguments
+    model, name, loaded = given["model"], given["pretrained_model_name_or_path"], set(given["loaded_keys"])
+    files = given.get("resolved_model_file") or []
+    check_loaded_files(files, name, pickles=True)
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    # diffusers only warns of layers that the configuration leaves out.
+    check_layer_count(len(model._self_attentions()), loaded, f"the configuration of {name}")
+    missing = sorted(shapes.keys() - loaded)
+    fresh = [key for key in missing if ".mhla." in key]
+    if len(fresh) < len(missing):
+        others = [key for key in missing if ".mhla." not in key]
+        raise ValueError(
+            f"The checkpoint {name} lacks {len(others)} weight(s) of {type(model).__name__}, for example "
+            f"{', '.join(others[:3])}. It is damaged or belongs to another architecture."
+        )
+    dropped = sorted(key for key in loaded.difference(shapes) if ".mhla." in key)
+    if dropped:
+        raise ValueError(
+            f"The mhla options leave out {len(dropped)} trained MHLA weight(s) of {name}, for example "
+            f"{', '.join(dropped[:3])}. Keep the checkpoint's own layers and options, or convert its softmax "
+            "original anew."
+        )
+    _check_overrides(name, model)
+    check_new_size({key: shape for key, shape in shapes.items() if key in loaded}, shapes)
+    if fresh:
+        # Loaded like weights of the checkpoint: cast, placed or offloaded as these are.
+        values = {}
+        for key in fresh:
+            prefix, _, own = key.partition(".mhla.")
+            values[key] = model.get_submodule(f"{prefix}.mhla").initial_tensor(own)
+        given["loaded_keys"] = [*given["loaded_keys"], *fresh]
+        if given.get("state_dict") is not None:
+            given["state_dict"] = {**given["state_dict"], **values}
+        else:
+            given["resolved_model_file"] = [*files, values]
+    try:
+        result = load_weights(load, call)
+    except ValueError as error:
+        if ".mhla." not in str(error):
+            raise
+        # The rest of diffusers' message advises to overwrite weights that do not fit.
+        reason = str(error).partition(". ")[0]
+        raise ValueError(f"The mhla options do not fit the MHLA weights of {name}: {reason}.") from error
+    if fresh:
+        warn_of_fresh(model, fresh, name)
+    was_mhla = any(".mhla." in key for key in loaded)
+    record_weights(model, model.config.get(STATE_KEY, "trained") if was_mhla else "converted")
+    return result._replace(missing_keys=sorted({*result.missing_keys, *fresh}))
+
+
+def warn_of_fresh(model: Any, fresh: list[str], source: Any) -> None:
+    """Warn of newly initialised parameters, and say whether the model needs fine-tuning.
+
+    Args:
+        model: A model of an MHLA class.
+        fresh: Names of the parameters.
+        source: Name of the checkpoint that lacks them.
+    """
+    identity = all(key.partition(".mhla.")[2].partition(".")[0] in _STARTS_AS_IDENTITY for key in fresh)
+    advice = "Fine-tune the model before you use it."
+    if identity or model.starts_as_upstream(model.mhla_config):
+        advice = "They leave its output as it was until they are fine-tuned."
+    layers = len({key.split(".mhla.")[0] for key in fresh})
+    found = f"{len(fresh)} MHLA parameter(s) in {layers} layer(s) are not in {source} and were newly initialised."
+    logger.warning("%s: %s %s", type(model).__name__, found, advice)
+    warning = model.single_block_warning()
+    if warning is not None:
+        logger.warning("%s", warning)
+
+
+def _check_overrides(name: Any, model: Any) -> None:
+    """Refuse options under which stored weights of a fitting shape would mean something else."""
+    if model._mhla_options_of_checkpoint is None:
+        return
+    stored, wanted = model.coerce_options(model._mhla_options_of_checkpoint), model.mhla_config
+    before, now = (reference_blocks(config, model.reference_grid(model.config)) for config in (stored, wanted))
+    if before != now:
+        raise ValueError(f"The MHLA weights of {name} are for blocks={before}, but the mhla options ask for {now}.")
+    if stored.mixing_constraint != wanted.mixing_constraint:
+        raise ValueError(
+            f"The MHLA weights of {name} are stored under mixing_constraint={stored.mixing_constraint!r}, but the "
+            f"mhla options ask for {wanted.mixing_constraint!r}."
+        )
+    # Gains of a window that was not there are fresh, and leave the output as it was.
+    fields = TRAINED_WITH if stored.window is None else (*TRAINED_WITH, "window", "window_size")
+    changed = [field for field in fields if getattr(stored, field) != getattr(wanted, field)]
+    if changed:
+        changes = ", ".join(f"{field}={getattr(stored, field)!r}" for field in changed)
+        logger.warning("The MHLA weights of %s were made with %s; the mhla options change that.", name, changes)
