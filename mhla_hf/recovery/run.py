@@ -259,7 +259,7 @@ def _calibrate(stage: StageRun, options: CalibrateOptions) -> dict[str, Any]:
 
 
 def _match(stage: StageRun, options: MatchOptions) -> dict[str, Any]:
-    from ..training.matching.matching import match_layers
+    from ..training.matching.matching import match_layers, matching_bar
 
     report = match_layers(
         stage.model,
@@ -274,7 +274,7 @@ def _match(stage: StageRun, options: MatchOptions) -> dict[str, Any]:
         output=stage.directory,
         save_every=stage.run.save_every,
         seed=stage.run.seed,
-        progress=_bar(stage, len(stage.layers) * options.steps, "match"),
+        progress=matching_bar(stage.run.progress, len(stage.layers) * options.steps),
     )
     return report.to_dict()
 
@@ -338,22 +338,6 @@ def _train(stage: StageRun, options: dict[str, Any]) -> dict[str, Any]:
     (losses,) = trainer.run().losses.values()
     last = losses[-max(1, len(losses) // 10) :]
     return {"steps": len(losses), "first": losses[0], "last": losses[-1], "last_tenth": sum(last) / len(last)}
-
-
-def _bar(stage: StageRun, total: int, description: str) -> Callable[[str, int, float], None] | None:
-    if not stage.run.progress:
-        return None
-    from tqdm.auto import tqdm
-
-    bar = tqdm(total=total, desc=description, unit="step")
-
-    def advance(layer: str, step: int, loss: float) -> None:
-        bar.set_postfix(layer=layer, loss=f"{loss:.4f}", refresh=False)
-        bar.update()
-        if bar.n >= total:
-            bar.close()
-
-    return advance
 
 
 _STAGES: dict[str, Callable[[StageRun, Any], dict[str, Any]]] = {

@@ -13,8 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
-from ..utils.destinations import lock_output, remove_leftovers
+from ..utils.destinations import lock_output, remove_directory, remove_leftovers
 from ..utils.files import list_files, write_json
 from ..utils.locations import local_origin
 from ..utils.machine import installed_versions
@@ -36,7 +35,10 @@ from .data.cache import LatentDataset
 from .data.folders import folder_fingerprint, model_fingerprint
 from .evaluation import ModelTracker, Validator
 from .loading import TrainingSource
-from .matching.teacher import SharedTeacher, Teacher, memory_of, share_weights
+from .matching.layers import mhla_layers
+from .matching.matching import STAGE as MATCHING
+from .matching.matching import match_stage, matching_bar
+from .matching.teacher import SharedTeacher, Teacher, memory_of, share_weights, shared_teacher
 from .optimization import WeightAverage, learning_rate_factor, make_optimizer, set_learning_rate
 from .processes import (
     MicroBatches,
@@ -50,7 +52,6 @@ from .processes import (
     open_trackers,
     unsharded,
 )
-from .stages.matching import Transfer
 from .stages.prediction import PredictionStage, Stage
 
 
@@ -170,8 +171,10 @@ class Trainer(ABC):
                 result.resumed_from = self._find_checkpoint()
                 with StopSignals() as self.signals:
                     self._set_up(result.resumed_from)
+                    if self.config.transfer_steps:
+                        result.losses[MATCHING], result.seconds_per_step[MATCHING] = self._match()
                     for number, stage in enumerate(stages):
-                        self.steps_before = sum(earlier.steps for earlier in stages[:number])
+                        self.steps_before = self.config.transfer_steps + sum(each.steps for each in stages[:number])
                         is_last = number == len(stages) - 1
                         result.losses[stage.name], result.seconds_per_step[stage.name] = self._train(stage, is_last)
                 if self.signals.received is not None:
@@ -215,10 +218,6 @@ class Trainer(ABC):
         stages: list[Stage] = []
         if config.distill_steps:
             self._keep_original_weights()
-        if config.transfer_steps:
-            records = None if self.output is None else self.output / "transfer"
-            teacher = partial(self._take_teacher, "transfer_steps")
-            stages.append(Transfer(config, *arguments, teacher, self.accelerator, self.dataset, records))
         if config.distill_steps:
             stages.append(self.stage_class(config, *arguments, self._take_distillation_teacher))
         if config.max_steps:
@@ -316,6 +315,56 @@ class Trainer(ABC):
             teacher = teacher.to(_DTYPES.get(self.accelerator.mixed_precision, torch.float32))
         self.teacher_memory = memory_of(teacher)
         return teacher
+
+    # Matching, layer by layer.
+
+    def _match(self) -> tuple[list[float], float]:
+        """Match the layers, unless a checkpoint has what follows; results as of `_train`."""
+        config, accelerator, steps = self.config, self.accelerator, self.config.transfer_steps
+        layers = [layer.name for layer in mhla_layers(self.model)]
+        names = parameters.trainable_names(self.model, config.train, layers)
+        if self.position is not None and self.checkpoint is not None:
+            if self.position.stage == MATCHING:
+                checkpoints.load_weights(self.checkpoint, self.model, names)
+            rows = self.metrics.rows if self.metrics is not None else []
+            return [row["loss"] for row in rows if row["stage"] == MATCHING], 0.0
+        self.model.to(accelerator.device)
+        self.module, self.steps_before, self.step = self.model, 0, 0
+        at_start = self._track()
+        order = DataOrder(dataset_size=len(self.dataset), batch_size=1, seed=config.seed, stage=MATCHING)
+        objective, make_batch = self.objective, self._batches()
+        output = None if self.output is None else self.output / MATCHING
+        report = match_stage(
+            self.model,
+            lambda number: objective.inputs_of(self.model, make_batch(order, number, 0).to(accelerator.device)),
+            len(self.dataset),
+            replace(config, mixed_precision=accelerator.mixed_precision),
+            shared_teacher(self.model, self._take_teacher("transfer_steps")),
+            output,
+            matching_bar(config.progress and accelerator.is_local_main_process, steps * len(layers)),
+        )
+        losses, seconds = report.mean_losses(), round(report.seconds["training"] / steps, 6)
+        self.step = steps
+        tracked = {1: {"attention_at_start": at_start}, steps: {"attention": self._track()}}
+        for step, loss in enumerate(losses, start=1):
+            records = {name: record for name, record in tracked.get(step, {}).items() if record is not None}
+            if self.metrics is not None:
+                self.metrics.append({"stage": MATCHING, "step": step, "loss": loss, "seconds": seconds, **records})
+            accelerator.log({f"{MATCHING}/loss": loss}, step=step)
+            if self.callback is not None:
+                self.callback(MATCHING, step, loss)
+        if self.output is not None:
+            files = {checkpoints.WEIGHTS: {name: full_tensor(self.model.get_parameter(name)) for name in names}}
+            state = {**self._state(), checkpoints.AVERAGE_STEPS: None, "scaler": None}
+            folder, limit = self.output / "checkpoints", config.checkpoints_total_limit
+            position = Position.of(MATCHING, steps)
+            checkpoints.save_checkpoint(
+                folder, position, {**files, checkpoints.MOMENTS: {}}, state, limit, accelerator
+            )
+            if accelerator.is_main_process:
+                remove_directory(self.output / MATCHING)
+            accelerator.wait_for_everyone()
+        return losses, seconds
 
     # A stage.
 

@@ -243,7 +243,7 @@ class TestInProcess:
             DiffusionTrainer(options(), student, dataset)
         with pytest.raises(ValueError, match="needs teacher"):
             DiffusionTrainer(options(transfer_steps=1, condition_dropout=0.0), student, dataset).run()
-        with pytest.raises(ValueError, match="at least one MHLA layer"):
+        with pytest.raises(ValueError, match="no MHLA layers"):
             DiffusionTrainer(options(transfer_steps=1, condition_dropout=0.0), teacher, dataset).run()
         with pytest.raises(ValueError, match="validation_prompts need"):
             DiffusionTrainer(options(validation_prompts="a", condition_dropout=0.0), student, dataset).run()

@@ -11,24 +11,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from accelerate.utils import send_to_device
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ...conversion.options import format_bytes
 from ...utils.destinations import remove_directory
-from ...utils.files import atomic_file, read_json, write_json
+from ...utils.files import atomic_file
 from .layers import CallArguments, LayerCall
 
 
-FORMAT_VERSION = 1
-_INFORMATION = "activations.json"
 _PLAIN = (type(None), bool, int, float, str)
 
 CACHES = ("auto", "memory", "disk", "none")
@@ -38,29 +36,25 @@ _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "pixel_values")
 _DISK_RESERVE = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The calls of one batch.
 
     Attributes:
         tensors: Tensors by name.
-        structure: For every layer its other arguments as JSON, with the names of tensors in their places.
+        structure: The other arguments of each layer as JSON, with the names of tensors in their places.
     """
 
     tensors: dict[str, torch.Tensor]
     structure: dict[str, Any]
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Size of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def pack(calls: Mapping[str, LayerCall]) -> Record:
-    """Pack the calls of one batch into a record.
-
-    Args:
-        calls: By layer.
+    """Pack the calls of one batch, by layer, into a record.
 
     Raises:
         ValueError: If an argument is neither a tensor nor a plain value; the message names it.
@@ -77,39 +71,19 @@ def pack(calls: Mapping[str, LayerCall]) -> Record:
 
     structure = {}
     for name, call in calls.items():
-        tensors[f"hidden_states.{name}"] = call.hidden_states
-        tensors[f"output.{name}"] = call.output
-        arguments = call.arguments
-        structure[name] = {
-            "args": _encode(arguments.args, keep, name),
-            "kwargs": _encode(arguments.kwargs, keep, name),
-            "place": arguments.place,
-            "valid": _encode(call.valid, keep, name),
-        }
+        tensors[f"hidden_states.{name}"], tensors[f"output.{name}"] = call.hidden_states, call.output
+        structure[name] = [_encode(value, keep, name) for value in (*call.arguments, call.valid)]
     return Record(tensors, structure)
 
 
-def unpack(structure: Mapping[str, Any], name: str, read: Callable[[str], torch.Tensor]) -> LayerCall:
-    """Restore the call of one layer.
-
-    Args:
-        structure: See [`Record`].
-        name: The layer.
-        read: Gives the tensor of a name.
-    """
-    entry = structure[name]
-    arguments = CallArguments(_decode(entry["args"], read), _decode(entry["kwargs"], read), entry["place"])
-    return LayerCall(arguments, read(f"hidden_states.{name}"), read(f"output.{name}"), _decode(entry["valid"], read))
+def _unpack(structure: Mapping[str, Any], name: str, read: Callable[[str], torch.Tensor]) -> LayerCall:
+    """Restore the call of one layer; `read` returns the tensor of a name."""
+    args, kwargs, place, valid = (_decode(value, read) for value in structure[name])
+    return LayerCall(CallArguments(args, kwargs, place), read(f"hidden_states.{name}"), read(f"output.{name}"), valid)
 
 
-def moved(call: LayerCall, device: torch.device, dtype: torch.dtype) -> LayerCall:
-    """Move a call to a device.
-
-    Args:
-        call: The call.
-        device: The device.
-        dtype: Type of the hidden states.
-    """
+def move_call(call: LayerCall, device: torch.device, dtype: torch.dtype) -> LayerCall:
+    """Move a call to a device, and cast its hidden states."""
     call = send_to_device(call, device, non_blocking=True)
     return call._replace(hidden_states=call.hidden_states.to(dtype))
 
@@ -125,11 +99,11 @@ def _encode(value: Any, keep: Callable[[torch.Tensor], str], where: str) -> Any:
         return {"tuple": [_encode(entry, keep, where) for entry in value]}
     if isinstance(value, list):
         return [_encode(entry, keep, where) for entry in value]
-    if isinstance(value, ModelInputs):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {"ModelInputs": {name: _encode(entry, keep, where) for name, entry in fields.items()}}
+    kind = "ModelInputs" if isinstance(value, ModelInputs) else "dict"
+    if kind == "ModelInputs":
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {"dict": {name: _encode(entry, keep, where) for name, entry in value.items()}}
+        return {kind: {name: _encode(entry, keep, where) for name, entry in value.items()}}
     raise ValueError(
         f"{where} is called with a {type(value).__name__}, which cannot be kept among its activations; match it with "
         "cache='none'."
@@ -160,9 +134,9 @@ class MemoryCache:
     def __init__(self) -> None:
         self.records: dict[int, Record] = {}
 
-    def missing(self, indices: Collection[int]) -> list[int]:
-        """Return the numbers whose record is missing or damaged."""
-        return [index for index in indices if index not in self.records]
+    def __contains__(self, index: int) -> bool:
+        """Return whether a record is there."""
+        return index in self.records
 
     def put(self, index: int, record: Record) -> None:
         """Keep a record.
@@ -173,14 +147,9 @@ class MemoryCache:
         self.records[index] = record
 
     def call(self, index: int, name: str) -> LayerCall:
-        """Return the call of one layer.
-
-        Args:
-            index: Number of the record.
-            name: The layer.
-        """
+        """Return the call of a layer in a record."""
         record = self.records[index]
-        return unpack(record.structure, name, record.tensors.__getitem__)
+        return _unpack(record.structure, name, record.tensors.__getitem__)
 
     def close(self) -> None:
         """Release all records, and remove their files."""
@@ -201,9 +170,6 @@ class OnlineCache(MemoryCache):
         self.make, self.size = make, size
         self.calls: dict[int, Mapping[str, LayerCall]] = {}
 
-    def missing(self, indices: Collection[int]) -> list[int]:
-        return []
-
     def call(self, index: int, name: str) -> LayerCall:
         if index not in self.calls:
             while len(self.calls) >= self.size:
@@ -216,63 +182,30 @@ class OnlineCache(MemoryCache):
 
 
 class DiskCache(MemoryCache):
-    """Records as files of one directory, each written atomically.
-
-    Args:
-        directory: The directory; the records of an existing one are used.
-        fingerprint: Identity of the model, data and type that the records follow from.
-
-    Raises:
-        ValueError: If the directory holds records of something else.
-    """
+    """Records as files, each written atomically, in a directory that belongs to one run."""
 
     kind = "disk"
 
-    def __init__(self, directory: Path, fingerprint: str) -> None:
-        self.directory, self.fingerprint = directory, fingerprint
-        information = directory / _INFORMATION
-        # Listed first: another process may write the information at the same time.
-        holds_files = directory.is_dir() and any(not path.name.startswith(".") for path in directory.iterdir())
-        if information.is_file():
-            stored = read_json(information, "the cache's", required={"format_version": int, "fingerprint": str})
-            if (stored["format_version"], stored["fingerprint"]) != (FORMAT_VERSION, fingerprint):
-                raise ValueError(
-                    f"{directory} holds activations of another model, data or type; remove it, or choose another "
-                    "output."
-                )
-        elif holds_files:
-            raise ValueError(f"{directory} is no cache of activations; choose another output.")
-        else:
-            directory.mkdir(parents=True, exist_ok=True)
-            write_json(information, {"format_version": FORMAT_VERSION, "fingerprint": fingerprint})
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
 
-    def missing(self, indices: Collection[int]) -> list[int]:
-        return [index for index in indices if not self._is_complete(self._path(index))]
+    def __contains__(self, index: int) -> bool:
+        return self._path(index).is_file()
 
     def put(self, index: int, record: Record) -> None:
-        metadata = {"calls": json.dumps(record.structure), "fingerprint": self.fingerprint}
         with atomic_file(self._path(index)) as temporary:
-            save_file({name: tensor.contiguous() for name, tensor in record.tensors.items()}, temporary, metadata)
+            save_file(record.tensors, temporary, {"calls": json.dumps(record.structure)})
 
     def call(self, index: int, name: str) -> LayerCall:
         with safe_open(str(self._path(index)), framework="pt") as file:
-            return unpack(json.loads(file.metadata()["calls"]), name, file.get_tensor)
+            return _unpack(json.loads(file.metadata()["calls"]), name, file.get_tensor)
 
     def close(self) -> None:
         remove_directory(self.directory)
 
     def _path(self, index: int) -> Path:
         return self.directory / f"record-{index:08d}.safetensors"
-
-    def _is_complete(self, path: Path) -> bool:
-        if not path.is_file():
-            return False
-        try:
-            # Opening it compares the header with the length of the file.
-            with safe_open(str(path), framework="pt") as file:
-                return (file.metadata() or {}).get("fingerprint") == self.fingerprint
-        except (OSError, SafetensorError):
-            return False
 
 
 def total_size(first: int, batches: Any, indices: Sequence[int]) -> int:
@@ -283,16 +216,15 @@ def total_size(first: int, batches: Any, indices: Sequence[int]) -> int:
         batches: The batches, by number.
         indices: Their numbers. The size of a record is proportional to the tokens of its batch.
     """
-    tokens = [_elements(batches[index]) for index in indices]
+    tokens = [_count_tokens(batches[index]) for index in indices]
     return sum(first * count // tokens[0] for count in tokens)
 
 
-def _elements(batch: Mapping[str, Any]) -> int:
+def _count_tokens(batch: Mapping[str, Any]) -> int:
     """A number that grows with the tokens of a batch."""
-    named = next((batch[name] for name in _TOKEN_INPUTS if isinstance(batch.get(name), torch.Tensor)), None)
-    if named is not None:
-        return max(1, named.numel())
-    return max(1, *(value.numel() for value in batch.values() if isinstance(value, torch.Tensor)))
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    named = [tensors[name] for name in _TOKEN_INPUTS if name in tensors]
+    return max(1, *(value.numel() for value in named[:1] or tensors.values()))
 
 
 def choose_cache(
@@ -317,17 +249,13 @@ def choose_cache(
     if directory is not None:
         existing = next(path for path in (directory, *directory.parents) if path.exists())
         rooms["disk"] = (max(0, shutil.disk_usage(existing).free - _DISK_RESERVE), size, "room on the disk")
-    for kind in ("memory", "disk") if cache == "auto" else (cache,):
-        if kind not in rooms:
-            continue
+    for kind in rooms if cache == "auto" else (cache,):
         room, needed, what = rooms[kind]
         if limit is not None and limit < room:
             room, what = limit, "cache_limit"
         if needed <= room:
-            return (
-                kind,
-                f"activations of {format_bytes(needed)} are kept in {'memory' if kind == 'memory' else 'files'}",
-            )
+            place = "memory" if kind == "memory" else "files"
+            return kind, f"activations of {format_bytes(needed)} are kept in {place}"
         if cache != "auto":
             others = "'memory'" if kind == "disk" else "'disk'"
             raise ValueError(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer matching: every MHLA layer of a model is trained towards the output of the layer that it replaced.
+"""Layer matching: train each MHLA layer of a model towards the output of the layer that it replaced.
 
-The original runs once over some batches, and input and output of each layer are kept; then every layer trains alone on
+No gradient passes from one layer to another (layer-wise attention transfer as in Zhang et al., "LoLCATs", 2024). The
+original runs once over some batches, and input and output of each layer are kept; then every layer trains alone on
 these records. Records that do not fit are computed again in each step, for all layers together.
 """
 
@@ -28,18 +29,20 @@ from ...utils.messages import check_choice, check_count
 from ..config import TrainingConfig
 from ..data.batches import DataOrder
 from ..data.folders import add_tensor, evenly_spaced, model_fingerprint
-from ..loop import StageLoop
 from ..processes import Processes, StopSignals, TrainingStopped
-from ..stages.matching import STAGE, LayerRun, MatchingStage, layer_loss, trained_names
 from .activations import CACHES, DiskCache, MemoryCache, OnlineCache, choose_cache, pack, total_size
-from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable
+from .layer_training import LayerTraining, autocast, layer_loss, trained_names
+from .layers import AttentionLayer, Batch, LayerCall, evaluating, find_projections, mhla_layers, only_trainable
 from .teacher import SharedTeacher, shared_teacher
 
 
 logger = logging.getLogger(__name__)
 
+STAGE = "transfer"
 TRAINED = ("full", "mhla")
 PRECISIONS = ("no", "bf16")
+# At least so many draws of noise, however few samples.
+_LEAST_RECORDS = 128
 
 Progress = Callable[[str, int, float], None]
 """Called with the name of a layer, its steps so far and the loss of the last of them."""
@@ -115,100 +118,114 @@ class Batches:
 
 @dataclass
 class Matching:
-    """One run of [`match_layers`]."""
+    """A run over all layers of a model, in one process or several, each of which trains its share of the layers.
+
+    Attributes:
+        model: The model.
+        data: The batches.
+        config: The options; `transfer_steps` steps for each layer.
+        batch_size: Records of a step.
+        teacher: The original.
+        output: Directory of the run; None writes nothing.
+        progress: Called after every step.
+        dtype: Type in which hidden states and outputs are kept.
+        device: Where a layer trains; None for where it is.
+    """
 
     model: nn.Module
     data: Batches
     config: TrainingConfig
+    batch_size: int
     teacher: SharedTeacher
-    dtype: torch.dtype
-    device: torch.device | None
     output: Path | None
     progress: Progress | None
-    identity: dict[str, Any]
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device | None = None
 
     def __post_init__(self) -> None:
         self.processes = Processes()
         self.layers = layers_with_projections(self.model, self.data[0])
         self.mine = self.processes.share_of(self.layers)
-        self.steps, self.batch_size = self.config.transfer_steps, self.config.gradient_accumulation_steps
+        self.steps = self.config.transfer_steps
+        self.order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.config.seed, stage=STAGE)
         self.report = MatchingReport(seconds={"recording": 0.0, "training": 0.0})
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of the output, which belongs to this run or to none."""
-        if self.output is None:
-            yield
-            return
-        self.identity["fingerprint"] = self._fingerprint()
-        with ExitStack() as stack:
-            with self.processes.together():
-                if self.processes.rank == 0:
-                    lock = lock_output(self.output)
-                    if lock is not None:
-                        stack.enter_context(lock)
-                    self._claim_output(self.output)
-            yield
-
-    @contextmanager
-    def prepared_model(self) -> Iterator[None]:
-        """Keep the model in evaluation mode, with gradients for what trains alone."""
+    def prepared(self) -> Iterator[None]:
+        """Hold the lock of the output, and the model in evaluation mode with gradients for what trains alone."""
         names = [name for layer in self.layers for name in trained_names(layer, self.config.train)]
-        with evaluating(self.model), only_trainable(self.model, names):
+        with ExitStack() as stack:
+            if self.output is not None:
+                identity = self._identity()
+                with self.processes.together():
+                    if self.processes.rank == 0:
+                        lock = lock_output(self.output)
+                        if lock is not None:
+                            stack.enter_context(lock)
+                        self._claim_output(self.output, identity)
+            stack.enter_context(evaluating(self.model))
+            stack.enter_context(only_trainable(self.model, names))
             yield
 
-    def run(self, cache: str, limit: int | None, signals: StopSignals) -> MatchingReport:
-        """Train the layers that are not finished."""
-        with self.processes.together():
-            runs = [self._layer_run(layer, signals) for layer in self.mine]
-        unfinished = any(self.processes.all(any(len(run.losses) < self.steps for run in runs)))
-        records = MemoryCache()
-        if unfinished:
+    def run(self, cache: str, limit: int | None = None) -> MatchingReport:
+        """Train the layers that are not finished, in `prepared`; see [`match_layers`] for the arguments."""
+        with StopSignals() as signals:
             with self.processes.together():
-                records = self._records(cache, limit, signals)
-        with self.processes.together():
-            began = time.perf_counter()
-            # Records that are not kept serve all layers of a step.
-            together = [runs] if records.kind == "none" else [[run] for run in runs]
-            for group in together:
-                self._train(group, records, signals)
-            self.report.seconds["training"] = time.perf_counter() - began
+                runs = [LayerTraining(layer, self.config, self._file(layer)) for layer in self.mine]
+            records = MemoryCache()
+            if any(self.processes.all(any(not run.finished for run in runs))):
+                with self.processes.together():
+                    records = self._records(cache, limit, signals)
+            with self.processes.together():
+                began = time.perf_counter()
+                # Records that are not kept serve all layers of a step.
+                for group in [runs] if records.kind == "none" else [[run] for run in runs]:
+                    self._train(group, records, signals)
+                self.report.seconds["training"] = time.perf_counter() - began
         self._exchange(runs)
         if records.kind != "disk" or self.processes.rank == 0:
             records.close()
         return self.report
 
-    def _train(self, runs: Sequence[LayerRun], records: MemoryCache, signals: StopSignals) -> None:
+    def _train(self, runs: Sequence[LayerTraining], records: MemoryCache, signals: StopSignals) -> None:
         """Train some layers, one step of each at a time."""
         with ExitStack() as stack:
-            loops = []
             for run in runs:
-                stack.enter_context(run.opened(None if records.kind == "none" else self.device))
-                stage = MatchingStage(self.model, [run.layer], run.names, records, self.steps)
-                loops.append(StageLoop(run, stage))
-                loops[-1].start(run.position, run.checkpoint)
-                if not loops[-1].finished:
-                    stack.callback(loops[-1].batches.close)
-            while not all(loop.finished for loop in loops):
-                step = min(loop.step for loop in loops)
-                # A run that was killed between the checkpoints of two layers has one that is ahead.
-                for loop in loops:
-                    if loop.step == step:
-                        loop.take_step()
+                stack.enter_context(run.prepared(None if records.kind == "none" else self.device))
+            for step in range(min((len(run.losses) for run in runs), default=self.steps), self.steps):
+                numbers = self._numbers(step)
+                # A process that was killed while it saved several layers left some of them ahead.
+                behind = [run for run in runs if len(run.losses) == step]
+                for run in behind:
+                    run.take_step(records, numbers)
+                    if self.progress is not None:
+                        self.progress(run.layer.name, step + 1, run.losses[-1])
+                # Layers that train one after another are saved when they are finished.
+                due = records.kind == "none" and (step + 1) % (self.config.checkpointing_steps or self.steps) == 0
+                if due or step + 1 == self.steps or signals.received is not None:
+                    for run in behind:
+                        run.save()
                 if signals.received is not None:
-                    raise self._stopped(loops, signals.received)
+                    way_on = "nothing was saved, for there is no output"
+                    if self.output is not None:
+                        way_on = f"the same command continues from there (saved in {self.output})"
+                    name = runs[0].layer.name
+                    message = f"stopped matching {name} after step {step + 1} of {self.steps}; {way_on}"
+                    raise TrainingStopped(message, signals.received)
+
+    def _numbers(self, step: int) -> list[int]:
+        """Numbers of the batches that a step learns from."""
+        return [self.order.dataset_index(step * self.batch_size + number) for number in range(self.batch_size)]
 
     def _records(self, cache: str, limit: int | None, signals: StopSignals) -> MemoryCache:
         """Record all batches that steps take, or open a cache that records them on demand."""
         began = time.perf_counter()
-        order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.config.seed, stage=STAGE)
-        needed = sorted({order.dataset_index(number) for number in range(self.steps * self.batch_size)})
+        needed = sorted({number for step in range(self.steps) for number in self._numbers(step)})
         disk = None if self.output is None else self.output / "activations"
         if cache not in ("memory", "none") and any(self.processes.all(disk is not None and disk.is_dir())):
             cache = "disk"
         elif cache != "none":
-            first = pack(self.teacher.record(self.layers, self.data[needed[0]], keep=self._kept))
-            size = total_size(first.bytes, self.data, needed)
+            size = total_size(pack(self._record(needed[0], keep=self._kept)).nbytes, self.data, needed)
             cache, note = choose_cache(cache, size, limit, disk, len(self.mine) / len(self.layers))
             # What has room in one process has to have it in all.
             cache = max(self.processes.all(cache), key=CACHES.index)
@@ -219,25 +236,31 @@ class Matching:
         if cache == "none":
             # The layers will change.
             self.teacher.keep(name for layer in self.layers for name in trained_names(layer, self.config.train))
-            return OnlineCache(
-                lambda index: self.teacher.record(self.layers, self.data[index], mine, self._rounded), self.batch_size
-            )
+            return OnlineCache(lambda index: self._record(index, mine, self._rounded), self.batch_size)
         records = MemoryCache()
         if cache == "disk":
             assert disk is not None
-            records = DiskCache(disk, f"{self.identity['fingerprint']}-{self.dtype}")
+            records = DiskCache(disk)
             # Each process writes some of the batches, for all layers.
             mine, needed = None, self.processes.share_of(needed)
-        for index in records.missing(needed):
+        for index in needed:
+            if index in records:
+                continue
             if signals.received is not None:
                 raise TrainingStopped(
                     "stopped recording activations; the same command continues"
                     + (f" from there (saved in {self.output})" if cache == "disk" else " from the beginning"),
                     signals.received,
                 )
-            records.put(index, pack(self.teacher.record(self.layers, self.data[index], mine, self._kept)))
+            records.put(index, pack(self._record(index, mine, self._kept)))
         self.report.seconds["recording"] = time.perf_counter() - began
         return records
+
+    def _record(
+        self, index: int, only: Sequence[str] | None = None, keep: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    ) -> dict[str, LayerCall]:
+        with autocast(self.data.device, self.config.mixed_precision):
+            return self.teacher.record(self.layers, self.data[index], only, keep)
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("cpu", self.dtype, copy=True).contiguous()
@@ -246,25 +269,12 @@ class Matching:
         """A copy as a cache would return it: the choice of the cache has no effect on the result."""
         return tensor.detach().to(self.dtype, copy=True)
 
-    def _layer_run(self, layer: AttentionLayer, signals: StopSignals) -> LayerRun:
-        number = [other.name for other in self.layers].index(layer.name)
-        output = None if self.output is None else self.output / "layers" / f"{number:03d}"
-        progress = self.progress
-        callback = None if progress is None else lambda stage, step, loss: progress(layer.name, step, loss)
-        shared = {"model": self.model, "dataset": self.data, "signals": signals, "callback": callback}
-        return LayerRun.of(layer, self.config, output, **shared)
+    def _file(self, layer: AttentionLayer) -> Path | None:
+        if self.output is None:
+            return None
+        return self.output / "layers" / f"{self.layers.index(layer):03d}.safetensors"
 
-    def _stopped(self, loops: Sequence[Any], number: int) -> TrainingStopped:
-        for loop in loops:
-            loop.save()
-        way_on = "nothing was saved, for there is no output"
-        if self.output is not None:
-            way_on = f"the same command continues from there (saved in {self.output})"
-        last = min(loops, key=lambda loop: loop.step)
-        name = last.stage.layers[0].name
-        return TrainingStopped(f"stopped matching {name} after step {last.step} of {self.steps}; {way_on}", number)
-
-    def _exchange(self, runs: Sequence[LayerRun]) -> None:
+    def _exchange(self, runs: Sequence[LayerTraining]) -> None:
         """Send the weights and losses of all layers to all processes."""
         mine = {run.layer.name: run.losses for run in runs}
         losses = {name: values for each in self.processes.all(mine) for name, values in each.items()}
@@ -274,33 +284,41 @@ class Matching:
             for name in trained_names(layer, self.config.train):
                 self.processes.send(parameters[name], self.processes.owner(number))
 
-    def _fingerprint(self) -> str:
+    def _identity(self) -> dict[str, Any]:
+        """What an earlier run in the output must agree in."""
+        names = ("learning_rate", "mhla_learning_rate", "transfer_learning_rate", "train", "warmup_steps")
+        names += ("max_grad_norm", "mixed_precision", "seed", "lr_schedule", "weight_decay")
         originals = hashlib.sha256()
         for name, value in sorted(self.teacher.weights.items()):
             originals.update(f"{name};".encode())
             add_tensor(originals, value, samples=64)
-        return f"{model_fingerprint(self.model)}-{originals.hexdigest()[:8]}-{self.data.fingerprint()}"
+        return {
+            **{name: getattr(self.config, name) for name in names},
+            "steps": self.steps,
+            "batch_size": self.batch_size,
+            "cache_dtype": str(self.dtype),
+            "model or data": f"{model_fingerprint(self.model)}-{originals.hexdigest()[:8]}-{self.data.fingerprint()}",
+        }
 
-    def _claim_output(self, output: Path) -> None:
+    def _claim_output(self, output: Path, identity: Mapping[str, Any]) -> None:
         """Record the identity of this run, or compare it with the recorded one.
 
         Raises:
             ValueError: If the output holds another run.
         """
-        identity, record = self.identity, output / "matching.json"
-        for folder in (output, output / "activations", *(output / "layers").glob("*")):
+        record = output / "matching.json"
+        for folder in (output, output / "activations", output / "layers"):
             remove_leftovers(folder)
-        if record.is_file():
-            before = read_json(record, "the record of a matching run")
-            changed = sorted(name for name in identity if before.get(name) != identity[name])
-            if changed:
-                names = ", ".join("model or data" if name == "fingerprint" else name for name in changed)
-                raise ValueError(
-                    f"output {output} holds a matching run with another {names}; use the same, or choose another "
-                    "output."
-                )
+        if not record.is_file():
+            write_json(record, dict(identity))
             return
-        write_json(record, identity)
+        before = read_json(record, "the record of a matching run")
+        changed = sorted(name for name in identity if before.get(name) != identity[name])
+        if changed:
+            raise ValueError(
+                f"output {output} holds a matching run with another {', '.join(changed)}; use the same, or choose "
+                "another output."
+            )
 
 
 def layers_with_projections(model: nn.Module, batch: Batch) -> list[AttentionLayer]:
@@ -367,9 +385,9 @@ def match_layers(
         cache_dtype: Type in which hidden states and outputs are kept.
         device: Where a layer trains, while the model stays where it is; by default where it is. Without a cache all
             layers train where they are.
-        output: Directory for checkpoints and records. A run that was stopped or killed resumes when called again
-            with the same arguments.
-        save_every: Steps between the checkpoints of a layer that trains.
+        output: Directory for records and finished layers. A run that was stopped or killed resumes when called again
+            with the same arguments; a killed one repeats the layer that it was at.
+        save_every: Steps between checkpoints without a cache, where all layers train together.
         seed: Of the order of batches.
         progress: Called after every step.
 
@@ -390,47 +408,101 @@ def match_layers(
     check_choice("cache", cache, CACHES)
     if cache == "disk" and output is None:
         raise ValueError("cache='disk' needs output, the directory to keep the records in.")
-    options: dict[str, Any] = {
-        "learning_rate": learning_rate, "mhla_learning_rate": mhla_learning_rate, "train": train,
-        "warmup_steps": warmup_steps, "max_grad_norm": max_grad_norm, "mixed_precision": mixed_precision, "seed": seed,
-    }  # fmt: skip
     config = TrainingConfig(
         transfer_steps=steps,
         max_steps=0,
-        # Gradients of one record at a time.
-        gradient_accumulation_steps=batch_size,
+        learning_rate=learning_rate,
+        mhla_learning_rate=mhla_learning_rate,
+        train=train,
+        warmup_steps=warmup_steps,
+        max_grad_norm=max_grad_norm,
+        mixed_precision=mixed_precision,
+        seed=seed,
         lr_schedule="cosine",
         adam_beta2=0.99,
         weight_decay=0.0,
         checkpointing_steps=save_every,
-        checkpoints_total_limit=1,
-        **options,
     )
     limit, dtype = parse_size(cache_limit, "cache_limit"), parse_dtype(cache_dtype)
     assert dtype is not None
     _check_not_offloaded(model)
     check_mhla(model)
-    run = Matching(
+    matching = Matching(
         model=model,
         data=Batches.of(batches, num_batches, _input_device(model)),
         config=config,
+        batch_size=batch_size,
         teacher=_teacher(model, teacher, original_parameters),
-        dtype=dtype,
-        device=None if device is None else torch.device(device),
         output=None if output is None else Path(output),
         progress=progress,
-        identity={**options, "steps": steps, "batch_size": batch_size, "cache_dtype": str(dtype)},
+        dtype=dtype,
+        device=None if device is None else torch.device(device),
     )
-    with run.locked(), run.prepared_model(), StopSignals() as signals:
+    with matching.prepared():
         before = {
             original_name(name): parameter.detach().to("cpu", copy=True)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
         try:
-            return run.run(cache, limit, signals)
+            return matching.run(cache, limit)
         finally:
             record_step(model, "matched", before)
+
+
+def match_stage(
+    model: nn.Module,
+    make_batch: Callable[[int], Batch],
+    samples: int,
+    config: TrainingConfig,
+    teacher: SharedTeacher,
+    output: Path | None,
+    progress: Progress | None = None,
+) -> MatchingReport:
+    """Match the layers of a model as the first stage of a training run.
+
+    The teacher runs once on each of a set of samples with their noise, as many as the data set has and at least 128,
+    or as many as the steps take; with `transfer_cache="none"` each step has samples and noise of its own.
+
+    Args:
+        model: The model, on its device.
+        make_batch: Makes the keyword arguments of the model's forward for a sample and its noise, by their number.
+        samples: Size of the data set.
+        config: The options, with the `mixed_precision` in use.
+        teacher: The original.
+        output: Directory of the stage; None writes nothing.
+        progress: See [`match_layers`].
+
+    Raises:
+        ValueError: If the records do not fit, or `output` holds another run.
+        FloatingPointError: If a loss is no longer finite.
+        TrainingStopped: After Ctrl-C or SIGTERM.
+    """
+    per_step = config.batch_size * config.gradient_accumulation_steps * Processes().size
+    count = config.transfer_steps * per_step
+    if config.transfer_cache != "none":
+        count = min(max(samples, _LEAST_RECORDS), count)
+    data = Batches(make_batch, count, _input_device(model))
+    matching = Matching(model, data, config, per_step, teacher, output, progress)
+    with matching.prepared():
+        return matching.run(config.transfer_cache)
+
+
+def matching_bar(shown: bool, total: int) -> Progress | None:
+    """Make a progress bar over the steps of all layers, to be given as `progress`; None unless it is shown."""
+    if not shown:
+        return None
+    from tqdm.auto import tqdm
+
+    bar = tqdm(total=total, desc="match", unit="step")
+
+    def advance(layer: str, step: int, loss: float) -> None:
+        bar.set_postfix(layer=layer, loss=f"{loss:.4f}", refresh=False)
+        bar.update()
+        if bar.n >= total:
+            bar.close()
+
+    return advance
 
 
 def matching_losses(

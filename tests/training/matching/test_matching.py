@@ -10,9 +10,9 @@ import torch
 
 import mhla_hf
 from mhla_hf.training import TrainingConfig
+from mhla_hf.training.matching.layer_training import layer_optimizer, trained_names
 from mhla_hf.training.matching.layers import find_projections, mhla_layers
 from mhla_hf.training.matching.matching import match_layers, matching_losses
-from mhla_hf.training.stages.matching import layer_optimizer, trained_names
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training of one MHLA layer towards the output of the layer that it replaced."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ...utils.files import atomic_file
+from ..config import TrainingConfig
+from ..optimization import learning_rate_factor, set_learning_rate
+from .activations import MemoryCache, move_call
+from .layers import AttentionLayer, LayerCall
+
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What measured best on the demo's Wan, whose 80 blocks give themselves 0.03 on average.
+_MIXING_RATE = 5e-3
+
+
+def autocast(device: torch.device, precision: str | None) -> torch.autocast:
+    """Autocast to `bf16` or `fp16`; for `no` and None a context without effect."""
+    return torch.autocast(device.type, _TYPES.get(precision or "no"), enabled=precision in _TYPES)
+
+
+def attention_matching_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Squared distance to the original's output divided by that output's variance, a scalar in fp32.
+
+    1 is the loss of a constant output (the mean), 0 a perfect match.
+
+    Args:
+        output: Output of the MHLA layer `[..., D]`.
+        target: Output of the original layer, same shape.
+    """
+    target = target.float()
+    variance = target.var(unbiased=False).clamp_min(torch.finfo(torch.float32).tiny)
+    return (output.float() - target).square().mean() / variance
+
+
+def layer_loss(layer: AttentionLayer, call: LayerCall) -> torch.Tensor:
+    """Compute the matching loss of a layer on one record; padding does not count.
+
+    Args:
+        layer: The layer, with its projection.
+        call: Input and output of the original layer.
+    """
+    output, target = layer(call.arguments, call.hidden_states), call.output
+    if call.valid is not None:
+        output, target = output[call.valid], target[call.valid]
+    return attention_matching_loss(output, target)
+
+
+def trained_names(layer: AttentionLayer, train: str) -> list[str]:
+    """Names of a layer's parameters that train; integers, as quantised weights are, never do.
+
+    Args:
+        layer: The layer, with its projection.
+        train: `"full"`, `"mhla"`, or `"lora"` for adapters and the parameters of `mhla`.
+    """
+    return [
+        name
+        for name, parameter in layer.parameters().items()
+        if parameter.is_floating_point()
+        and (train == "full" or name.startswith(f"{layer.name}.mhla.") or (train == "lora" and ".lora_" in name))
+    ]
+
+
+def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW over some parameters of a layer, with a learning rate of their own for mixing weights."""
+    parameters, ours = layer.parameters(), f"{layer.name}.mhla."
+    base = config.transfer_learning_rate or config.learning_rate
+    # The more particular option wins: a rate for this stage over one for these parameters in every stage.
+    highest = config.transfer_learning_rate or config.mhla_learning_rate or config.learning_rate
+    # A learning rate is a distance.
+    own_block = layer.mhla.mixing_matrix().detach().diagonal(dim1=-2, dim2=-1).mean().item()
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name in names:
+        parameter, rate, decay = parameters[name], highest, 0.0
+        if not name.startswith(ours):
+            rate, decay = base, config.weight_decay if parameter.ndim >= 2 else 0.0
+        elif name == f"{ours}mixing":
+            rate = min(highest, max(highest * own_block, _MIXING_RATE))
+        groups.setdefault((rate, decay), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": members, "lr": rate, "peak_lr": rate, "weight_decay": decay}
+            for (rate, decay), members in groups.items()
+        ],
+        betas=(config.adam_beta1, config.adam_beta2),
+        fused=all(parameters[name].device.type in ("cpu", "cuda") for name in names),
+    )
+
+
+class LayerTraining:
+    """The training of one layer.
+
+    Args:
+        layer: The layer, with its projection.
+        config: The options.
+        file: Where to save it; None for nowhere. What it holds is resumed from.
+
+    Attributes:
+        names: Names of the parameters that train.
+        losses: Loss of every step so far.
+    """
+
+    def __init__(self, layer: AttentionLayer, config: TrainingConfig, file: Path | None) -> None:
+        self.layer, self.config, self.file = layer, config, file
+        self.names = trained_names(layer, config.train)
+        self.losses: list[float] = []
+        if file is not None and file.is_file():
+            with safe_open(str(file), framework="pt") as stored:
+                self.losses = json.loads(stored.metadata()["losses"])
+
+    @property
+    def finished(self) -> bool:
+        """True once all steps are taken."""
+        return len(self.losses) >= self.config.transfer_steps
+
+    @contextmanager
+    def prepared(self, device: torch.device | None) -> Iterator[None]:
+        """Hold the layer on a device (None: where it is) and what trains of it in fp32; restore what is saved."""
+        parameters, modules = self.layer.parameters(), self.layer.modules().values()
+        before = {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
+        self.parameters = {name: parameters[name] for name in self.names}
+        try:
+            for module in modules:
+                module.to(device)
+            for parameter in self.parameters.values():
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            self._restore()
+            yield
+        finally:
+            for name, (dtype, home) in before.items():
+                parameters[name].data = parameters[name].data.to(home, dtype)
+            if device is not None:
+                # Buffers follow; the parameters are there already.
+                for module in modules:
+                    module.to(next(iter(before.values()))[1])
+
+    def _restore(self) -> None:
+        self.optimizer = layer_optimizer(self.layer, self.names, self.config)
+        # Quantised weights are integers.
+        self.weight = next(value for value in self.layer.attention.parameters() if value.is_floating_point())
+        self.scaler = torch.amp.GradScaler(self.weight.device.type, enabled=self.config.mixed_precision == "fp16")
+        if not self.losses:
+            return
+        assert self.file is not None
+        stored = load_file(self.file)
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(stored.pop(name))
+        for key, value in stored.items():
+            name, _, kind = key.rpartition("::")
+            parameter = self.parameters[name]
+            self.optimizer.state[parameter][kind] = value.to(parameter.device)
+
+    def take_step(self, records: MemoryCache, numbers: Sequence[int]) -> None:
+        """Take an optimizer step on some records.
+
+        Raises:
+            FloatingPointError: If the loss or gradient is not finite.
+        """
+        config, step = self.config, len(self.losses)
+        factor = learning_rate_factor(
+            step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.transfer_steps
+        )
+        set_learning_rate(self.optimizer, factor)
+        losses = []
+        for number in numbers:
+            call = move_call(records.call(number, self.layer.name), self.weight.device, self.weight.dtype)
+            with autocast(self.weight.device, config.mixed_precision):
+                loss = layer_loss(self.layer, call) / len(numbers)
+            self.scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        self.scaler.unscale_(self.optimizer)
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), config.max_grad_norm or math.inf))
+        loss_value = torch.stack(losses).sum().item()
+        # Scaled gradients of fp16 may overflow: their step is left out.
+        if not math.isfinite(loss_value) or not (math.isfinite(norm) or self.scaler.is_enabled()):
+            problem = f"gradient is {norm}" if math.isfinite(loss_value) else f"loss is {loss_value}"
+            bad = [number for number, each in zip(numbers, losses) if not each.isfinite()] or numbers
+            raise FloatingPointError(
+                f"matching {self.layer.name}: the {problem} at step {step + 1}, batch {', '.join(map(str, bad[:6]))}; "
+                "lower the learning rate if the batch is sound"
+            )
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.losses.append(loss_value)
+
+    def save(self) -> None:
+        """Save the weights; of a layer that is not finished the optimizer's moments, too."""
+        if self.file is None:
+            return
+        tensors = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        if not self.finished:
+            for name, parameter in self.parameters.items():
+                tensors |= {f"{name}::{kind}": value for kind, value in self.optimizer.state[parameter].items()}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(self.file) as temporary:
+            plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(plain, temporary, {"losses": json.dumps(self.losses)})
