@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.benchmark import Timer
+from torch.utils.benchmark import Measurement, Timer
 
 from .config import MHLAConfig
 from .conversion.options import parse_dtype
@@ -351,24 +351,16 @@ def measure_operator(
     device, dtype = options.place()
     chosen = {name: SHAPES[name] for name in choose_cases("shapes", SHAPES, shapes, device, options.quick)}
     names = choose_cases("contestants", OPERATORS, contestants or OPERATORS, device)
+    keys = [(name, each) for name in names for each in ((None,) if "softmax" in name else ("none", "query"))]
     results: list[dict[str, Any]] = []
     for title, shape in chosen.items():
         for direction in ("forward", "forward+backward")[: 2 if backward else 1]:
             if progress is not None:
                 progress(f"{title}, {direction}")
             sizes = (shape, direction != "forward", dtype, device)
-            makers = {
-                (name, normalizer): partial(_operator_run, name, normalizer, *sizes)
-                for name in names
-                for normalizer in ((None,) if name.startswith("softmax") else ("none", "query"))
-            }
-            rows = compare(makers, options)
-            times = [row["milliseconds"] for key, row in rows.items() if "softmax" in key[0] and "runs" in row]
-            for (name, normalizer), row in rows.items():
-                if times and "runs" in row:
-                    row["speedup_over_softmax"] = min(times) / row["milliseconds"]
-                case = {"shape": title, "tokens": shape.tokens, "direction": direction}
-                results.append({**case, "contestant": name, "normalizer": normalizer, **row})
+            rows = compare({key: partial(_operator_run, *key, *sizes) for key in keys}, options, "softmax")
+            case = {"shape": title, "tokens": shape.tokens, "direction": direction}
+            results += [{**case, "contestant": name, "normalizer": each, **rows[name, each]} for name, each in keys]
         _input_sets.cache_clear()
     report = options.report("op", results, shapes=shapes, contestants=contestants, backward=backward)
     report["shapes"] = {
@@ -439,12 +431,8 @@ def measure_models(
         if progress is not None:
             progress(title)
         makers = {name: partial(_model_run, case, name, dtype, device, compile_backend, make_run) for name in names}
-        rows = compare(makers, options)
-        ordinary = rows.get(ORDINARY, {}).get("milliseconds")
-        for name, row in rows.items():
+        for name, row in compare(makers, options, ORDINARY).items():
             attention = case.attention if name == ORDINARY else "mhla"
-            if ordinary and "runs" in row:
-                row["speedup_over_ordinary"] = ordinary / row["milliseconds"]
             results.append({"model": title, "tokens": case.tokens, "contestant": name, "attention": attention, **row})
     report = options.report("model", results, models=models, contestants=contestants, compile_backend=compile_backend)
     return {**report, "models": {name: asdict(case) for name, case in chosen.items()}}
@@ -479,15 +467,19 @@ def _model_run(
     return torch.no_grad()(lambda: model(**next(inputs), return_dict=False)[0])
 
 
-def compare(makers: Mapping[Any, Callable[[], Callable[[], Any]]], options: BenchOptions) -> dict[Any, dict[str, Any]]:
-    """Make runs and time them in rounds.
+def compare(
+    makers: Mapping[Any, Callable[[], Callable[[], Any]]], options: BenchOptions, baseline: str
+) -> dict[Any, dict[str, Any]]:
+    """Make runs, time them in rounds, and measure their memory.
 
     Args:
         makers: By key, what makes the function to time; it may raise to say why there is none.
         options: Device and time.
+        baseline: Part of the keys whose fastest run the others are compared with.
 
     Returns:
-        By key `reason`, and where that is None the figures of [`time_in_rounds`] and `peak_memory_bytes`.
+        By key `reason`, and where that is None the figures of [`time_in_rounds`], `peak_memory_bytes` and
+        `speedup_over_` the baseline, where that ran.
     """
     (device, _), runs = options.place(), {}
     rows: dict[Any, dict[str, Any]] = {key: {"reason": None} for key in makers}
@@ -496,12 +488,15 @@ def compare(makers: Mapping[Any, Callable[[], Callable[[], Any]]], options: Benc
             runs[key] = make()
         except Exception as error:  # A contestant that cannot be made is a result, whatever it raises.
             rows[key]["reason"] = failure_reason(error)
-    seconds = options.seconds / (10 if options.quick else 1)
-    for key, figures in time_in_rounds(runs, device, seconds=seconds).items():
+    timed = time_in_rounds(runs, device, seconds=options.seconds / (10 if options.quick else 1))
+    best = [row["milliseconds"] for key, row in timed.items() if baseline in str(key) and isinstance(row, dict)]
+    for key, figures in timed.items():
         if isinstance(figures, str):
             rows[key]["reason"] = figures
             continue
         rows[key] |= {**figures, "peak_memory_bytes": None}
+        if best:
+            rows[key][f"speedup_over_{baseline}"] = min(best) / figures["milliseconds"]
         with suppress(Exception):  # The times are good all the same.
             rows[key]["peak_memory_bytes"] = peak_memory(runs[key], device)
     runs.clear()
@@ -524,27 +519,24 @@ def time_in_rounds(
         For each function `milliseconds` (median), `milliseconds_20` and `milliseconds_80` (percentiles) and `runs`, or
         the reason why it failed.
     """
-    samples: dict[Any, list[float]] = {name: [] for name in runs}
-    counts, reasons = dict.fromkeys(runs, 0), {}
+    measured: dict[Any, list[Measurement]] = {name: [] for name in runs}
+    results: dict[Any, dict[str, Any] | str] = {}
     for name, run in rounds * list(runs.items()):
-        if name in reasons:
+        if name in results:
             continue
         try:
             run()
             timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-            measured = timer.blocked_autorange(min_run_time=seconds / (rounds * len(runs)))
+            measured[name].append(timer.blocked_autorange(min_run_time=seconds / (rounds * len(runs))))
         except Exception as error:  # A contestant that cannot run is a result, whatever it raises.
-            reasons[name] = failure_reason(error)
+            results[name] = failure_reason(error)
             free_memory(device)
-            continue
-        samples[name] += [1e3 * value for value in measured.times]
-        counts[name] += len(measured.times) * measured.number_per_run
-    results: dict[Any, dict[str, Any] | str] = {}
-    for name, times in samples.items():
-        quantiles: list[float] = np.percentile(times or [0.0], (50, 20, 80)).tolist()
-        figures = dict(zip(("milliseconds", "milliseconds_20", "milliseconds_80"), quantiles, strict=True))
-        results[name] = reasons.get(name, {**figures, "runs": counts[name]})
-    return results
+    for name in runs.keys() - results.keys():
+        times = [1e3 * time for round_ in measured[name] for time in round_.times]
+        median, low, high = np.percentile(times, (50, 20, 80)).tolist()
+        count = sum(len(round_.times) * round_.number_per_run for round_ in measured[name])
+        results[name] = {"milliseconds": median, "milliseconds_20": low, "milliseconds_80": high, "runs": count}
+    return {name: results[name] for name in runs}
 
 
 def peak_memory(run: Callable[[], Any], device: torch.device) -> int:
