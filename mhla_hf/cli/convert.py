@@ -10,24 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..config import CHOICES, automatic_share
-from .options import (
-    BLOCKS,
-    CONVERSION,
-    DIRECTORY,
-    DTYPE,
-    HUB,
-    LAYERS,
-    WEIGHTS,
-    Overwrite,
-    Quiet,
-    argument,
-    given,
-    listed,
-    mhla_options,
-    option,
-    options_of,
-    with_options,
-)
+from . import options as common
+from .options import Overwrite, Quiet, argument, given, option, options_of, with_options
 from .output import JsonFile, say, show_table, write_report
 from .share import write_first_card
 
@@ -49,32 +33,34 @@ class _Conversion:
         "Pipeline that the file belongs to: directory or Hub id.", metavar="MODEL", panel=_ORIGINAL_WEIGHTS
     )
     config: Path | None = option(
-        "Directory of the model's config.json, if --base is not given.", metavar=DIRECTORY, panel=_ORIGINAL_WEIGHTS
+        "Directory of the model's config.json, if --base is not given.",
+        metavar=common.DIRECTORY,
+        panel=_ORIGINAL_WEIGHTS,
     )
-    variant: str | None = option("Only these weight files, such as fp16.", metavar="NAME", panel=WEIGHTS)
+    variant: str | None = option("Only these weight files, such as fp16.", metavar="NAME", panel=common.WEIGHTS)
     subfolder: str | None = option("Only this folder of SOURCE.", metavar="NAME", panel="Hub")
 
 
 class _Written:
-    dtype: str | None = DTYPE
+    dtype: str | None = common.DTYPE
     max_shard_size: str | None = option(
-        "Largest weight file, such as 2GB. Default: 5GB.", metavar="SIZE", panel=WEIGHTS
+        "Largest weight file, such as 2GB. Default: 5GB.", metavar="SIZE", panel=common.WEIGHTS
     )
     overwrite: Overwrite = False
 
 
-_WRITTEN = [*options_of(_Written), *HUB]
+_WRITTEN = [*options_of(_Written), *common.HUB]
 _CONVERSION = [*options_of(_Conversion), *_WRITTEN]
 
 
-@with_options(CONVERSION, _CONVERSION)
+@with_options(common.CONVERSION, _CONVERSION)
 def convert_command(
     source: str = argument(
         "Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf)."
     ),
     output: Path = argument("Directory to write."),
     *,
-    layers: str | None = LAYERS,
+    layers: str | None = common.LAYERS,
     mhla: str | None = option(
         'Options as JSON or a JSON file, also by component: {"transformer": {"blocks": [3,5,10]}, '
         '"transformer_2": null}. Those not named, or null, stay softmax; other options hold for all.',
@@ -96,7 +82,7 @@ def convert_command(
         mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --blocks 3,5,10 --layers 2/3 --dtype bfloat16
         mhla-hf convert Qwen/Qwen3-0.6B qwen3-mhla --block-size 128 --layers 2/3
     """
-    fields = mhla_options(mhla, options)
+    fields = common.mhla_options(mhla, options)
     share = None if layers is None else automatic_share(layers)
     if data is not None and not calibrate and share is None:
         raise ValueError("data has no effect without --calibrate or --layers auto:...")
@@ -107,7 +93,7 @@ def convert_command(
     if share == 1:
         layers = "all"
     elif share is not None:
-        hub = {**given(options, HUB), "subfolder": options["subfolder"]}
+        hub = {**given(options, common.HUB), "subfolder": options["subfolder"]}
         selection = {"component": options["component"], "probe": {"data": data}, "hub": hub, "keep": float(1 - share)}
         layers = run_selection(source, fields, quiet, **selection).option
     report = convert_pretrained(
@@ -135,7 +121,7 @@ class _Unconversion:
     overwrite: Overwrite = False
 
 
-_UNCONVERSION = [*options_of(_Unconversion), *HUB]
+_UNCONVERSION = [*options_of(_Unconversion), *common.HUB]
 
 
 @with_options(_UNCONVERSION)
@@ -169,13 +155,13 @@ class _Official:
     blocks: str | None = option(
         "Number of blocks: frames,height,width. Default: 3,5,10 if the weights have 150 blocks.",
         metavar="F,H,W",
-        panel=BLOCKS,
+        panel=common.BLOCKS,
     )
     grid: str | None = option(
-        "Token grid that the weights are made for: frames,height,width.", metavar="F,H,W", panel=BLOCKS
+        "Token grid that the weights are made for: frames,height,width.", metavar="F,H,W", panel=common.BLOCKS
     )
     normalizer: str = option(
-        f"Normaliser that the weights were trained with: {listed(CHOICES['normalizer'])}.",
+        f"Normaliser that the weights were trained with: {common.listed(CHOICES['normalizer'])}.",
         default="none",
         choices=CHOICES["normalizer"],
     )

@@ -7,46 +7,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..demo import DemoConfig
-from .options import (
-    DIRECTORY,
-    DTYPES,
-    FILE,
-    HUB,
-    PROBE,
-    SIZES,
-    Component,
-    Device,
-    Overwrite,
-    Quiet,
-    Seed,
-    argument,
-    given,
-    listed,
-    option,
-    options_from,
-    options_of,
-    with_options,
-)
+from . import options as common
+from .options import Device, Overwrite, Quiet, argument, given, option, options_from, options_of, with_options
 from .output import JsonFile, progress_bars, say, show_table, write_report
 
 
 if TYPE_CHECKING:
     from ..analysis import InspectionReport, LayerInspection
 
-_TRAINING, _GENERATION = "Training", "Generation"
-_DEMO = options_from(
-    DemoConfig,
-    names=(
-        "base", "seed", "resume", "layers", "match_steps", "distill_steps", "train_videos", "held_out_videos",
-        "prompts", "inference_steps", "guidance",
-    ),
-    panels={
-        **dict.fromkeys(("match_steps", "distill_steps", "train_videos", "held_out_videos"), _TRAINING),
-        **dict.fromkeys(("prompts", "inference_steps", "guidance"), _GENERATION),
-    },
-    flags={"base": "--original", "prompts": "--prompt", "resume": "--resume/--no-resume"},
-    metavars={"base": DIRECTORY, "prompts": "TEXT"},
-)  # fmt: skip
+_PANELS = {"match_steps": "Training", "prompts": "Generation"}
+_DEMO = [each for each in options_from(DemoConfig, panels=_PANELS) if each.name not in ("output", "progress")]
 
 
 @with_options(_DEMO)
@@ -82,33 +52,33 @@ def demo_command(
 
 
 class _Inspection:
-    component: Component = None
+    component: common.Component = None
     layers: str | None = option("Layers to inspect, such as 1,2,4. Default: all MHLA layers.", metavar="LAYERS")
     block: int | None = option("Block whose weights the page shows on the token grid. Default: the middle one.")
     prompts: list[str] | None = option(
-        "Prompt of a pipeline, or text; may be repeated.", "--prompt", metavar="TEXT", panel=PROBE
+        "Prompt of a pipeline, or text; may be repeated.", "--prompt", metavar="TEXT", panel=common.PROBE
     )
     images: list[Path] | None = option(
-        "Image for a vision model; may be repeated.", "--image", metavar=FILE, panel=PROBE
+        "Image for a vision model; may be repeated.", "--image", metavar=common.FILE, panel=common.PROBE
     )
-    samples: int = option("Number of samples; 0 inspects the weights only.", default=4, panel=PROBE)
+    samples: int = option("Number of samples; 0 inspects the weights only.", default=4, panel=common.PROBE)
     tokens: int = option(
         "Largest number of rows (query tokens) of attention matrices, and of tokens of a text.",
         default=512,
-        panel=PROBE,
+        panel=common.PROBE,
     )
-    seed: Seed = 0
+    seed: common.Seed = 0
     device: Device = "auto"
 
 
-_INSPECTION = [*SIZES, *HUB, *options_of(_Inspection)]
+_INSPECTION = [*common.SIZES, *common.HUB, *options_of(_Inspection)]
 
 
 @with_options(_INSPECTION)
 def inspect_command(
     model: str = argument("Directory or Hub id of an MHLA pipeline or model."),
     *,
-    html: Path | None = option("Write a self-contained HTML page to FILE.", metavar=FILE, dir_okay=False),
+    html: Path | None = option("Write a self-contained HTML page to FILE.", metavar=common.FILE, dir_okay=False),
     original: str | None = option(
         "Softmax original to compare outputs with: directory or Hub id. Default: what conversion.json names, if it is "
         "on this machine.",
@@ -195,9 +165,12 @@ def app_command(
     share: bool = option("Make a public link through gradio's servers.", "--share", default=False),
     device: Device = "auto",
     dtype: str | None = option(
-        f"Type of the weights: {listed(DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.", choices=DTYPES
+        f"Type of the weights: {common.listed(common.DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.",
+        choices=common.DTYPES,
     ),
-    space: Path | None = option("Write a folder for a Space of the Hub instead.", "--export-space", metavar=DIRECTORY),
+    space: Path | None = option(
+        "Write a folder for a Space of the Hub instead.", "--export-space", metavar=common.DIRECTORY
+    ),
     overwrite: Overwrite = False,
 ) -> None:
     """Compare an MHLA model with its original in a browser.
@@ -225,7 +198,7 @@ benchmarks = typer.Typer(help="Measure time and memory on this machine.", no_arg
 _MODELS = ("ordinary", "mhla-torch", "mhla-triton")
 _OPERATORS = ("mhla-torch", "mhla-triton", "softmax", "softmax-flash", "softmax-cudnn", "linear")
 
-_DTYPE = option(f"{listed(DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.", values=DTYPES)
+_DTYPE = option(f"{common.listed(common.DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.", values=common.DTYPES)
 _QUICK = option("Measure one size in a tenth of the time, to see that it works.", "--quick", default=False)
 
 

@@ -30,6 +30,18 @@ _DEVICES = ("auto", "cpu", "cuda")
 _SAMPLES = "Samples of a pipeline"
 _GRID = "Default: that of the grid that the blocks are for."
 _TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple[str": list[str]}
+# Of fields: what the command line calls them, where the value of others is a path or a text of another form.
+_NAMES = {"teacher": "original", "base": "original", "num_samples": "samples"}
+_METAVARS = {
+    "cache": DIRECTORY,
+    "base": DIRECTORY,
+    "validation_negative_prompt": "TEXT",
+    "teacher": "MODEL",
+    "data": "FOLDER",
+    "prompts": FILE,
+    "mhla": "JSON",
+    "sizes": "SIZES",
+}
 
 
 def completion(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -122,8 +134,6 @@ def options_from(
     *,
     prefix: str = "",
     panels: Mapping[str, str] | None = None,
-    flags: Mapping[str, str] | None = None,
-    metavars: Mapping[str, str] | None = None,
     default: bool = True,
 ) -> list[inspect.Parameter]:
     """Make one option per field of a dataclass; `None` as its value means that it was not given.
@@ -133,34 +143,33 @@ def options_from(
         panel: Part of the help.
         names: The fields, in their order there; by default all.
         prefix: What precedes the field's name in that of the option.
-        panels: Panels of some fields.
-        flags: Names on the command line by field, where they differ from the field's.
-        metavars: What stands for the value in the help, by field.
+        panels: Further parts of the help, by the first field of each.
         default: Whether the help names defaults.
     """
-    fields = {item.name: item for item in dataclasses.fields(cls)}
-    parameters = []
-    for name in fields if names is None else names:
-        item = fields[name]
-        written = str(item.type)
+    parameters = {}
+    for item in dataclasses.fields(cls):
+        rules, written = item.metadata, str(item.type)
+        panel = (panels or {}).get(item.name, panel)
         kind = next((kind for start, kind in _TYPES.items() if written.startswith(start)), str)
-        choices = item.metadata.get("choices", ())
-        is_checked = choices or kind in (int, float)
+        metavar = "F,H,W" if written.startswith("tuple[int") else _METAVARS.get(item.name)
+        metavar = "NAME" if "choices" in rules else "TEXT" if kind == list[str] else metavar
+        # An option that may be repeated takes one value at a time.
+        called = item.name.removesuffix("s") if kind == list[str] else item.name.replace("transfer_", "match_")
+        if written == "bool" and item.default:
+            called = f"{called}/--no-{called}"
         setting = option(
             field_help(item, default=default),
-            (flags or {}).get(name, f"--{prefix}{name}".replace("_", "-")),
-            panel=ADVANCED if item.metadata.get("advanced") else (panels or {}).get(name, panel),
-            choices=choices,
-            values=item.metadata.get("values", ()),
-            check=partial(check_option, item) if is_checked else None,
-            **({"metavar": metavars[name]} if metavars and name in metavars else {}),
+            f"--{prefix}{_NAMES.get(called, called)}".replace("_", "-"),
+            panel=ADVANCED if rules.get("advanced") else panel,
+            choices=rules.get("choices", ()),
+            values=rules.get("values", ()),
+            check=partial(check_option, item) if "choices" in rules or kind in (int, float) else None,
+            **({"metavar": metavar} if metavar else {}),
         )
-        parameters.append(
-            inspect.Parameter(
-                f"{prefix}{name}", inspect.Parameter.KEYWORD_ONLY, default=setting, annotation=kind | None
-            )
-        )
-    return parameters
+        name = f"{prefix}{item.name}"
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters[item.name] = inspect.Parameter(name, keyword, default=setting, annotation=kind | None)
+    return [parameters[name] for name in (parameters if names is None else names)]
 
 
 def with_options(*groups: Iterable[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -308,17 +317,14 @@ _OPERATOR = (
     "feature_map", "rope", "normalizer", "mixing_init", "mixing_heads", "mixing_constraint", "mixing_range",
     "output_norm", "output_gate", "lepe_kernel", "window", "window_size", "window_gains",
 )  # fmt: skip
-AXES = dict.fromkeys((*_LAYOUT, "window_size"), "F,H,W")
-"""Metavars of numbers along the axes of the token grid."""
+AXES = (*_LAYOUT, "window_size")
+"""Options of numbers along the axes of the token grid."""
 
-CONVERSION = options_from(
-    MHLAConfig,
-    OPERATOR,
-    (*_LAYOUT, *_OPERATOR),
-    panels=dict.fromkeys(_LAYOUT, BLOCKS),
-    metavars=AXES,
-    default=False,
-)
+CONVERSION = [
+    *options_from(MHLAConfig, BLOCKS, _LAYOUT, default=False),
+    *options_from(MHLAConfig, OPERATOR, _OPERATOR, default=False),
+]
+"""Options of a conversion."""
 
 LAYERS = option(
     "Layers that become MHLA: all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, which keeps those "

@@ -22,28 +22,8 @@ from ..training.config import (
 )
 from ..utils.files import read_json
 from ..utils.messages import check_count, check_names
-from .options import (
-    CONVERSION,
-    DIRECTORY,
-    DTYPE,
-    FILE,
-    HUB,
-    LAYERS,
-    PROBE_OPTIONS,
-    Component,
-    Device,
-    Overwrite,
-    Quiet,
-    Seed,
-    argument,
-    given,
-    listed,
-    mhla_options,
-    option,
-    options_from,
-    options_of,
-    with_options,
-)
+from . import options as common
+from .options import Device, Overwrite, Quiet, argument, given, option, options_from, options_of, with_options
 from .output import JsonFile, progress_bars, say, show_table, write_report
 from .share import write_first_card
 
@@ -66,32 +46,32 @@ class _Run:
         "Folder of videos or images with captions or classes; for text a folder of .txt, .md, .rst or .py files, a "
         ".jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original."
     )
-    prompts: Path | None = option("Text file with one prompt a line, for --data generated.", metavar=FILE)
+    prompts: Path | None = option("Text file with one prompt a line, for --data generated.", metavar=common.FILE)
     recipe: str | None = option(
         "YAML file, or name of a recipe: fast is ReLU, which is faster and recovers less; paper has the settings of "
         "the paper. Default: that of the model's family.",
         values=lambda: [*VARIANTS, *recipe_names()],
     )
-    layers: str | None = LAYERS
+    layers: str | None = common.LAYERS
     keep: str | None = option(
         "Share of layers that stays softmax, such as 25%: those that matter most.", metavar="N%", panel=_RECIPE
     )
     window: str | None = option(
-        f"Exact softmax attention near each token, beside MHLA: {listed(CHOICES['window'])}.",
+        f"Exact softmax attention near each token, beside MHLA: {common.listed(CHOICES['window'])}.",
         panel=_RECIPE,
         choices=CHOICES["window"],
     )
     budget: float | None = option("Factor on the steps of all stages, such as 0.5 or 2.", panel=_RECIPE)
-    dtype: str | None = DTYPE
-    component: Component = None
+    dtype: str | None = common.DTYPE
+    component: common.Component = None
     resume: bool = option("Resume the run in OUTPUT.", "--resume", default=False)
-    seed: Seed = 0
+    seed: common.Seed = 0
     device: Device = "auto"
     save_every: int = option("Steps between checkpoints.", default=100)
 
 
-_BLOCKS = [each for each in CONVERSION if each.name in ("blocks", "block_size")]
-_RUN = [*options_of(_Run), *_BLOCKS, *HUB]
+_BLOCKS = [each for each in common.CONVERSION if each.name in ("blocks", "block_size")]
+_RUN = [*options_of(_Run), *_BLOCKS, *common.HUB]
 
 
 @with_options(_RUN, *_SECTIONS.values())
@@ -168,7 +148,7 @@ class _Calibration:
     overwrite: Overwrite = False
 
 
-_CALIBRATION = [*PROBE_OPTIONS, *options_of(_Calibration)]
+_CALIBRATION = [*common.PROBE_OPTIONS, *options_of(_Calibration)]
 
 
 @with_options(_CALIBRATION)
@@ -222,7 +202,7 @@ def _show_calibration(report: "CalibrationReport", directory: Path) -> None:
     )
 
 
-@with_options(CONVERSION, PROBE_OPTIONS)
+@with_options(common.CONVERSION, common.PROBE_OPTIONS)
 def select_layers_command(
     source: str = argument("Directory of a softmax pipeline or model, or Hub id owner/name."),
     *,
@@ -230,9 +210,9 @@ def select_layers_command(
     latency: str | None = option(
         "Keep as many softmax layers as this share of the softmax model's time allows, such as 80%.", metavar="N%"
     ),
-    component: Component = None,
+    component: common.Component = None,
     mhla: str | None = option("Options as JSON or a JSON file, as for mhla-hf convert.", metavar="JSON"),
-    plot: Path | None = option("Draw a bar chart into this PNG file; needs matplotlib.", metavar=FILE),
+    plot: Path | None = option("Draw a bar chart into this PNG file; needs matplotlib.", metavar=common.FILE),
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -245,8 +225,8 @@ def select_layers_command(
     Examples:
         mhla-hf select-layers Qwen/Qwen3-0.6B --block-size 128 --data texts/ --keep 25%
     """
-    fields = mhla_options(mhla, options)
-    probe = given(options, PROBE_OPTIONS)
+    fields = common.mhla_options(mhla, options)
+    probe = given(options, common.PROBE_OPTIONS)
     report = run_selection(source, fields, quiet, component=component, keep=keep, latency=latency, probe=probe)
     write_report(json_file, report.to_dict())
     if plot is not None:
@@ -296,25 +276,7 @@ training = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)
 
 # Arguments, and what `--quiet` sets.
 _WITHOUT_OPTION = ("model", "output", "progress")
-_METAVARS = {
-    "cache": DIRECTORY,
-    "teacher": "MODEL",
-    "data": "FOLDER",
-    "prompts": FILE,
-    "mhla": "JSON",
-    "sizes": "SIZES",
-    "validation_prompts": "TEXT",
-    "validation_negative_prompt": "TEXT",
-}
-_FLAGS = {
-    "teacher": "--original",
-    "transfer_steps": "--match-steps",
-    "transfer_cache": "--match-cache",
-    "transfer_learning_rate": "--match-learning-rate",
-    "num_samples": "--samples",
-    "validation_prompts": "--validation-prompt",
-}
-# The fields in each part of the help, from this one on.
+# Parts of the help, by the field that begins each.
 _PANELS = {
     "model": "Run",
     "train": "Stages",
@@ -327,17 +289,14 @@ _PANELS = {
 
 def _options(cls: type, panel: str, family: str | None = None) -> list[inspect.Parameter]:
     """One option per field of an option dataclass; of one family, those that its models have."""
-    panels, names = {}, []
-    for item in dataclasses.fields(cls):
-        panel = _PANELS.get(item.name, panel) if cls is TrainingConfig else panel
-        panels[item.name] = panel
-        if family in (None, *option_families(item.name)) and item.name not in _WITHOUT_OPTION:
-            names.append(item.name)
-    return options_from(cls, panel, names, panels=panels, metavars=_METAVARS, flags=_FLAGS)
+    names = [item.name for item in dataclasses.fields(cls) if family in (None, *option_families(item.name))]
+    return options_from(cls, panel, [name for name in names if name not in _WITHOUT_OPTION], panels=_PANELS)
 
 
 _CONFIG = option(
-    "JSON file of options, such as a run's training_config.json; the command line wins.", metavar=FILE, panel="Run"
+    "JSON file of options, such as a run's training_config.json; the command line wins.",
+    metavar=common.FILE,
+    panel="Run",
 )
 _MODEL_HELP = "Pipeline, MHLA or ordinary: a directory or a Hub id."
 
@@ -424,7 +383,7 @@ COMMANDS = {family: _training_command(family) for family in FAMILIES}
 
 
 @with_options(
-    options_from(TrainingConfig, "Run", ("device", "startup_timeout"), metavars=_METAVARS),
+    options_from(TrainingConfig, "Run", ("device", "startup_timeout")),
     _options(CacheConfig, "Data"),
 )
 def cache_command(
