@@ -9,7 +9,7 @@ import json
 import pytest
 
 from mhla_hf import MHLAConfig
-from mhla_hf.layers.blocks import reference_blocks, resolve_blocks
+from mhla_hf.layers.mixing import reference_blocks, resolve_blocks
 
 
 def test_json_round_trip():

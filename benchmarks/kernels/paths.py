@@ -15,7 +15,7 @@ from torch import nn
 from mhla_hf import MHLAConfig, mhla_attention
 from mhla_hf.bench import EPS, Inputs, OperatorShape
 from mhla_hf.layers import MHLA, HeadNorms, PairwiseRotary
-from mhla_hf.layers.fused import OutputNorm, fused_attention
+from mhla_hf.layers.fused import Call, OutputNorm, fused_attention
 
 
 @cache
@@ -42,19 +42,9 @@ def fused_path(inputs: Inputs, shape: OperatorShape, normalizer: str, *, backend
     query, key, value = inputs[:3]
     gate = value.detach().requires_grad_(value.requires_grad)
     if backend == "triton":
-        return fused_attention(
-            MHLAConfig(normalizer=normalizer, eps=EPS, backend=backend),
-            query,
-            key,
-            value,
-            inputs.mixing,
-            shape.layout(),
-            rotary=rotary,
-            norms=norms,
-            scaling=None,
-            gate=gate,
-            output_norm=output_norm,
-        )
+        call = Call(query, key, value, shape.layout(), gate=gate, rotary=rotary, norms=norms, backend=backend)
+        config = MHLAConfig(normalizer=normalizer, eps=EPS, backend=backend)
+        return fused_attention(config, call, inputs.mixing, output_norm)
     query, key = (tokens.relu() for tokens in norms.apply(query, key))
     output = mhla_attention(
         rotary(query),

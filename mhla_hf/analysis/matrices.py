@@ -19,10 +19,9 @@ from ..config import MHLAConfig
 from ..layers.features import features_and_plain
 from ..layers.fused import HeadNorms
 from ..layers.mhla import MHLA
-from ..layers.sequence import TokenSequence
+from ..layers.state import TokenSequence
 from ..layouts.blocks import BlockLayout
-from ..layouts.sequences import extend_mixing
-from ..ops.operands import Operands, check_attention, from_head_blocks, head_blocks
+from ..ops.operands import Operands, check_attention, extend_mixing, from_head_blocks, head_blocks
 from ..ops.tables import repeat_heads
 from ..utils.messages import check_choice
 from .statistics import rank_bound

@@ -15,9 +15,9 @@ from ..conversion.transformers_planning import StoredNames
 from ..layers.mhla import MHLA
 from ..layers.mixing import effective_mixing
 from ..layouts.blocks import BlockLayout
-from ..layouts.sequences import extend_mixing
 from ..models.directory import ModelDirectory
 from ..ops import FEATURE_MAPS
+from ..ops.operands import extend_mixing
 from ..training.matching.layers import mhla_layers
 from ..training.processes import full_tensor
 from .matrices import LayerTokens

@@ -17,9 +17,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-from ..config import MHLAConfig
+from ..config import MHLAConfig, default_window_size
 from ..conversion.options import format_bytes
-from ..layouts.windows import default_window_size
 from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
 from ..models.registry import MHLA_CLASSES, TRANSFORMERS_FAMILIES
 from ..recovery.report import REPORT, TITLES

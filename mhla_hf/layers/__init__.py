@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules with parameters: the MHLA layer, its feature maps and its mixing weights."""
 
-from .blocks import reference_blocks, resolve_blocks
-from .features import HedgehogFeatureMap, fixed_feature_map
+from .features import LearnedFeatureMap
 from .fused import HeadNorms, PairwiseRotary
 from .mhla import MHLA, AttentionParts
-from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
+from .mixing import effective_mixing, initial_mixing, mixing_parameter_value, reference_blocks, resolve_blocks
 
 
 __all__ = [
     "AttentionParts",
     "HeadNorms",
-    "HedgehogFeatureMap",
+    "LearnedFeatureMap",
     "MHLA",
     "PairwiseRotary",
     "effective_mixing",
-    "fixed_feature_map",
     "initial_mixing",
     "mixing_parameter_value",
     "reference_blocks",

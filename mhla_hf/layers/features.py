@@ -10,10 +10,9 @@ import torch
 import torch.nn as nn
 
 from ..config import MHLAConfig
-from ..ops import FEATURE_MAPS, NORMALIZERS
 from ..ops.kernel_check import kernels_pass
 from ..ops.operands import accumulation_dtype
-from ..utils.messages import check_choice
+from ..ops.tables import FEATURE_MAPS, NORMALIZERS
 
 
 class LearnedFeatureMap(nn.Module):
@@ -34,7 +33,7 @@ class LearnedFeatureMap(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim))
 
     def initial_weight(self) -> torch.Tensor:
-        """The identity for each head, float32 `[H, K, K]`."""
+        """Return the identity for each head, float32 `[H, K, K]`."""
         num_heads, head_dim, _ = self.weight.shape
         return torch.eye(head_dim).repeat(num_heads, 1, 1)
 
@@ -48,23 +47,10 @@ class LearnedFeatureMap(nn.Module):
         return FEATURE_MAPS[self.name].forward(tokens, self.weight.to(tokens.dtype))
 
 
-HedgehogFeatureMap = LearnedFeatureMap
-
-
-def fixed_feature_map(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a feature map without parameters by its name.
-
-    Raises:
-        ValueError: If there is none of that name.
-    """
-    check_choice("feature_map", name, [entry.name for entry in FEATURE_MAPS.values() if not entry.is_learned])
-    return FEATURE_MAPS[name].forward
-
-
 def rotate_features(
     features: torch.Tensor, rotary: Callable[[torch.Tensor], torch.Tensor], head_dim: int
 ) -> torch.Tensor:
-    """Applies a rotary embedding made for width K to features of width K or a multiple of it.
+    """Apply a rotary embedding made for width K to features of width K or a multiple of it.
 
     Args:
         features: `[B, T, H, F]`, F a multiple of `head_dim`.
@@ -87,7 +73,7 @@ def features_and_plain(
     scaling: float | None,
     backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Features of queries or keys for the numerator, and those of the normaliser where they differ.
+    """Return features of queries or keys for the numerator, and those of the normaliser where they differ.
 
     Args:
         config: The layer's options.
@@ -122,7 +108,7 @@ def token_dtype(
     *,
     changed: bool,
 ) -> torch.dtype:
-    """The dtype that feature maps are computed in and the operator is given tokens in.
+    """Return the dtype that feature maps are computed in and the operator is given tokens in.
 
     The operator sums in float32 at least. Kernels take half precision as it is. So does plain
     torch, which converts tokens as it groups them, where nothing is rounded on the way that float32 would not round;

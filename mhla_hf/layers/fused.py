@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a layer can run in the fused kernels, and running it there: attention over a token grid.
+"""One call of a layer, when the fused kernels can compute it, and running it there: whole, or with hedgehog features.
 
 Shape letters: B batch, T tokens, H heads, H_kv key/value heads, K query/key width, V value width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -15,8 +17,12 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout
-from ..ops import FEATURE_MAPS, NORMALIZERS
+from ..layouts.sequences import SequenceLayout
 from ..ops.kernel_check import kernels_pass
+from ..ops.sharded import TokenShard
+from ..ops.tables import FEATURE_MAPS, NORMALIZERS
+from .features import LearnedFeatureMap
+from .state import TokenSequence
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class HeadNorms:
         return _normed(query, self.query), _normed(key, self.key)
 
     def are_plain(self, device: torch.device) -> bool:
-        """Returns whether the kernels can compute both, see [`is_plain_norm`]."""
+        """Return whether the kernels can compute both, see [`is_plain_norm`]."""
         return is_plain_norm(self.query, device) and is_plain_norm(self.key, device)
 
 
@@ -65,31 +71,170 @@ def _normed(tokens: torch.Tensor, norm: nn.Module) -> torch.Tensor:
     return norm(tokens.flatten(2)).unflatten(2, tokens.shape[2:])
 
 
-def can_fuse(
-    config: MHLAConfig,
-    backend: str,
-    query: torch.Tensor,
-    value: torch.Tensor,
-    rotary: Callable[[torch.Tensor], torch.Tensor] | None,
-    output_norm: nn.Module | None,
-) -> bool:
-    """Returns whether the fused kernels can compute a layer: no sequence, and no option that they do not know."""
-    if backend != "triton" or config.is_sequence:
+@dataclass(frozen=True)
+class Call:
+    """The checked arguments of one call, see [`MHLA.attention_parts`].
+
+    Attributes:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H_kv, K]`.
+        value: `[B, T, H_kv, V]`.
+        layout: Blocks of the tokens, of all processes where there is a shard; `None` where they go on from a state.
+        sequence: The sequence, where the tokens are none of a grid.
+        gate: Output of the gate's projection, `[B, T, H, V]`.
+        rotary: Rotates `[B, T, H, K]`.
+        norms: Norms of queries and keys.
+        scaling: Scale of q·k.
+        identity: Whether every token attends to itself alone.
+        shard: The tokens of this process.
+        backend: `"torch"` or `"triton"`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    layout: BlockLayout | SequenceLayout | None
+    sequence: TokenSequence | None = None
+    gate: torch.Tensor | None = None
+    rotary: Callable[[torch.Tensor], torch.Tensor] | None = None
+    norms: HeadNorms | None = None
+    scaling: float | None = None
+    identity: bool = False
+    shard: TokenShard | None = None
+    backend: str = "torch"
+
+    def normed(self) -> Call:
+        """Return the call with its norms applied."""
+        if self.norms is None:
+            return self
+        query, key = self.norms.apply(self.query, self.key)
+        return dataclasses.replace(self, query=query, key=key, norms=None)
+
+
+def can_fuse(config: MHLAConfig, call: Call, output_norm: nn.Module | None) -> bool:
+    """Return whether the fused kernels can compute a layer: no sequence, and no option that they do not know."""
+    if config.is_sequence:
         return False
     from ..ops.triton import fits_fused_kernels
 
+    rotary, value = call.rotary, call.value
     return (
         FEATURE_MAPS[config.feature_map].kernel is not None
         and NORMALIZERS[config.normalizer].kernel is not None
-        and (rotary is None or (config.rope == "after_feature_map" and is_plain_rotary(rotary, query)))
-        and (output_norm is None or is_plain_norm(output_norm, query.device))
-        and fits_fused_kernels(query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
-        and kernels_pass("fused", query, value)
+        and (rotary is None or (config.rope == "after_feature_map" and is_plain_rotary(rotary, call.query)))
+        and (output_norm is None or is_plain_norm(output_norm, value.device))
+        and fits_fused_kernels(call.query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
+        and kernels_pass("fused", call.query, value)
+    )
+
+
+def fused_attention(
+    config: MHLAConfig, call: Call, mixing: torch.Tensor, output_norm: nn.RMSNorm | None
+) -> torch.Tensor:
+    """Compute a layer by the fused kernels, where [`can_fuse`] says so.
+
+    Summaries are float32, but bfloat16 for bfloat16 tokens; sums always run in float32.
+
+    Args:
+        config: The layer's options.
+        call: Tokens over a grid.
+        mixing: `[M, M]` or `[H, M, M]`.
+        output_norm: RMSNorm of each head's output.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of the values, normed and gated.
+    """
+    from ..ops.triton import fused_mhla_attention
+
+    if call.norms is not None and not call.norms.are_plain(call.query.device):
+        call = call.normed()
+    layout: Any = call.layout
+    return fused_mhla_attention(
+        call.query, call.key, call.value, mixing, layout, **_kernel_options(config, call),
+        feature_map=config.feature_map, output_norm=weight_and_eps(output_norm), gate=call.gate,
+    )  # fmt: skip
+
+
+def can_fuse_hedgehog(
+    config: MHLAConfig, call: Call, feature_maps: tuple[LearnedFeatureMap | None, LearnedFeatureMap | None]
+) -> bool:
+    """Return whether the kernels with hedgehog features inside can compute a layer, but for output norm and gate.
+
+    They look both ways, over grids and over sequences, padded or packed. Rotary embeddings must come before the map.
+
+    Args:
+        config: The layer's options.
+        call: The call.
+        feature_maps: Those of queries and keys.
+    """
+    if config.feature_map != "hedgehog" or config.causal:
+        return False
+    if call.sequence is not None and (call.sequence.causal or call.sequence.state is not None):
+        return False
+    from ..ops.triton import fits_hedgehog_kernels
+
+    normalizer, query, value = NORMALIZERS[config.normalizer], call.query, call.value
+    return (
+        normalizer.kernel is not None
+        # Sums can leave the range of float16, and here an output norm would come after rounding.
+        and (normalizer.divides or value.dtype != torch.float16)
+        and (call.rotary is None or config.rope == "before_feature_map")
+        and all(entry is not None and not has_hooks(entry) and entry.weight.device == query.device
+                for entry in feature_maps)
+        and fits_hedgehog_kernels(query.shape[-1], value.shape[-1], call.rotary is not None, value.dtype)
+        and kernels_pass("hedgehog", query, value)
+    )  # fmt: skip
+
+
+def fused_hedgehog_attention(
+    config: MHLAConfig, call: Call, feature_maps: tuple[LearnedFeatureMap, LearnedFeatureMap], mixing: torch.Tensor
+) -> torch.Tensor:
+    """Compute the attention of a layer by these kernels, where [`can_fuse_hedgehog`] says so.
+
+    Norms and rotary embeddings that they do not know come before them.
+
+    Args:
+        config: The layer's options.
+        call: The call.
+        feature_maps: Those of queries and keys.
+        mixing: Mixing weights of the layout's blocks.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of the values; zero for padding.
+    """
+    from ..ops.triton import hedgehog_mhla_attention
+
+    is_plain = call.rotary is None or is_plain_rotary(call.rotary, call.query)
+    if call.norms is not None and not (is_plain and call.norms.are_plain(call.query.device)):
+        call = call.normed()
+    if call.rotary is not None and not is_plain:
+        call = dataclasses.replace(call, query=call.rotary(call.query), key=call.rotary(call.key), rotary=None)
+    weights = feature_maps[0].weight, feature_maps[1].weight
+    options, layout = _kernel_options(config, call), call.layout
+    assert layout is not None
+    return hedgehog_mhla_attention(call.query, call.key, call.value, *weights, mixing, layout, **options)
+
+
+def rotated_in_kernel(call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return queries and keys after norms and rotary embedding, each by one kernel; `None` where it cannot."""
+    query, key, rotary, norms = call.query, call.key, call.rotary, call.norms
+    plain = rotary is not None and is_plain_rotary(rotary, query) and query.shape[3] % 2 == 0
+    if not plain or not (norms is None or norms.are_plain(query.device)) or not kernels_pass("rotary", query, key):
+        return None
+    from ..ops.triton import rotated_tokens
+
+    tables = rotary_tables(rotary)
+    assert tables is not None
+    pair = (None, None) if norms is None else (norms.query, norms.key)
+    dtype = call.value.dtype
+    return (
+        rotated_tokens(query, tables, weight_and_eps(pair[0]), dtype),
+        rotated_tokens(key, tables, weight_and_eps(pair[1]), dtype),
     )
 
 
 def is_plain_rotary(rotary: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> bool:
-    """Returns whether the kernels can rotate like this, with one row of the tables a token and no gradients."""
+    """Return whether the kernels can rotate like this, with one row of the tables a token and no gradients."""
     # Whether gradients are being recorded makes no difference: checkpointing computes the output with and without.
     if not isinstance(rotary, PairwiseRotary) or rotary.cosine.requires_grad or rotary.sine.requires_grad:
         return False
@@ -107,7 +252,7 @@ class OutputNorm(nn.RMSNorm):
 
 
 def is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
-    """Returns whether a norm is an RMSNorm whose weight may be read past the module, as no hook depends on it."""
+    """Return whether a norm is an RMSNorm whose weight may be read past the module, as no hook depends on it."""
     # Classes made from RMSNorm may compute something else. So do releases of torch where there is no eps.
     known = type(norm).forward in (nn.RMSNorm.forward, OutputNorm.forward)
     if not isinstance(norm, nn.RMSNorm) or not known or norm.weight is None or norm.eps is None:
@@ -116,97 +261,30 @@ def is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Returns whether something depends on the module being called: hooks, or another `forward` of its own."""
+    """Return whether something depends on the module being called: hooks, or another `forward` of its own."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks) or "forward" in vars(module)
 
 
-def rotary_tables(rotary: PairwiseRotary | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Tables of cosines and sines; `None` without rotary embeddings."""
+def rotary_tables(rotary: Callable[[torch.Tensor], torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the tables of cosines and sines of a [`PairwiseRotary`]; `None` without rotary embeddings."""
     # The tensors themselves: the kernels remember what they make of them.
-    return None if rotary is None else (rotary.cosine, rotary.sine)
-
-
-def rotated_in_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    rotary: Callable[[torch.Tensor], torch.Tensor] | None,
-    norms: HeadNorms | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Queries and keys after their norms and rotary embedding, each by one kernel; `None` where it cannot.
-
-    Args:
-        query: `[B, T, H, K]`, before norms.
-        key: `[B, T, H_kv, K]`.
-        rotary: Rotates `[B, T, H, K]`.
-        norms: Norms across heads; `None` where there are none.
-        dtype: Of the result.
-    """
-    plain = rotary is not None and is_plain_rotary(rotary, query) and query.shape[3] % 2 == 0
-    if not plain or not (norms is None or norms.are_plain(query.device)) or not kernels_pass("rotary", query, key):
-        return None
-    from ..ops.triton import rotated_tokens
-
-    tables = rotary_tables(rotary)  # type: ignore[arg-type]
-    assert tables is not None
-    pair = (None, None) if norms is None else (norms.query, norms.key)
-    return (
-        rotated_tokens(query, tables, weight_and_eps(pair[0]), dtype),
-        rotated_tokens(key, tables, weight_and_eps(pair[1]), dtype),
-    )
-
-
-def fused_attention(
-    config: MHLAConfig,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    layout: BlockLayout,
-    *,
-    rotary: PairwiseRotary | None,
-    norms: HeadNorms | None,
-    scaling: float | None,
-    gate: torch.Tensor | None,
-    output_norm: nn.RMSNorm | None,
-) -> torch.Tensor:
-    """A layer by the fused kernels, where [`can_fuse`] says so.
-
-    Summaries are float32, but bfloat16 for bfloat16 tokens; sums always run in float32.
-    Arguments that are not listed are those of [`MHLA.attention_parts`].
-
-    Args:
-        config: The layer's options.
-        mixing: `[M, M]` or `[H, M, M]`.
-        layout: The blocks.
-        gate: Output of the gate's projection, `[B, T, H, V]`.
-        output_norm: RMSNorm of each head's output.
-
-    Returns:
-        `[B, T, H, V]` in the dtype of `value`, normed and gated.
-    """
-    from ..ops.triton import fused_mhla_attention
-
-    query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
-    return fused_mhla_attention(
-        query,
-        key,
-        value,
-        mixing,
-        layout,
-        feature_map=config.feature_map,
-        feature_map_eps=config.feature_map_eps,
-        normalizer=config.normalizer,
-        eps=config.eps,
-        scaling=1.0 if scaling is None else scaling**0.5,
-        rotary=rotary_tables(rotary),
-        query_norm=weight_and_eps(query_norm),
-        key_norm=weight_and_eps(key_norm),
-        output_norm=weight_and_eps(output_norm),
-        gate=gate,
-    )
+    return (rotary.cosine, rotary.sine) if isinstance(rotary, PairwiseRotary) else None
 
 
 def weight_and_eps(norm: nn.Module | None) -> tuple[torch.Tensor, float] | None:
+    """Return what the kernels take of an RMSNorm; `None` without one."""
     return None if norm is None else (norm.weight, float(norm.eps))  # type: ignore[return-value, arg-type]
+
+
+def _kernel_options(config: MHLAConfig, call: Call) -> dict[str, Any]:
+    """Arguments that both families of kernels take."""
+    return {
+        "feature_map_eps": config.feature_map_eps,
+        "normalizer": config.normalizer,
+        "eps": config.eps,
+        "scaling": 1.0 if call.scaling is None else call.scaling**0.5,
+        "rotary": rotary_tables(call.rotary),
+        "query_norm": None if call.norms is None else weight_and_eps(call.norms.query),
+        "key_norm": None if call.norms is None else weight_and_eps(call.norms.key),
+    }

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MHLA`: the module that owns every parameter that Multi-Head Linear Attention adds to an attention layer.
 
+A call takes the first of [`PATHS`] that serves it. All compute the same: φ(q) and φ(k), rotated; block summaries and
+their mixture ([`mhla_hf.ops.mhla_attention`]); then output norm and gate. A softmax window and a convolution of the
+values are added to that.
+
 Shape letters: B batch, T tokens, H feature heads, K query/key width, V value width, M blocks.
 """
 
@@ -11,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -21,7 +25,7 @@ from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, check_count, positive_axes
 from ..layouts.resampling import resample_mixing
 from ..layouts.sequences import SequenceLayout
-from ..ops import FEATURE_MAPS, choose_backend, extend_mixing
+from ..ops.backends import choose_backend
 from ..ops.dispatch import attend_on
 from ..ops.kernel_check import kernels_pass
 from ..ops.operands import (
@@ -29,25 +33,46 @@ from ..ops.operands import (
     accumulation_dtype,
     autocast_type,
     check_layout,
-    check_mixing,
     check_sequence_normalizer,
     check_tokens,
     check_valid,
+    mixing_for,
 )
-from ..ops.sharded import TokenShard, attend_sharded
-from ..ops.tables import repeat_heads
+from ..ops.recurrent import empty_state, extend, step
+from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
+from ..ops.tables import FEATURE_MAPS, repeat_heads
 from ..utils.messages import shorten_value
-from .blocks import check_block_sizes, layout_at, reference_blocks, window_size_for
 from .features import LearnedFeatureMap, features_and_plain, token_dtype
-from .fused import HeadNorms, OutputNorm, can_fuse, fused_attention, rotated_in_kernel
-from .hedgehog import can_fuse_hedgehog, fused_hedgehog_attention
-from .lepe import convolved_values, depthwise_convolution
-from .mixing import effective_mixing, initial_mixing, mixing_parameter_value
-from .sequence import DecodingState, TokenSequence, attend_sequence, decode_sequence, sequence_blocks
-from .window import combine_parts, grid_window_attention, sequence_window_attention
-from .window_state import empty_window_state, extend_window
+from .fused import (
+    Call,
+    HeadNorms,
+    OutputNorm,
+    can_fuse,
+    can_fuse_hedgehog,
+    fused_attention,
+    fused_hedgehog_attention,
+    rotated_in_kernel,
+)
+from .mixing import (
+    check_block_sizes,
+    effective_mixing,
+    initial_mixing,
+    layout_at,
+    mixing_parameter_value,
+    reference_blocks,
+    window_size_for,
+)
+from .state import DecodingState, LastTokens, TokenSequence
+from .window import (
+    combine_parts,
+    empty_window_state,
+    extend_window,
+    grid_window_attention,
+    sequence_window_attention,
+)
 
 
+_CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 # SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output unchanged.
 GATE_IDENTITY_BIAS = 1.2784645427610738
 
@@ -106,11 +131,12 @@ class MHLA(nn.Module):
         super().__init__()
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-        _check_widths(
-            hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, value_head_dim=value_head_dim,
-            num_key_value_heads=num_key_value_heads,
-        )  # fmt: skip
+        widths = {"hidden_size": hidden_size, "num_heads": num_heads, "num_key_value_heads": num_key_value_heads}
+        for name, width in {**widths, "head_dim": head_dim, "value_head_dim": value_head_dim}.items():
+            check_count(name, width)
         check_count("num_prefix_tokens", num_prefix_tokens, minimum=0)
+        if num_heads % num_key_value_heads:
+            raise ValueError(f"num_key_value_heads={num_key_value_heads} must divide num_heads={num_heads}.")
         self.config = config
         # The model's record of its pretrained weights, and the name of this layer in it: see `original.py`.
         self.record: tuple[Any, str] | None = None
@@ -132,7 +158,9 @@ class MHLA(nn.Module):
         self.lepe = None
         if config.lepe_kernel is not None:
             channels = num_heads * value_head_dim
-            self.lepe = depthwise_convolution(len(self.blocks), channels, config.lepe_kernel)
+            kernel = config.lepe_kernel
+            convolution = _CONVOLUTIONS[len(self.blocks)]
+            self.lepe = convolution(channels, channels, kernel, padding=kernel // 2, groups=channels)
         self.window_size = window_size_for(config, len(self.blocks))
         self.window_gain = None
         if config.window is not None:
@@ -142,7 +170,7 @@ class MHLA(nn.Module):
 
     @classmethod
     def parameter_shapes(cls, config: MHLAConfig, **widths: Any) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the parameters that such a module would have, without allocating it.
+        """Return names and shapes of the parameters that such a module would have, without allocating it.
 
         Args:
             config: The options.
@@ -153,7 +181,7 @@ class MHLA(nn.Module):
         return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
     def initial_tensor(self, name: str) -> torch.Tensor:
-        """Initial value of one parameter, float32 on the CPU, deterministic.
+        """Return the initial value of one parameter, float32 on the CPU, deterministic.
 
         Args:
             name: Name relative to this module, for example `"mixing"` or `"gate.weight"`.
@@ -179,13 +207,13 @@ class MHLA(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets every parameter that is not on the meta device to its initial value."""
+        """Set every parameter that is not on the meta device to its initial value."""
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
                 parameter.copy_(self.initial_tensor(name))
 
     def layout_for(self, grid: Sequence[int]) -> BlockLayout:
-        """The layout used on a token grid, following `config.resize`.
+        """Return the layout used on a token grid, following `config.resize`.
 
         Whenever its blocks differ from those of the stored mixing weights, the weights are resampled over relative
         block coordinates (or extended by distance, for sequences).
@@ -199,10 +227,10 @@ class MHLA(nn.Module):
         return layout_at(self.config, self.blocks, grid, self.num_prefix_tokens)
 
     def mixing_matrix(self, layout: BlockLayout | None = None) -> torch.Tensor:
-        """The effective mixing weights: constraint applied, resampled to `layout` where its blocks differ.
+        """Return the effective mixing weights: constraint applied, resampled to `layout` where its blocks differ.
 
         Args:
-            layout: The layout of the tokens; `None` for the blocks that the parameter was made for.
+            layout: The layout of the tokens of a grid; `None` for the blocks that the parameter was made for.
 
         Returns:
             `[M, M]` or `[H, M, M]`, float32 (float64 for float64 parameters).
@@ -217,14 +245,14 @@ class MHLA(nn.Module):
             return self.mixing
         with torch.autocast(autocast_type(self.mixing.device), enabled=False):
             weights = effective_mixing(self.config, self.mixing.to(accumulation_dtype(self.mixing.dtype)))
-            if layout is None or self.config.causal:
+            if layout is None:
                 return weights
             if self.config.is_sequence:
-                return extend_mixing(weights, layout.num_blocks, causal=False)
+                return mixing_for(weights, layout, causal=self.config.causal)
             return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
-        """Attends: the sum of [`MHLA.attention_parts`], MHLA and window times their gains.
+        """Attend: the sum of [`MHLA.attention_parts`], MHLA and window times their gains.
 
         Returns:
             `[B, T, H, V]` in the dtype of `value`; for a `sequence` with a state also the state after its tokens.
@@ -257,7 +285,7 @@ class MHLA(nn.Module):
         identity: bool = False,
         shard: TokenShard | None = None,
     ) -> AttentionParts:
-        """Attends, and returns the parts of the output.
+        """Attend, and return the parts of the output.
 
         Args:
             query: Projected queries before RoPE, `[B, T, H, K]`; normalised where the model does that, or see `norms`.
@@ -285,223 +313,244 @@ class MHLA(nn.Module):
             ValueError: If the grid does not have T tokens, an argument has a wrong type, shape or value, or the gate
                 misses its hidden states.
         """
+        layout = self._checked_layout(query, key, value, grid, sequence, scaling, shard)
+        if self.gate is not None and hidden_states is None:
+            raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
+        gate = None if self.gate is None else self.gate(hidden_states).unflatten(-1, (self.num_heads, -1))
+        backend = "torch" if shard is not None else self._backend(query, key, value, sequence)
+        call = Call(query, key, value, layout, sequence, gate, rotary, norms, scaling, identity, shard, backend)
+        windowed = None
+        if self.window_gain is not None and not identity:
+            call, windowed = self._with_windowed(call)
+        path = next(path for path in PATHS if path.serves(self, call))
+        output, state = path.attend(self, call)
+        if not path.is_finished:
+            output = self._finish(output, call)
+        window = None
+        if windowed is not None:
+            window, state = self._attend_window(windowed, state)
+        elif self.window_gain is not None:
+            window = repeat_heads(value, self.num_heads, 2)
+        positional = None if self.lepe is None else self._convolve(call)
+        return AttentionParts(output, window, positional, state)
+
+    def _checked_layout(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: Sequence[int] | None,
+        sequence: TokenSequence | None,
+        scaling: float | None,
+        shard: TokenShard | None,
+    ) -> BlockLayout | SequenceLayout | None:
+        """Check the arguments, and return the blocks of the tokens; `None` where they go on from a state."""
         check_tokens(query, key, value)
-        if sequence is not None:
-            check_valid(sequence.valid, key)
         if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
             raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
         if shard is not None and (self.window_gain is not None or self.num_prefix_tokens):
             raise ValueError("shard is for layers without a softmax window and without tokens before the grid.")
-        layout = None if sequence is not None else self._grid_layout(grid, query.shape[1], shard)
-        gate = self._projected_gate(hidden_states)
-        state = None if sequence is None else sequence.state
-        backend = "torch"
-        if shard is None:
-            family = _kernel_family(self.config, sequence, query.shape[1])
-            width = query.shape[3] * FEATURE_MAPS[self.config.feature_map].width_factor
-            # Kernels for one token multiply no matrices. The fused ones are tried first, so no family is checked yet.
-            backend = choose_backend(
-                self.config.backend, query, key, value,
-                products=family != "decode", width=width, family=family, check=False,
-            )  # fmt: skip
-        rotated, rotary_of_window = None, rotary
-        if self.window_gain is not None and not identity:
-            # The window needs them outside the kernels in any case.
-            if backend == "triton":
-                rotated = rotated_in_kernel(query, key, rotary, norms, value.dtype)
-            if rotated is None and norms is not None:
-                (query, key), norms = norms.apply(query, key), None
-            rotary_of_window = rotary if rotated is None else None
-            if rotated is not None and self.config.rope == "before_feature_map":
-                (query, key), rotary, norms = rotated, None, None
-        window = None
-        if identity:
-            output = repeat_heads(value, self.num_heads, 2)
-            window = None if self.window_gain is None else output
-            if self.output_norm is not None:
-                output = self.output_norm(output)
-            if gate is not None:
-                output = output * F.silu(gate)
-        elif layout is not None and can_fuse(self.config, backend, query, value, rotary, self.output_norm):
-            if norms is not None and not norms.are_plain(query.device):
-                (query, key), norms = norms.apply(query, key), None
-            output = fused_attention(
-                self.config,
-                query,
-                key,
-                value,
-                self.mixing_matrix(layout),
-                layout,
-                rotary=rotary,  # type: ignore[arg-type]
-                norms=norms,
-                scaling=scaling,
-                gate=gate,
-                output_norm=self.output_norm,
-            )
-        elif can_fuse_hedgehog(self.config, backend, query, value, rotary, self._feature_maps, sequence):
-            output = self._attend_hedgehog(query, key, value, layout, sequence, rotary, norms, scaling)
-            if gate is not None:
-                output = output * F.silu(gate)
-        else:
-            if norms is not None:
-                query, key = norms.apply(query, key)
-            output, state = self._attend(query, key, value, backend, layout, sequence, rotary, scaling, shard)
-            if gate is not None:
-                output = output * F.silu(gate)
-        if self.window_gain is not None and not identity:
-            pair = rotated or (query, key)
-            window, state = self._attend_window(*pair, value, layout, sequence, state, rotary_of_window, scaling)
-        positional = None
-        if self.lepe is not None and layout is not None:
-            positional = convolved_values(self.lepe, value, layout, self.num_heads, shard)
-        return AttentionParts(output, window, positional, state)
-
-    def _attend_window(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: BlockLayout | None,
-        sequence: TokenSequence | None,
-        state: DecodingState | None,
-        rotary: Callable[[torch.Tensor], torch.Tensor] | None,
-        scaling: float | None,
-    ) -> tuple[torch.Tensor, DecodingState | None]:
-        """Softmax attention to the tokens of each token's window, and the state with them in its window.
-
-        Returns:
-            `[B, T, H, V]` in the dtype of `value`, and the state.
-        """
-        window, size = self.config.window, self.window_size
-        assert window is not None and size is not None
-        with torch.autocast(autocast_type(query.device), enabled=False):
-            if rotary is not None:
-                query, key = rotary(query), rotary(key)
-            tokens = query.to(value.dtype), key.to(value.dtype), value
-            if layout is not None:
-                prefix = layout.num_prefix_tokens
-                output = grid_window_attention(
-                    *tokens, window, size, layout.grid, num_prefix_tokens=prefix, scale=scaling
-                )
-                return output, None
-            assert sequence is not None
-            if state is None:
-                return sequence_window_attention(*tokens, window, size[0], sequence, scale=scaling), None
-            past = state.window or empty_window_state(key, value, window, size[0], state.rewindable)
-            output, past = extend_window(*tokens, past, window, size[0], valid=sequence.valid, scale=scaling)
-            return output, dataclasses.replace(state, window=past)
-
-    def _projected_gate(self, hidden_states: torch.Tensor | None) -> torch.Tensor | None:
-        if self.gate is None:
-            return None
-        if hidden_states is None:
-            raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
-        return self.gate(hidden_states).unflatten(-1, (self.num_heads, -1))
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        backend: str,
-        layout: BlockLayout | None,
-        sequence: TokenSequence | None,
-        rotary: Callable[[torch.Tensor], torch.Tensor] | None,
-        scaling: float | None,
-        shard: TokenShard | None,
-    ) -> tuple[torch.Tensor, DecodingState | None]:
-        """Feature map, rotary embedding, operator and output norm.
-
-        Returns:
-            `[B, T, H, V]` in the dtype of `value`, and the state after these tokens where the sequence had one.
-        """
-        config = self.config
-        if backend == "triton":
-            width = query.shape[3] * FEATURE_MAPS[config.feature_map].width_factor
-            if not kernels_pass(_kernel_family(config, sequence, query.shape[1]), query, value, width):
-                backend = "torch"
-        changed = rotary is not None or scaling is not None
-        dtype = token_dtype(config, backend, query, key, value, changed=changed)
-        with torch.autocast(autocast_type(query.device), enabled=False):
-            query, key = query.to(dtype), key.to(dtype)
-            (query, plain_query), (key, plain_key) = (
-                features_and_plain(config, tokens, learned, rotary, scaling, backend)
-                for tokens, learned in zip((query, key), self._feature_maps)
-            )
-            operands = Operands(query, key, value.to(dtype), plain_query, plain_key, config.normalizer, config.eps)
-            mixing = self.mixing_matrix(layout).to(accumulation_dtype(dtype))
-            check_mixing(mixing, query)
-            state = None
-            if sequence is not None:
-                block_size = self._sequence_block_size()
-                if sequence.state is None:
-                    output = attend_sequence(operands, mixing, block_size, sequence, backend)
-                else:
-                    output, state = decode_sequence(operands, mixing, block_size, sequence, backend)
-            elif shard is not None:
-                assert layout is not None
-                # Not by whether gradients are recorded: checkpointing computes the same output with and without.
-                half = value.dtype == torch.bfloat16 and not self.training
-                output = attend_sharded(operands, mixing, layout, shard, torch.bfloat16 if half else None)
-            else:
-                assert layout is not None
-                if config.causal:
-                    mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
-                output = attend_on(backend, operands, mixing, layout, causal=config.causal)
-            if self.output_norm is not None:
-                output = self.output_norm(output)
-        return output.to(value.dtype), state
-
-    @property
-    def _feature_maps(self) -> tuple[LearnedFeatureMap | None, LearnedFeatureMap | None]:
-        return self.feature_map_query, self.feature_map_key
-
-    def _attend_hedgehog(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: BlockLayout | None,
-        sequence: TokenSequence | None,
-        rotary: Callable[[torch.Tensor], torch.Tensor] | None,
-        norms: HeadNorms | None,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        """Attention by the kernels that have hedgehog features inside, and output norm."""
-        mixing = self.mixing_matrix(layout)
-        check_mixing(mixing, query)
-        blocks: BlockLayout | SequenceLayout
         if sequence is not None:
-            mixing, blocks = sequence_blocks(mixing, query, self._sequence_block_size(), sequence)
-        else:
-            assert layout is not None
-            blocks = layout
-        options: dict[str, Any] = {"rotary": rotary, "norms": norms, "scaling": scaling}
-        with torch.autocast(autocast_type(query.device), enabled=False):
-            maps: Any = self._feature_maps
-            output = fused_hedgehog_attention(self.config, query, key, value, maps, mixing, blocks, **options)
-            return (output if self.output_norm is None else self.output_norm(output)).to(value.dtype)
-
-    def _sequence_block_size(self) -> int:
-        if not self.config.is_sequence or self.config.block_size is None:
-            raise ValueError("sequence is for causal=True or resize='extend'; this layer needs grid.")
-        check_sequence_normalizer(self.config.normalizer, " for sequences")
-        return self.config.block_size[0]
-
-    def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
-        grid = positive_axes("grid", grid)
+            if not self.config.is_sequence or self.config.block_size is None:
+                raise ValueError("sequence is for causal=True or resize='extend'; this layer needs grid.")
+            if sequence.state is not None and sequence.documents is not None:
+                raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
+            check_valid(sequence.valid, key)
+            check_sequence_normalizer(self.config.normalizer, " for sequences")
+            return None if sequence.state is not None else sequence.layout(query, self.config.block_size[0])
+        grid, num_tokens = positive_axes("grid", grid), query.shape[1]
         if shard is not None:
             shard.check_length(num_tokens)
             num_tokens = shard.num_tokens
         if math.prod(grid) + self.num_prefix_tokens != num_tokens:
             prefix = f" after {self.num_prefix_tokens}" if self.num_prefix_tokens else ""
-            raise ValueError(f"grid={tuple(grid)} has {math.prod(grid)} tokens{prefix}, but query has {num_tokens}.")
+            raise ValueError(f"grid={grid} has {math.prod(grid)} tokens{prefix}, but query has {num_tokens}.")
         layout = self.layout_for(grid)
         check_layout(layout, self.config.normalizer, self.config.causal)
         return layout
 
+    def _backend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: TokenSequence | None
+    ) -> str:
+        family = _kernel_family(self.config, sequence, query.shape[1])
+        width = query.shape[3] * FEATURE_MAPS[self.config.feature_map].width_factor
+        # Kernels for one token multiply no matrices. The fused ones are tried first, so no family is checked yet.
+        options: dict[str, Any] = {"products": family != "decode", "width": width, "family": family, "check": False}
+        return choose_backend(self.config.backend, query, key, value, **options)
+
+    def _finish(self, output: torch.Tensor, call: Call) -> torch.Tensor:
+        """Output norm and gate; the result is in the dtype of the values."""
+        if self.output_norm is not None:
+            with torch.autocast(autocast_type(output.device), enabled=False):
+                output = self.output_norm(output)
+        output = output.to(call.value.dtype)
+        return output if call.gate is None else output * F.silu(call.gate)
+
+    def _attend_to_itself(self, call: Call) -> tuple[torch.Tensor, None]:
+        return repeat_heads(call.value, self.num_heads, 2), None
+
+    def _fits_fused(self, call: Call) -> bool:
+        return call.backend == "triton" and can_fuse(self.config, call, self.output_norm)
+
+    def _attend_fused(self, call: Call) -> tuple[torch.Tensor, None]:
+        """MHLA of a grid in the fused kernels, with norms, rotary embedding, output norm and gate."""
+        return fused_attention(self.config, call, self._mixing_of(call), self.output_norm), None
+
+    def _fits_hedgehog(self, call: Call) -> bool:
+        return call.backend == "triton" and can_fuse_hedgehog(self.config, call, self._feature_maps)
+
+    def _attend_hedgehog(self, call: Call) -> tuple[torch.Tensor, None]:
+        """MHLA in the kernels that have hedgehog features inside, with norms and rotary embedding."""
+        maps: Any = self._feature_maps
+        with torch.autocast(autocast_type(call.query.device), enabled=False):
+            return fused_hedgehog_attention(self.config, call, maps, self._mixing_of(call)), None
+
+    def _attend(self, call: Call) -> tuple[torch.Tensor, DecodingState | None]:
+        """MHLA step by step: norms, feature map and rotary embedding, then the operator in one of its forms."""
+        call, config, sequence = call.normed(), self.config, call.sequence
+        query, key, value, backend = call.query, call.key, call.value, call.backend
+        if backend == "triton":
+            width = query.shape[3] * FEATURE_MAPS[config.feature_map].width_factor
+            if not kernels_pass(_kernel_family(config, sequence, query.shape[1]), query, value, width):
+                backend = "torch"
+        changed = call.rotary is not None or call.scaling is not None
+        dtype = token_dtype(config, backend, query, key, value, changed=changed)
+        with torch.autocast(autocast_type(query.device), enabled=False):
+            (query, plain_query), (key, plain_key) = (
+                features_and_plain(config, tokens.to(dtype), learned, call.rotary, call.scaling, backend)
+                for tokens, learned in zip((query, key), self._feature_maps)
+            )
+            operands = Operands(query, key, value.to(dtype), plain_query, plain_key, config.normalizer, config.eps)
+            if sequence is not None and sequence.state is not None:
+                assert config.block_size is not None
+                return decode(operands, self.mixing_matrix(), config.block_size[0], sequence, backend)
+            mixing, layout = self._mixing_of(call).to(accumulation_dtype(dtype)), call.layout
+            assert layout is not None
+            if call.shard is not None:
+                # Not by whether gradients are recorded: checkpointing computes the same output with and without.
+                half = value.dtype == torch.bfloat16 and not self.training
+                assert isinstance(layout, BlockLayout)
+                return attend_sharded(operands, mixing, layout, call.shard, torch.bfloat16 if half else None), None
+            causal = config.causal if sequence is None else sequence.causal
+            return attend_on(backend, operands, mixing, layout, causal=causal), None
+
+    @property
+    def _feature_maps(self) -> tuple[LearnedFeatureMap | None, LearnedFeatureMap | None]:
+        return self.feature_map_query, self.feature_map_key
+
+    def _mixing_of(self, call: Call) -> torch.Tensor:
+        """The mixing weights of the layout's own blocks: `[M, M]`, `[H, M, M]` or `[B, 1 or H, M, M]`."""
+        assert call.layout is not None
+        if isinstance(call.layout, BlockLayout) and call.sequence is None:
+            return self.mixing_matrix(call.layout)
+        assert call.sequence is not None
+        return mixing_for(self.mixing_matrix(), call.layout, causal=call.sequence.causal)
+
+    def _with_windowed(self, call: Call) -> tuple[Call, Call]:
+        """The call for MHLA, and the one for the window, whose queries and keys are normed and will be rotated."""
+        rotated = None
+        if call.backend == "triton":
+            # The window needs them outside the kernels in any case.
+            rotated = rotated_in_kernel(call)
+        if rotated is None:
+            call = call.normed()
+            return call, call
+        query, key = rotated
+        windowed = dataclasses.replace(call, query=query, key=key, rotary=None, norms=None)
+        return (windowed if self.config.rope == "before_feature_map" else call), windowed
+
+    def _attend_window(self, call: Call, state: DecodingState | None) -> tuple[torch.Tensor, DecodingState | None]:
+        """Softmax attention to the tokens of each token's window, and the state with them in its window.
+
+        Returns:
+            `[B, T, H, V]` in the dtype of the values, and the state.
+        """
+        window, size, sequence = self.config.window, self.window_size, call.sequence
+        assert window is not None and size is not None
+        query, key, value = call.query, call.key, call.value
+        with torch.autocast(autocast_type(query.device), enabled=False):
+            if call.rotary is not None:
+                query, key = call.rotary(query), call.rotary(key)
+            tokens = query.to(value.dtype), key.to(value.dtype), value
+            if sequence is None:
+                assert isinstance(call.layout, BlockLayout)
+                grid, prefix = call.layout.grid, self.num_prefix_tokens
+                options: dict[str, Any] = {"num_prefix_tokens": prefix, "scale": call.scaling}
+                return grid_window_attention(*tokens, window, size, grid, **options), None
+            if state is None:
+                return sequence_window_attention(*tokens, window, size[0], sequence, scale=call.scaling), None
+            past = state.window or empty_window_state(key, value, window, size[0], state.rewindable)
+            output, past = extend_window(*tokens, past, window, size[0], valid=sequence.valid, scale=call.scaling)
+            return output, dataclasses.replace(state, window=past)
+
+    def _convolve(self, call: Call) -> torch.Tensor:
+        """Convolution of the values over the token grid (LePE), zero for tokens before it: `[B, T, H, V]`."""
+        layout, convolution = call.layout, self.lepe
+        assert isinstance(layout, BlockLayout) and convolution is not None
+        value = repeat_heads(call.value, self.num_heads, 2)
+        if call.shard is not None:
+            tokens = sharded_convolution(convolution, value.flatten(2), layout.grid, call.shard)
+            return tokens.unflatten(-1, value.shape[2:])
+        image = value[:, layout.num_prefix_tokens :].flatten(2).transpose(1, 2).unflatten(2, layout.grid)
+        tokens = convolution(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
+        return F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0))
+
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"
+
+
+def decode(
+    operands: Operands, mixing: torch.Tensor, block_size: int, sequence: TokenSequence, backend: str
+) -> tuple[torch.Tensor, DecodingState]:
+    """MHLA of a sequence's tokens to those that its state has seen and to themselves, without checks.
+
+    Args:
+        operands: The tokens and the normaliser.
+        mixing: `[M, M]` or `[H, M, M]`, extended for longer sequences.
+        block_size: Tokens of a block.
+        sequence: Padding and the state.
+        backend: `"torch"` or `"triton"`.
+
+    Returns:
+        `[B, T, H, V]`, zero for padding; and the state after these tokens.
+    """
+    (_, key, value), state = operands.tokens, sequence.state
+    assert state is not None
+    mixing, blocks = mixing.to(operands.dtype), state.blocks
+    if blocks is None:
+        blocks = empty_state(
+            key.shape[0], key.shape[2], key.shape[3], value.shape[3], block_size,
+            num_mixing_heads=None if mixing.dim() == 2 else mixing.shape[0], num_blocks=state.num_blocks,
+            dtype=operands.dtype, summary_dtype=state.summary_dtype, device=key.device,
+        )  # fmt: skip
+    attend = step if key.shape[1] == 1 else extend
+    output, blocks = attend(operands, mixing, blocks, sequence.valid, backend)
+    return output, dataclasses.replace(state, blocks=blocks, last=LastTokens(mixing, key, operands.plain_key))
+
+
+class Path(NamedTuple):
+    """One way to compute MHLA.
+
+    Attributes:
+        name: Its name.
+        serves: Whether a layer can compute a call this way.
+        attend: Computes it: `[B, T, H, V]`, and the state after the tokens where the sequence had one.
+        is_finished: Whether output norm and gate are applied already.
+    """
+
+    name: str
+    serves: Callable[[MHLA, Call], bool]
+    attend: Callable[[MHLA, Call], tuple[torch.Tensor, DecodingState | None]]
+    is_finished: bool = False
+
+
+PATHS = (
+    Path("identity", lambda layer, call: call.identity, MHLA._attend_to_itself),
+    Path("fused", MHLA._fits_fused, MHLA._attend_fused, is_finished=True),
+    Path("hedgehog", MHLA._fits_hedgehog, MHLA._attend_hedgehog),
+    Path("plain", lambda layer, call: True, MHLA._attend),
+)
+"""The ways to compute MHLA; the first one that serves a call is taken."""
 
 
 def _kernel_family(config: MHLAConfig, sequence: TokenSequence | None, num_tokens: int) -> str:
@@ -509,11 +558,3 @@ def _kernel_family(config: MHLAConfig, sequence: TokenSequence | None, num_token
     if sequence is not None and sequence.state is not None:
         return "decode" if num_tokens == 1 else "prompt"
     return "causal" if (config.causal if sequence is None else sequence.causal) else "block"
-
-
-def _check_widths(**widths: Any) -> None:
-    for name, width in widths.items():
-        check_count(name, width)
-    heads, shared = widths["num_heads"], widths["num_key_value_heads"]
-    if heads % shared:
-        raise ValueError(f"num_key_value_heads={shared} must divide num_heads={heads}.")

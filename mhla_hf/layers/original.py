@@ -26,7 +26,7 @@ from ..ops.tables import repeat_heads
 from ..utils.messages import shorten_list
 from .fused import HeadNorms
 from .mhla import MHLA
-from .sequence import TokenSequence
+from .state import TokenSequence
 
 
 # SANA's, of the attention in diffusers.

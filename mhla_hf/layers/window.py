@@ -13,8 +13,16 @@ of (21, 3, 3) these are 774 MB and 387 MB in bfloat16, and 36 GFLOP.
 
 An `"adjacent"` window copies the keys and values of 3 blocks for each axis, 27 for videos, and needs a mask.
 
+A `"cross"` window of a video has the blocks around a token in its own frames, and its own place in all frames. All
+queries of a place share the keys of that place, which need no copies, and the queries of a block those of the eight
+blocks around it. One softmax goes over the scores of both. Copying what each block sees in one piece would copy every
+key once for each frame as well. With L tokens in a window these are B T H L numbers of scores, which pass through
+memory eight times, and 8 copies of keys and values: for that Wan and blocks of (1, 3, 3), 190 MB of scores and 1.5 GB
+of copies in bfloat16.
+
 Shape letters: B batch, T tokens, H heads, H_kv key/value heads, g = H / H_kv, K query/key width, V value width,
-M blocks of the window, N tokens of the largest one, S blocks that a block sees, itself included.
+M blocks of the window, N tokens of the largest one, S blocks that a block sees, itself included; F, P, Q blocks of a
+video along frames, height and width, X tokens before the grid.
 """
 
 from __future__ import annotations
@@ -27,13 +35,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layouts.blocks import BlockLayout
+from ..layouts.blocks import BlockLayout, cached, indices
 from ..layouts.sequences import SequenceLayout
-from ..layouts.tables import cached
 from ..ops.backends import choose_backend
 from ..ops.operands import from_head_blocks, head_blocks
-from .sequence import TokenSequence
-from .window_cross import cross_attention
+from .state import TokenSequence, WindowState
 
 
 # Numbers of keys copied at a time; that many again are values. Half a gigabyte each in bfloat16.
@@ -79,7 +85,7 @@ def grid_window_attention(
     prefix = (key[:, before], value[:, before]) if num_prefix_tokens else None
     sizes = tuple(window_size), tuple(grid)
     if window == "cross":
-        output = cross_attention(*tokens, *sizes, prefix, scale)
+        output = _attend_cross(*tokens, *sizes, prefix, scale)
     else:
         output = _attend_grid(*tokens, *sizes, prefix, scale, window)
     if not num_prefix_tokens:
@@ -199,16 +205,11 @@ def sequence_window_attention(
     if window == "block" and not sequence.causal and sequence.valid is None and sequence.documents is None:
         return _attend_own_blocks(query, key, value, (window_size,), (length,), None, scale)
     offsets = _offsets_seen(window, sequence.causal)
-    if sequence.valid is None and sequence.documents is None:
-        layout: BlockLayout | SequenceLayout = cached(BlockLayout, (length,), None, (window_size,))
-        seen = cached(_neighbours, layout.num_blocks, offsets, device)
+    layout = sequence.layout(query, window_size)
+    seen = cached(_neighbours, layout.num_blocks, offsets, device)
+    if isinstance(layout, BlockLayout):
         mask = cached(_tokens_seen, layout, offsets, device)
     else:
-        valid = sequence.valid
-        if valid is None:
-            valid = torch.ones(query.shape[:2], dtype=torch.bool, device=device)
-        layout = SequenceLayout(valid, window_size, sequence.documents, sequence.num_documents)
-        seen = cached(_neighbours, layout.num_blocks, offsets, device)
         mask = _of_documents(layout.token_table(device) < length, layout.first_blocks(), seen)
     if sequence.causal:
         mask = mask & cached(_up_to_itself, mask.shape[-1], offsets, device)
@@ -223,6 +224,98 @@ def sequence_window_attention(
     queries, keys, values = (head_blocks(x, layout) for x in (query, key, value))
     keys, values = (_of_seen(x, seen).flatten(3, 4) for x in (keys, values))
     return from_head_blocks(_attend(queries, keys, values, mask, scale), layout)
+
+
+def empty_window_state(
+    key: torch.Tensor, value: torch.Tensor, window: str, window_size: int, rewindable: int
+) -> WindowState:
+    """The state before the first token.
+
+    Args:
+        key: Any keys `[B, T, H_kv, K]` of the type and device to come.
+        value: Values `[B, T, H_kv, V]` likewise.
+        window: `"block"` or `"adjacent"`.
+        window_size: Tokens of a block.
+        rewindable: Number of tokens that may be taken back.
+    """
+    size = _reach(window, window_size) + rewindable
+    keys, values = (x.new_zeros(x.shape[0], x.shape[2], size + 1, x.shape[3]) for x in (key, value))
+    position = torch.zeros(key.shape[0], dtype=torch.long, device=key.device)
+    return WindowState(keys, values, position, is_empty=True)
+
+
+def extend_window(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: WindowState,
+    window: str,
+    window_size: int,
+    *,
+    valid: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, WindowState]:
+    """Attends to the window of each of these tokens, those that the state has seen included.
+
+    Arguments that are not listed are those of [`grid_window_attention`][mhla_hf.layers.window.grid_window_attention].
+
+    Args:
+        state: The state before these tokens.
+        window: `"block"` or `"adjacent"`.
+        window_size: Tokens of a block.
+        valid: BoolTensor `[B, T]`, False for padding, which is skipped and gets zeros; `None` for no padding.
+
+    Returns:
+        The output `[B, T, H, V]`, and the state after these tokens.
+    """
+    if query.shape[1] == 1:
+        state, before = state.with_tokens(key, value, valid), state.position
+        return _attend_one(query, state, before, window, window_size, valid, scale), state
+    tokens, seen, lead = (query, key, value), valid, 0
+    if not state.is_empty:
+        # The past that the new tokens see goes before them, from the start of a block on.
+        lead = _reach(window, window_size)
+        position = _first_seen(state.position, window, window_size) + indices(lead, query.device)
+        past = state.tokens_at(position)
+        tokens = F.pad(query, (0, 0, 0, 0, lead, 0)), torch.cat([past[0], key], 1), torch.cat([past[1], value], 1)
+        known = (position >= 0) & (position < state.position[:, None])
+        new = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device) if valid is None else valid
+        seen = torch.cat([known, new], dim=1)
+    output = sequence_window_attention(*tokens, window, window_size, TokenSequence(True, seen), scale=scale)
+    return output[:, lead:], state.with_tokens(key, value, valid)
+
+
+def _attend_one(
+    query: torch.Tensor,
+    state: WindowState,
+    position: torch.Tensor,
+    window: str,
+    window_size: int,
+    valid: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of one token at `position` `[B]` to the ring, which has it already: `[B, 1, H, V]`."""
+    column, last = indices(state.size, query.device), position[:, None]
+    # What each column holds is the latest position that belongs there.
+    held = last - (last - column) % state.size
+    visible = held >= _first_seen(position, window, window_size).clamp(min=0)
+    # Query heads that share their keys stand side by side as tokens.
+    queries = query[:, 0].unflatten(1, (state.keys.shape[1], -1))
+    keys, values = (ring.narrow(2, 0, state.size) for ring in (state.keys, state.values))
+    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible[:, None, None], scale=scale)
+    output = output.flatten(1, 2).unsqueeze(1)
+    return output if valid is None else output.masked_fill(~valid[..., None, None], 0)
+
+
+def _reach(window: str, window_size: int) -> int:
+    """The most tokens that a token sees, itself included."""
+    return window_size if window == "block" else 2 * window_size
+
+
+def _first_seen(position: torch.Tensor, window: str, window_size: int) -> torch.Tensor:
+    """The first position that the token at `position` sees, `[B, 1]`; below 0 where its block is the first one."""
+    before = 0 if window == "block" else 1
+    return ((position // window_size - before) * window_size)[:, None]
 
 
 def combine_parts(
@@ -351,3 +444,89 @@ def _blocks_seen(layout: BlockLayout, window: str, device: torch.device) -> torc
         exists = exists & (place >= 0) & (place < count)
         seen = seen * count + place
     return torch.where(exists, seen, layout.num_blocks)
+
+
+def _attend_cross(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window_size: tuple[int, ...],
+    grid: tuple[int, ...],
+    prefix: tuple[torch.Tensor, torch.Tensor] | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Softmax attention of the tokens of a video to those of their cross windows.
+
+    Args:
+        query: `[B, T, H, K]`, without tokens before the grid.
+        key: `[B, T, H_kv, K]`.
+        value: `[B, T, H_kv, V]`.
+        window_size: Tokens of a block along frames, height and width.
+        grid: Tokens along each of them.
+        prefix: Keys `[B, X, H_kv, K]` and values `[B, X, H_kv, V]` that every token sees as well.
+        scale: Scale of q·k; `None` for K^-1/2.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`.
+    """
+    batch, _, heads, _ = query.shape
+    groups = heads // key.shape[2]
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    # Slots that a block has beyond the grid would be computed like tokens.
+    window_size = tuple([min(side, length) for side, length in zip(window_size, grid)])
+    # Query heads that share their keys stand side by side as tokens: [B · H_kv, P, Q, F, g · N, K].
+    queries = _by_place(query * scale, grid, window_size)
+    queries = queries.unflatten(0, (-1, groups)).movedim(1, 4).flatten(4, 5)
+    keys, values = (_by_place(x, grid, window_size) for x in (key, value))
+    rows = queries.flatten(3, 4)
+    scores = [
+        (rows @ keys.flatten(3, 4).transpose(-1, -2)).view(*queries.shape[:5], -1),
+        queries @ _around(keys).transpose(-1, -2),
+    ]
+    if prefix is not None:
+        before = [x.transpose(1, 2).flatten(0, 1)[:, None, None, None] for x in prefix]
+        scores.append(queries @ before[0].transpose(-1, -2))
+    widths = [part.shape[-1] for part in scores]
+    mask = cached(_cross_mask, grid, window_size, query.device)
+    mask = F.pad(mask, (0, sum(widths) - mask.shape[-1]), value=True)
+    logits = torch.cat(scores, dim=-1).masked_fill_(~mask, float("-inf"))
+    # Sums of half precision run in float32 inside, and only what comes out is rounded.
+    weights = logits.softmax(dim=-1).to(value.dtype).split(widths, dim=-1)
+    output = (weights[0].flatten(3, 4) @ values.flatten(3, 4)).view(*queries.shape[:5], -1)
+    output = output + weights[1] @ _around(values)
+    if prefix is not None:
+        output = output + weights[2] @ before[1]
+    output = output.unflatten(4, (groups, -1)).movedim(4, 1).flatten(0, 1)
+    return _from_places(output, batch, grid, window_size)
+
+
+def _by_place(tokens: torch.Tensor, grid: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """Groups `[B, T, H, D]` by block, frames innermost: `[B · H, P, Q, F, N, D]`, zero where blocks leave the grid."""
+    tokens = tokens.unflatten(1, tuple(grid))
+    missing = [-length % side for length, side in zip(grid, size)]
+    tokens = F.pad(tokens, (0, 0, 0, 0, 0, missing[2], 0, missing[1], 0, missing[0]))
+    for axis, side in zip((1, 3, 5), size):
+        tokens = tokens.unflatten(axis, (-1, side))
+    return tokens.permute(0, 7, 3, 5, 1, 2, 4, 6, 8).flatten(5, 7).flatten(0, 1)
+
+
+def _from_places(grouped: torch.Tensor, batch: int, grid: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """Undoes [`_by_place`]: `[B, T, H, D]`."""
+    tokens = grouped.unflatten(0, (batch, -1)).unflatten(5, tuple(size)).permute(0, 4, 5, 2, 6, 3, 7, 1, 8)
+    tokens = tokens.flatten(5, 6).flatten(3, 4).flatten(1, 2)
+    return tokens[:, : grid[0], : grid[1], : grid[2]].flatten(1, 3)
+
+
+def _around(blocks: torch.Tensor) -> torch.Tensor:
+    """The eight blocks around each block in its frames: `[Z, P, Q, F, 8 · N, D]` from `[Z, P, Q, F, N, D]`."""
+    height, width = blocks.shape[1:3]
+    padded = F.pad(blocks, (0, 0, 0, 0, 0, 0, 1, 1, 1, 1))
+    places = [(down, right) for down in range(3) for right in range(3) if (down, right) != (1, 1)]
+    return torch.cat([padded[:, i : i + height, j : j + width] for i, j in places], dim=4)
+
+
+def _cross_mask(grid: tuple[int, ...], size: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Mask of the keys of a block: its own place in all frames, then the blocks around it."""
+    there = _by_place(torch.ones(1, math.prod(grid), 1, 1, device=device), grid, size)
+    place = there.flatten(3, 4).unsqueeze(3).expand(-1, -1, -1, there.shape[3], -1, -1)
+    return torch.cat([place, _around(there)], dim=4).squeeze(-1).unsqueeze(4) > 0

@@ -1,26 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BlockLayout`: which block every token of a 1-D, 2-D or 3-D grid belongs to, and moving tokens in and out of blocks.
 
+Tensors that follow from sizes alone are made once and remembered, see [`cached`].
+
 Shape letters: B batch, T tokens, M blocks, N tokens of the largest block; `...` any further axes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from ..utils.messages import shorten_value
-from . import MAX_BLOCKS, MAX_TOKENS
-from .tables import cached
+from . import MAX_TOKENS
 
 
 MAX_TILES = 2**22
 """Blocks on an axis: a text of four million tokens in blocks of one."""
+MAX_TABLES = 256
+# Tables of pairs of more blocks are made each time: they take too much memory to remember.
+MAX_REMEMBERED_BLOCKS = 256
+
+Made = TypeVar("Made")
+
+_tables: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+# Tables that a CUDA graph reads, which are kept for as long as the process runs: the graph knows their addresses only.
+_captured: dict[tuple[Any, ...], Any] = {}
+_lock = Lock()
+
+
+def cached(function: Callable[..., Made], *arguments: Any) -> Made:
+    """`function(*arguments)`, remembered: tables are made once for their sizes and device, not once for each layer.
+
+    The function returns a tensor, a tuple of tensors, or an object without tensors. torch.compile traces the function
+    itself. A CUDA graph that is being captured uses what is remembered; what is not, it makes for itself, as its
+    memory is the graph's.
+    """
+    if torch.compiler.is_compiling():
+        return function(*arguments)
+    key = function, *arguments
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    with _lock:
+        found = _captured.get(key)
+        if found is None and (found := _tables.get(key)) is not None:
+            if capturing:
+                _captured[key] = _tables.pop(key)
+            else:
+                _tables.move_to_end(key)
+    if found is not None:
+        return found
+    if capturing:
+        return function(*arguments)
+    # Tensors made in inference mode could not take part in training later.
+    with torch.inference_mode(False):
+        made = function(*arguments)
+    for tensor in made if isinstance(made, tuple) else (made,):
+        if isinstance(tensor, torch.Tensor) and type(tensor) is not torch.Tensor:
+            # Such as those of FakeTensorMode, which have no values for whoever asks for them next.
+            return made
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            # Whoever asks for it next may do so on another stream.
+            torch.cuda.current_stream(tensor.device).synchronize()
+    with _lock:
+        made = _tables.setdefault(key, made)
+        if len(_tables) > MAX_TABLES:
+            _tables.popitem(last=False)
+    return made
+
+
+def indices(count: int, device: torch.device) -> torch.Tensor:
+    """The numbers from 0 to `count` - 1, LongTensor, remembered."""
+    return cached(_indices, count, device)
+
+
+def _indices(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device)
 
 
 class BlockLayout:
@@ -212,15 +273,7 @@ class BlockLayout:
 
         Returns:
             `[B, T, ...]` in row-major token order; empty slots are dropped.
-
-        Raises:
-            ValueError: If axes 1 and 2 do not have M and N entries.
         """
-        if grouped.shape[1] != self.num_blocks or grouped.shape[2] != self.max_block_tokens:
-            raise ValueError(
-                f"grouped has shape {tuple(grouped.shape)}, but the layout has {self.num_blocks} blocks of "
-                f"{self.max_block_tokens} tokens."
-            )
         if self.is_uniform:
             axes, tail = len(self.grid), grouped.shape[3:]
             lengths = [tiles[0] for tiles in self.tile_lengths]
@@ -229,6 +282,10 @@ class BlockLayout:
             spread = grouped.reshape(grouped.shape[0], *self.blocks, *lengths, *tail).permute(order)
             return spread.reshape(grouped.shape[0], self.num_tokens, *tail)
         return grouped.flatten(1, 2).index_select(1, cached(_token_slots, self, grouped.device))
+
+    def earlier_blocks(self, device: torch.device) -> torch.Tensor:
+        """BoolTensor `[M, M]`, True where the column's block lies before the row's."""
+        return earlier_blocks(self.num_blocks, device)
 
     def token_table(self, device: torch.device) -> torch.Tensor:
         """Token of each slot of each block, int32 `[M, N]`; T (one past the last token) where a slot is empty."""
@@ -242,7 +299,6 @@ class BlockLayout:
 
 def block_centers(blocks: Sequence[int]) -> torch.Tensor:
     """Returns the centres of a grid of blocks, in blocks: float32 `[M, number of axes]`, first centre at 0.5."""
-    blocks = block_axes("blocks", blocks)
     axes = [torch.arange(count, dtype=torch.float32) + 0.5 for count in blocks]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(axes))
 
@@ -284,12 +340,6 @@ def check_count(name: str, value: Any, minimum: int = 1) -> None:
         raise ValueError(f"{name}={shorten_value(value)} must be an integer of at least {minimum}.")
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raises `ValueError` unless a value is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={shorten_value(value)} must be True or False.")
-
-
 def positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
     """Returns one positive integer for each axis.
 
@@ -309,18 +359,6 @@ def positive_axes(name: str, value: Any, length: int | None = None) -> tuple[int
     return axes
 
 
-def block_axes(name: str, value: Any) -> tuple[int, ...]:
-    """[`positive_axes`] whose product is a number of blocks that mixing weights are made for.
-
-    Raises:
-        ValueError: If it is anything else, or more than `MAX_BLOCKS`.
-    """
-    axes = positive_axes(name, value)
-    if math.prod(axes) > MAX_BLOCKS:
-        raise ValueError(f"{name}={shorten_value(axes)} makes more than {MAX_BLOCKS} blocks.")
-    return axes
-
-
 def _check_tiles(name: str, counts: Sequence[int]) -> None:
     # One number for each tile is kept.
     if max(counts) > MAX_TILES:
@@ -336,6 +374,17 @@ def _full_tiles(length: int, size: int) -> tuple[int, ...]:
     # Not divmod, which torch.compile cannot trace.
     full, rest = length // size, length % size
     return (size,) * full + ((rest,) if rest else ())
+
+
+def earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
+    """BoolTensor `[M, M]`, True where the column's block lies before the row's."""
+    if num_blocks > MAX_REMEMBERED_BLOCKS:
+        return _earlier_blocks(num_blocks, device)
+    return cached(_earlier_blocks, num_blocks, device)
+
+
+def _earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
 
 
 def _edges(layout: BlockLayout, axis: int, device: torch.device) -> torch.Tensor:

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .blocks import block_axes, check_count
-from .sequences import check_mixing_shape
-from .tables import cached
+from .blocks import cached, positive_axes
 
 
 def interpolation_matrix(
@@ -31,12 +29,7 @@ def interpolation_matrix(
 
     Returns:
         float32 `[M_target, M_source]`; rows sum to one.
-
-    Raises:
-        ValueError: If the numbers are not positive integers, or the two have a different number of axes.
     """
-    source_blocks = block_axes("source_blocks", source_blocks)
-    target_blocks = block_axes("target_blocks", target_blocks)
     result = torch.ones(1, 1, device=device)
     for source, target in zip(source_blocks, target_blocks, strict=True):
         position = ((torch.arange(target, device=device) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
@@ -77,21 +70,17 @@ def resample_mixing(
         >>> wider.shape, round(wider.sum(dim=1)[0].item(), 3)
         (torch.Size([10, 10]), 1.0)
     """
-    source_blocks = block_axes("source_blocks", source_blocks)
-    target_blocks = block_axes("target_blocks", target_blocks)
-    check_count("num_prefix_blocks", num_prefix_blocks, minimum=0)
-    check_mixing_shape(mixing)
+    source_blocks = positive_axes("source_blocks", source_blocks)
+    target_blocks = positive_axes("target_blocks", target_blocks)
     count = num_prefix_blocks + math.prod(source_blocks)
-    if mixing.shape[-1] != count or len(target_blocks) != len(source_blocks):
+    if mixing.shape[-2:] != (count, count) or len(target_blocks) != len(source_blocks):
         raise ValueError(
-            f"mixing {tuple(mixing.shape)}, source_blocks={tuple(source_blocks)} ({count} blocks) and "
-            f"target_blocks={tuple(target_blocks)} do not fit each other."
+            f"mixing {tuple(mixing.shape)}, source_blocks={source_blocks} ({count} blocks) and "
+            f"target_blocks={target_blocks} do not fit each other."
         )
-    if tuple(source_blocks) == tuple(target_blocks):
+    if source_blocks == target_blocks:
         return mixing
-    matrix = cached(
-        _interpolation_on, tuple(source_blocks), tuple(target_blocks), num_prefix_blocks, mixing.device, mixing.dtype
-    )
+    matrix = cached(_interpolation_on, source_blocks, target_blocks, num_prefix_blocks, mixing.device, mixing.dtype)
     return (matrix @ mixing @ matrix.transpose(0, 1)) * (matrix.shape[1] / matrix.shape[0])
 
 

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences: `SequenceLayout`, the blocks of padded or packed ones, and mixing weights for any number of blocks.
-
-Sequences have blocks of fixed size, as many as they need. Mixing weights that exist are used as they are. A pair of
-blocks past the end of the M × M weights takes the weight of the pair at the same distance: looking back, of the last
-row, m_{M-1, M-1-d}; looking ahead, of the first one, m_{0, d}. Farther than these rows reach, it takes their farthest
-weight. Uniform weights so stay uniform.
+"""`SequenceLayout`: the blocks of padded or packed sequences, of fixed size and as many as a sequence needs.
 
 Shape letters: B batch, T tokens, M blocks, N tokens of a block; `...` any further axes.
 """
@@ -14,12 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .blocks import check_count, check_flag
-from .tables import cached, indices
-
-
-# Tables of pairs of more blocks are made each time: they take too much memory to remember.
-MAX_REMEMBERED_BLOCKS = 256
+from .blocks import check_count, earlier_blocks, indices
 
 
 class SequenceLayout:
@@ -38,6 +28,8 @@ class SequenceLayout:
     Attributes:
         num_blocks: M, an upper bound that only depends on the shapes: blocks past the last token are empty.
         block_size: N.
+        index_in_document: Index of each block in its document, LongTensor `[B, M]`, -1 where a block is empty; `None`
+            where every row is one document.
 
     Raises:
         ValueError: If an argument has a wrong type, shape, dtype, device or value; the message names the argument.
@@ -58,14 +50,13 @@ class SequenceLayout:
         check_count("block_size", block_size)
         if documents is not None:
             _check_documents(documents, valid)
-            check_count("num_documents", num_documents)
         self.block_size = block_size
         self.num_tokens = valid.shape[1]
         count = num_documents if documents is not None else 1
         self.num_blocks = max(1, min(self.num_tokens, (self.num_tokens + count * (block_size - 1)) // block_size))
         self._valid = valid
         self._document_of_block: torch.Tensor | None = None
-        self._index_in_document: torch.Tensor | None = None
+        self.index_in_document: torch.Tensor | None = None
         position = valid.long().cumsum(dim=1) - 1
         if documents is None:
             slots = position
@@ -91,7 +82,7 @@ class SequenceLayout:
         where = torch.where(self._valid, block, self.num_blocks)
         unknown = position.new_full((position.shape[0], self.num_blocks + 1), -1)
         self._document_of_block = unknown.scatter(1, where, documents)[:, :-1]
-        self._index_in_document = unknown.scatter(1, where, position // size)[:, :-1]
+        self.index_in_document = unknown.scatter(1, where, position // size)[:, :-1]
         return block * size + position % size
 
     def check_length(self, length: int, name: str) -> None:
@@ -119,37 +110,21 @@ class SequenceLayout:
         table = self._token_of_slot.to(device, torch.int32)
         return table.unflatten(1, (self.num_blocks, self.block_size)).contiguous()
 
-    def mixing_matrix(self, mixing: torch.Tensor, *, causal: bool) -> torch.Tensor:
-        """The mixing weights of these blocks, zero between documents.
-
-        Args:
-            mixing: `[M', M']` or `[H, M', M']`, see [`mhla_hf.ops.extend_mixing`] for blocks past its end.
-            causal: Zero above the diagonal.
-
-        Returns:
-            `[M, M]` or `[H, M, M]`; with documents `[B, 1, M, M]` or `[B, H, M, M]`.
-        """
-        if self._document_of_block is None or self._index_in_document is None:
-            return extend_mixing(mixing, self.num_blocks, causal=causal)
-        index = self._index_in_document.clamp(min=0)
-        weights = mixing_at(mixing, index[:, :, None], index[:, None, :])
-        weights = weights.masked_fill(~self._same_document()[:, None], 0)
-        return weights.tril() if causal else weights
-
-    def earlier_blocks(self) -> torch.Tensor:
-        """Mask of earlier blocks in the same document: BoolTensor `[M, M]` or `[B, 1, M, M]`."""
+    def earlier_blocks(self, device: torch.device) -> torch.Tensor:
+        """Mask of earlier blocks in the same document: BoolTensor `[M, M]` or, with documents, `[B, 1, M, M]`."""
         if self._document_of_block is None:
-            return earlier_blocks(self.num_blocks, self._valid.device)
-        return self._same_document()[:, None].tril(-1)
+            return earlier_blocks(self.num_blocks, device)
+        return self.same_document()[:, None].tril(-1)
 
     def first_blocks(self) -> torch.Tensor | None:
         """The first block of each block's document, int32 `[B, M]`; `None` where every row is one document."""
-        if self._index_in_document is None:
+        if self.index_in_document is None:
             return None
-        index = indices(self.num_blocks, self._index_in_document.device)
-        return (index - self._index_in_document.clamp(min=0)).to(torch.int32)
+        index = indices(self.num_blocks, self.index_in_document.device)
+        return (index - self.index_in_document.clamp(min=0)).to(torch.int32)
 
-    def _same_document(self) -> torch.Tensor:
+    def same_document(self) -> torch.Tensor:
+        """Mask of pairs of blocks of one document, BoolTensor `[B, M, M]`."""
         assert self._document_of_block is not None
         document = self._document_of_block
         return (document[:, :, None] == document[:, None, :]) & (document[:, :, None] >= 0)
@@ -163,94 +138,7 @@ def _check_documents(documents: torch.Tensor, valid: torch.Tensor) -> None:
         )
 
 
-def earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
-    """BoolTensor `[M, M]`, True where the column's block lies before the row's."""
-    if num_blocks > MAX_REMEMBERED_BLOCKS:
-        return _earlier_blocks(num_blocks, device)
-    return cached(_earlier_blocks, num_blocks, device)
-
-
-def _earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
-
-
 def _gather_tokens(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Takes token `index[b, s]` of each batch entry: `[B, S, ...]` from `[B, T, ...]`."""
     index = index.reshape(*index.shape, *[1] * (tokens.dim() - 2)).expand(-1, -1, *tokens.shape[2:])
     return tokens.gather(1, index)
-
-
-def mixing_at(mixing: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Mixing weights of pairs of blocks, which may lie past the end of the weights.
-
-    Args:
-        mixing: `[M, M]` or `[H, M, M]`.
-        rows: Block indices of the queries, LongTensor, 0 or more.
-        columns: Block indices of the keys; broadcasts with `rows` to `[I, J]` or, for rows of their own in each batch
-            entry, `[B, I, J]`.
-
-    Returns:
-        `[I, J]` or `[H, I, J]`; for batched indices `[B, 1, I, J]` or `[B, H, I, J]`.
-
-    Raises:
-        ValueError: If `mixing` has another shape, or the indices are not integers.
-    """
-    check_mixing_shape(mixing)
-    row, column = _places_in_mixing(rows, columns, mixing.shape[-1] - 1)
-    weights = mixing[..., row, column]
-    if row.dim() == 2:
-        return weights
-    return weights.unsqueeze(1) if mixing.dim() == 2 else weights.movedim(0, 1)
-
-
-def _places_in_mixing(rows: torch.Tensor, columns: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of the weights that pairs of blocks take; `last` is M - 1."""
-    rows, columns = torch.broadcast_tensors(rows, columns)
-    distance = rows - columns
-    inside = torch.maximum(rows, columns) <= last
-    back = distance >= 0
-    row = torch.where(inside, rows, torch.where(back, last, 0)).clamp(max=last)
-    column = torch.where(inside, columns, torch.where(back, last - distance, -distance)).clamp(0, last)
-    return row, column
-
-
-def _leading_places(num_blocks: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`_places_in_mixing`] of all pairs of the first blocks."""
-    index = torch.arange(num_blocks, device=device)
-    return _places_in_mixing(index[:, None], index[None, :], last)
-
-
-def extend_mixing(mixing: torch.Tensor, num_blocks: int, *, causal: bool) -> torch.Tensor:
-    """The mixing weights of a sequence of `num_blocks` blocks: the leading ones, or all of them and then by distance.
-
-    Args:
-        mixing: `[M, M]` or `[H, M, M]`; for causal attention entries above the diagonal are ignored.
-        num_blocks: Number of blocks wanted.
-        causal: Zero above the diagonal.
-
-    Returns:
-        `[num_blocks, num_blocks]` or `[H, num_blocks, num_blocks]`.
-
-    Raises:
-        ValueError: If `mixing` has another shape, or `num_blocks` is not a positive integer.
-    """
-    check_mixing_shape(mixing)
-    check_count("num_blocks", num_blocks)
-    check_flag("causal", causal)
-    if num_blocks <= mixing.shape[-1]:
-        weights = mixing[..., :num_blocks, :num_blocks]
-    else:
-        sizes = num_blocks, mixing.shape[-1] - 1, mixing.device
-        places = _leading_places(*sizes) if num_blocks > MAX_REMEMBERED_BLOCKS else cached(_leading_places, *sizes)
-        weights = mixing[..., places[0], places[1]]
-    return weights.tril() if causal else weights
-
-
-def check_mixing_shape(mixing: torch.Tensor) -> None:
-    """Raises `ValueError` unless a value is a floating-point tensor `[M, M]` or `[H, M, M]`."""
-    shape = tuple(mixing.shape) if isinstance(mixing, torch.Tensor) and mixing.is_floating_point() else ()
-    if len(shape) not in (2, 3) or shape[-1] != shape[-2] or shape[-1] < 1:
-        found = f"{mixing.dtype} {tuple(mixing.shape)}" if isinstance(mixing, torch.Tensor) else type(mixing).__name__
-        raise ValueError(
-            f"mixing must be a floating-point tensor [blocks, blocks] or [heads, blocks, blocks], got {found}."
-        )

@@ -19,8 +19,8 @@ import torch.nn as nn
 from diffusers.models.modeling_utils import ModelMixin
 
 from ..config import MHLAConfig
-from ..layers.blocks import layout_at, reference_blocks, resolve_blocks
 from ..layers.mhla import MHLA
+from ..layers.mixing import layout_at, reference_blocks, resolve_blocks
 from ..layers.original import STATE_KEY, check_adapters, original_values, record_weights, weights_state
 from ..utils.compat.diffusers import check_parallel_setup, declared, fp32_parts, loading_call
 from ..utils.locations import LOCATION_OPTIONS

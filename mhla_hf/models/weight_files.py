@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from ..layers.blocks import reference_blocks
+from ..layers.mixing import reference_blocks
 from ..layers.original import STATE_KEY, record_weights
 from ..utils.compat.diffusers import LoadedWeights, load_weights
 from ..utils.files import read_weight_map

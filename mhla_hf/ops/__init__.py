@@ -12,14 +12,14 @@ from ..utils import lazy_names
 
 
 if TYPE_CHECKING:
-    from ..layouts.sequences import extend_mixing as extend_mixing
-    from ..layouts.sequences import mixing_at as mixing_at
     from .backends import choose_backend as choose_backend
     from .backends import triton_obstacle as triton_obstacle
     from .dispatch import mhla_attention as mhla_attention
     from .forms import naive_mhla_attention as naive_mhla_attention
     from .kernel_cases import kernel_errors as kernel_errors
     from .operands import MHLAState as MHLAState
+    from .operands import extend_mixing as extend_mixing
+    from .operands import mixing_at as mixing_at
     from .recurrent import empty_state as empty_state
     from .recurrent import mhla_extend as mhla_extend
     from .recurrent import mhla_step as mhla_step

@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 
 from ..layouts.blocks import BlockLayout
-from ..layouts.sequences import SequenceLayout, extend_mixing
+from ..layouts.sequences import SequenceLayout
 from ..utils.messages import check_choice
 from .backends import choose_backend
 from .forms import attend_by_block, attend_by_chunk, attend_naively
-from .operands import Operands, check_attention
+from .operands import Operands, check_attention, mixing_for
 from .tables import OPERATOR_BACKENDS
 
 
@@ -69,10 +69,7 @@ def mhla_attention(
     check_attention(operands, mixing, layout, causal)
     if backend == "naive":
         return attend_naively(operands, mixing, layout, causal)
-    if isinstance(layout, SequenceLayout):
-        mixing = layout.mixing_matrix(mixing, causal=causal)
-    elif causal:
-        mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
+    mixing = mixing_for(mixing, layout, causal=causal)
     family = "causal" if causal else "block"
     backend = choose_backend(backend, query, key, value, normalizer_query, family=family)
     return attend_on(backend, operands, mixing, layout, causal=causal)

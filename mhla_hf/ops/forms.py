@@ -13,8 +13,17 @@ from __future__ import annotations
 import torch
 
 from ..layouts.blocks import BlockLayout
-from ..layouts.sequences import SequenceLayout, earlier_blocks, extend_mixing
-from .operands import Operands, autocast_type, check_attention, from_head_blocks, head_blocks
+from ..layouts.sequences import SequenceLayout
+from .operands import (
+    Operands,
+    autocast_type,
+    check_attention,
+    extend_mixing,
+    finite_tokens,
+    from_head_blocks,
+    head_blocks,
+    spoilt_tokens,
+)
 from .tables import mix_summaries, prefix_and_own, repeat_heads
 
 
@@ -129,28 +138,3 @@ def attend_by_chunk(operands: Operands, mixing: torch.Tensor, layout: BlockLayou
             output = output / entry.divisor(from_head_blocks(product, layout), operands.eps)
         output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[2]), float("nan"))
     return output.to(operands.value.dtype)
-
-
-def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return keys, keys of the normaliser and values with zeros for bad tokens, and which those are, `[B, T, H_kv]`.
-
-    The products of chunks multiply what a token must not see by zero, which does not stop a NaN.
-    """
-    tokens = operands.key, operands.plain_key, operands.value
-    finite = [x.isfinite().all(-1) for x in tokens]
-    bad = ~(finite[0] & finite[1] & finite[2])
-    key, plain_key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in tokens)
-    return key, plain_key, value, bad
-
-
-def spoilt_tokens(bad: torch.Tensor, layout: BlockLayout | SequenceLayout, num_heads: int) -> torch.Tensor:
-    """Mark tokens at or after a bad one `[B, T, H_kv]` of their document and head: bool `[B, T, H, 1]`."""
-    flags = head_blocks(bad.unsqueeze(-1).to(torch.float32), layout).squeeze(-1)
-    before = (
-        layout.earlier_blocks()
-        if isinstance(layout, SequenceLayout)
-        else earlier_blocks(layout.num_blocks, bad.device)
-    )
-    earlier = before.to(flags.dtype) @ flags.sum(dim=-1, keepdim=True)
-    counts = (flags.cumsum(dim=-1) + earlier).unsqueeze(-1)
-    return repeat_heads(from_head_blocks(counts, layout), num_heads, 2) > 0

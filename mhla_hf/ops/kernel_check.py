@@ -14,6 +14,7 @@ of the caller (autograd, autocast, devices, streams, fake tensors) do not matter
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import math
@@ -174,8 +175,7 @@ def _check(
     def compare() -> None:
         nonlocal outcome
         # One of the package's lazy names: what it needs chooses backends, and so comes here.
-        from . import kernel_errors
-
+        kernel_errors = importlib.import_module(__package__).kernel_errors
         try:
             # Gradients are computed in this thread. The autograd thread of the GPU may be waiting for this check: it
             # runs the forward pass of layers once more that are checkpointed.

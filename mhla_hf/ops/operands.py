@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the forms of the operator take: tokens with their normaliser and the decoding state; and the checks of both.
+"""What the forms of the operator take: tokens with their normaliser, mixing weights of blocks, and the decoding state.
 
 Checks read types, shapes and devices alone, so that none waits for a device; torch.compile traces through them and
 leaves nothing. They run once, in the public functions. Every error is a `ValueError` that names the argument.
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layouts.blocks import BlockLayout
-from ..layouts.sequences import SequenceLayout, check_mixing_shape
+from ..layouts.blocks import MAX_REMEMBERED_BLOCKS, BlockLayout, cached
+from ..layouts.sequences import SequenceLayout
 from ..utils.messages import check_choice, shorten_value
-from .tables import NORMALIZERS, SEQUENCE_NORMALIZERS, Normalizer
+from .tables import NORMALIZERS, SEQUENCE_NORMALIZERS, Normalizer, repeat_heads
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -149,6 +149,105 @@ def from_head_blocks(blocks: torch.Tensor, layout: BlockLayout | SequenceLayout)
     return layout.from_blocks(blocks.permute(0, 2, 3, 1, 4))
 
 
+def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys, keys of the normaliser and values with zeros for bad tokens, and which those are, `[B, T, H_kv]`.
+
+    The products of chunks multiply what a token must not see by zero, which does not stop a NaN.
+    """
+    tokens = operands.key, operands.plain_key, operands.value
+    finite = [x.isfinite().all(-1) for x in tokens]
+    bad = ~(finite[0] & finite[1] & finite[2])
+    key, plain_key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in tokens)
+    return key, plain_key, value, bad
+
+
+def spoilt_tokens(bad: torch.Tensor, layout: BlockLayout | SequenceLayout, num_heads: int) -> torch.Tensor:
+    """Mark tokens at or after a bad one `[B, T, H_kv]` of their document and head: bool `[B, T, H, 1]`."""
+    flags = head_blocks(bad.unsqueeze(-1).to(torch.float32), layout).squeeze(-1)
+    earlier = layout.earlier_blocks(bad.device).to(flags.dtype) @ flags.sum(dim=-1, keepdim=True)
+    counts = (flags.cumsum(dim=-1) + earlier).unsqueeze(-1)
+    return repeat_heads(from_head_blocks(counts, layout), num_heads, 2) > 0
+
+
+def mixing_for(mixing: torch.Tensor, layout: BlockLayout | SequenceLayout, *, causal: bool) -> torch.Tensor:
+    """Return the mixing weights of a layout's own blocks, zero between documents.
+
+    Args:
+        mixing: `[M', M']` or `[H, M', M']`, see [`extend_mixing`] for blocks past its end.
+        layout: The blocks.
+        causal: Zero above the diagonal.
+
+    Returns:
+        `[M, M]` or `[H, M, M]`; with documents `[B, 1, M, M]` or `[B, H, M, M]`.
+    """
+    if isinstance(layout, BlockLayout) or layout.index_in_document is None:
+        return extend_mixing(mixing, layout.num_blocks, causal=causal)
+    index = layout.index_in_document.clamp(min=0)
+    weights = mixing_at(mixing, index[:, :, None], index[:, None, :])
+    weights = weights.masked_fill(~layout.same_document()[:, None], 0)
+    return weights.tril() if causal else weights
+
+
+def mixing_at(mixing: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the mixing weights of pairs of blocks, which may lie past the end of the weights.
+
+    A pair past the end of the M × M weights takes the weight of the pair at the same distance: looking back, of the
+    last row, m_{M-1, M-1-d}; looking ahead, of the first one, m_{0, d}. Farther than these rows reach, it takes their
+    farthest weight. Uniform weights so stay uniform.
+
+    Args:
+        mixing: `[M, M]` or `[H, M, M]`.
+        rows: Block indices of the queries, LongTensor, 0 or more.
+        columns: Block indices of the keys; broadcasts with `rows` to `[I, J]` or, for rows of their own in each batch
+            entry, `[B, I, J]`.
+
+    Returns:
+        `[I, J]` or `[H, I, J]`; for batched indices `[B, 1, I, J]` or `[B, H, I, J]`.
+    """
+    row, column = _places_in_mixing(rows, columns, mixing.shape[-1] - 1)
+    weights = mixing[..., row, column]
+    if row.dim() == 2:
+        return weights
+    return weights.unsqueeze(1) if mixing.dim() == 2 else weights.movedim(0, 1)
+
+
+def _places_in_mixing(rows: torch.Tensor, columns: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of the weights that pairs of blocks take; `last` is M - 1."""
+    rows, columns = torch.broadcast_tensors(rows, columns)
+    distance = rows - columns
+    inside = torch.maximum(rows, columns) <= last
+    back = distance >= 0
+    row = torch.where(inside, rows, torch.where(back, last, 0)).clamp(max=last)
+    column = torch.where(inside, columns, torch.where(back, last - distance, -distance)).clamp(0, last)
+    return row, column
+
+
+def _leading_places(num_blocks: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`_places_in_mixing`] of all pairs of the first blocks."""
+    index = torch.arange(num_blocks, device=device)
+    return _places_in_mixing(index[:, None], index[None, :], last)
+
+
+def extend_mixing(mixing: torch.Tensor, num_blocks: int, *, causal: bool) -> torch.Tensor:
+    """Return the weights of `num_blocks` blocks: the leading ones, or all and then by distance, see [`mixing_at`].
+
+    Args:
+        mixing: `[M, M]` or `[H, M, M]`; for causal attention entries above the diagonal are ignored.
+        num_blocks: Number of blocks wanted.
+        causal: Zero above the diagonal.
+
+    Returns:
+        `[num_blocks, num_blocks]` or `[H, num_blocks, num_blocks]`.
+    """
+    if num_blocks <= mixing.shape[-1]:
+        weights = mixing[..., :num_blocks, :num_blocks]
+    else:
+        sizes = num_blocks, mixing.shape[-1] - 1, mixing.device
+        places = _leading_places(*sizes) if num_blocks > MAX_REMEMBERED_BLOCKS else cached(_leading_places, *sizes)
+        weights = mixing[..., places[0], places[1]]
+    return weights.tril() if causal else weights
+
+
 def check_attention(operands: Operands, mixing: Any, layout: Any, causal: Any) -> None:
     """Check the arguments of [`mhla_hf.ops.mhla_attention`] beside the backend."""
     check_operands(operands)
@@ -204,6 +303,16 @@ def check_mixing(mixing: Any, query: torch.Tensor) -> None:
     if heads not in (1, query.shape[2]) or mixing.device != query.device:
         raise ValueError(
             f"mixing has {heads} heads on {mixing.device}, but query has {query.shape[2]} on {query.device}."
+        )
+
+
+def check_mixing_shape(mixing: torch.Tensor) -> None:
+    """Refuse mixing weights that are no floating-point tensor `[M, M]` or `[H, M, M]`."""
+    shape = tuple(mixing.shape) if isinstance(mixing, torch.Tensor) and mixing.is_floating_point() else ()
+    if len(shape) not in (2, 3) or shape[-1] != shape[-2] or shape[-1] < 1:
+        found = f"{mixing.dtype} {tuple(mixing.shape)}" if isinstance(mixing, torch.Tensor) else type(mixing).__name__
+        raise ValueError(
+            f"mixing must be a floating-point tensor [blocks, blocks] or [heads, blocks, blocks], got {found}."
         )
 
 

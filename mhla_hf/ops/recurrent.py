@@ -17,23 +17,26 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..layouts.blocks import BlockLayout, check_count
-from ..layouts.sequences import SequenceLayout, check_mixing_shape, extend_mixing, mixing_at
-from ..layouts.tables import cached, indices
+from ..layouts.blocks import BlockLayout, cached, check_count, indices
+from ..layouts.sequences import SequenceLayout
 from .backends import choose_backend
-from .forms import finite_tokens, spoilt_tokens
 from .operands import (
     MHLAState,
     Operands,
     autocast_type,
+    check_mixing_shape,
     check_recurrent,
     check_state,
     check_tokens,
     check_valid,
     current_block,
+    extend_mixing,
+    finite_tokens,
     from_head_blocks,
     head_blocks,
+    mixing_at,
     records_gradients,
+    spoilt_tokens,
 )
 from .tables import mix_summaries, prefix_and_own, repeat_heads
 

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Non-causal MHLA whose tokens are spread over several processes: one sum of block summaries over them.
 
+A convolution over their grid takes the tokens that it reaches from its neighbours.
+
 Shape letters: B batch, T tokens of all processes, L tokens of this one, H feature heads, K query/key width, V value
 width, M blocks, R blocks that this process has tokens of.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from ..layouts.blocks import BlockLayout
-from ..layouts.tables import cached
+from ..layouts.blocks import BlockLayout, cached
 from .operands import Operands, autocast_type
 from .tables import mix_summaries, repeat_heads
 
@@ -109,6 +113,36 @@ def tokens_with_neighbors(tokens: torch.Tensor, shard: TokenShard, reach: int) -
     rows = torch.cat([rows[begin - start : end - start] for begin, end in sent])
     rows = _Exchange.apply(rows, [end - begin for begin, end in sent], received, shard.group)
     return rows.transpose(0, 1), first
+
+
+def sharded_convolution(
+    convolution: torch.nn.Module, tokens: torch.Tensor, grid: Sequence[int], shard: TokenShard
+) -> torch.Tensor:
+    """Convolve over a token grid at the tokens of this process, with those of its neighbours that it reaches.
+
+    Half a kernel of slices along the grid's first axis comes from either side, not the whole sequence.
+
+    Args:
+        convolution: Of odd kernels that keeps the size of its input, over as many axes as the grid has.
+        tokens: `[B, L, C]`.
+        grid: The token grid of all processes.
+        shard: The tokens of this process.
+
+    Returns:
+        `[B, L, C]`.
+    """
+    start, stop = shard.run
+    margins = [size // 2 for size in convolution.kernel_size]  # type: ignore[union-attr, arg-type]
+    reach = sum(margin * math.prod(grid[axis + 1 :]) for axis, margin in enumerate(margins))
+    nearby, first = tokens_with_neighbors(tokens, shard, reach)
+    # Whole slices along the first axis, those that begin or end outside of what is needed filled up with zeros.
+    size = math.prod(grid[1:])
+    before = first % size
+    count = math.ceil((before + nearby.shape[1]) / size)
+    padded = F.pad(nearby, (0, 0, before, count * size - before - nearby.shape[1]))
+    image = padded.transpose(1, 2).unflatten(2, (count, *grid[1:]))
+    begin = start - first + before
+    return convolution(image).flatten(2).transpose(1, 2)[:, begin : begin + stop - start]
 
 
 def attend_sharded(

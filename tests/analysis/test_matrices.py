@@ -13,7 +13,7 @@ from mhla_hf import MHLA, BlockLayout, MHLAConfig
 from mhla_hf.analysis import layer_tokens, mhla_matrix
 from mhla_hf.layers.fused import PairwiseRotary
 from mhla_hf.layers.original import original_attention
-from mhla_hf.layers.sequence import TokenSequence
+from mhla_hf.layers.state import TokenSequence
 from mhla_hf.ops import mhla_attention
 from mhla_hf.training.matching.layers import mhla_layers, run
 from tests.integrations.transformers.mhla_models import default_options, served_names

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mhla_hf import MHLA, MHLAConfig
-from mhla_hf.layers.sequence import TokenSequence
+from mhla_hf.layers.state import TokenSequence
 from tests.ops.triton_checks import DEVICES
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mhla_hf import MHLA, MHLAConfig
-from mhla_hf.layers.sequence import TokenSequence
-from mhla_hf.layouts import tables
-from mhla_hf.layouts.tables import indices
+from mhla_hf.layers.state import TokenSequence
+from mhla_hf.layouts import blocks as tables
+from mhla_hf.layouts.blocks import indices
 
 
 LAYERS = {

@@ -10,7 +10,7 @@ import torch
 
 from mhla_hf import MHLAConfig
 from mhla_hf.layers import MHLA, HeadNorms
-from mhla_hf.layers.sequence import TokenSequence
+from mhla_hf.layers.state import TokenSequence
 
 from ..ops.triton_checks import DEVICES
 from .test_fused import in_torch, make_layer, outputs_and_gradients

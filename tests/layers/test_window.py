@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from mhla_hf import MHLA, MHLAConfig
 from mhla_hf.layers.fused import PairwiseRotary
-from mhla_hf.layers.sequence import TokenSequence
+from mhla_hf.layers.state import TokenSequence
 
 
 HIDDEN, HEADS, SHARED, WIDTH = 12, 4, 2, 6

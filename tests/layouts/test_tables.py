@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhla_hf import MHLA, MHLAConfig
-from mhla_hf.layers.sequence import TokenSequence
-from mhla_hf.layouts import tables
-from mhla_hf.layouts.tables import cached
+from mhla_hf.layers.state import TokenSequence
+from mhla_hf.layouts import blocks as tables
+from mhla_hf.layouts.blocks import cached
 
 
 @pytest.fixture(autouse=True)

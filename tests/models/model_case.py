@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from mhla_hf import BlockLayout, MHLAConfig
-from mhla_hf.layers.blocks import with_window_size
+from mhla_hf.layers.mixing import with_window_size
 from mhla_hf.ops import naive_mhla_attention
 from mhla_hf.ops.operands import Operands
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mhla_hf import MHLA, MHLAConfig, ops
-from mhla_hf.layers.sequence import TokenSequence
+from mhla_hf.layers.state import TokenSequence
 from mhla_hf.ops import backends, choose_backend, kernel_cases, kernel_check
 from mhla_hf.ops.kernel_check import VerdictFile, cache_directory, kernel_failure, kernels_pass
 

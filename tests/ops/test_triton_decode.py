@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer
-from mhla_hf.layers.sequence import TokenSequence, decode_sequence
+from mhla_hf.layers import mhla
+from mhla_hf.layers.state import TokenSequence
 from mhla_hf.ops import MHLAState, mhla_step
 from mhla_hf.ops.operands import Operands
 
@@ -134,7 +135,7 @@ def test_layers_hand_their_backend_on_to_the_cache(backend, device):
             tokens = part(inputs, first, last)
             cache.update(tokens["key"].transpose(1, 2), tokens["value"].transpose(1, 2))
             sequence = TokenSequence(causal=True, state=cache.decoding_state(2, last - first))
-            output, state = decode_sequence(Operands(**tokens), mixing, 2, sequence, backend)
+            output, state = mhla.decode(Operands(**tokens), mixing, 2, sequence, backend)
             cache.store(state, None)
             outputs.append(output)
     torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=1e-4, atol=1e-5)

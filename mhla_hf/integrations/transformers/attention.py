@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils import logging
 
-from ...layers.sequence import TokenSequence
+from ...layers.state import TokenSequence
 from .cache import MHLACacheLayer
 from .configuration import NAME
 from .inputs import LayerInputs, ModelInputs

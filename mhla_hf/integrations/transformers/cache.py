@@ -24,8 +24,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from ...layers.sequence import DecodingState
-from ...layers.window_state import WindowState
+from ...layers.state import DecodingState, WindowState
 from ...ops import MHLAState, rewind_state
 
 

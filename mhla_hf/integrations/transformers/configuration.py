@@ -16,7 +16,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ...config import CHOICES, MHLAConfig
-from ...layers.blocks import resolve_blocks, with_window_size
+from ...layers.mixing import resolve_blocks, with_window_size
 from ...models.bounds import MAX_LAYERS, check_new_size
 from ...models.stub import REFUSAL
 from ...ops.tables import SEQUENCE_NORMALIZERS

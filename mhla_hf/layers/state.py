@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer is told of a sequence, and what it remembers between calls.
+
+Decoding with a causal softmax window keeps a ring of the last keys and values, constant in size: a token sees its own
+block up to itself and, with an `"adjacent"` window, the block before it. The ring keeps as many tokens more as may be
+taken back, so that taking back is counting back. Every batch entry has its own position, and no step reads a value
+back from the device.
+
+Shape letters: B batch, T tokens, H heads, H_kv key/value heads, K query/key width, V value width, R tokens of
+the ring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from ..layouts.blocks import BlockLayout, cached
+from ..layouts.sequences import SequenceLayout
+from ..ops.operands import MHLAState, records_gradients
+
+
+@dataclass(frozen=True)
+class WindowState:
+    """Last keys and values of a causal window. `extend_window` may write into it: go on with what it returns.
+
+    Attributes:
+        keys: `[B, H_kv, R + 1, K]`; the token at position p is in column p mod R. The last column is never read.
+        values: The same of width V.
+        position: Tokens seen so far, without padding, LongTensor `[B]`.
+        is_empty: Whether no entry has seen a token, where this is known without asking the device.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    position: torch.Tensor
+    is_empty: bool = False
+
+    @property
+    def size(self) -> int:
+        """Tokens that the ring holds, R."""
+        return self.keys.shape[2] - 1
+
+    def rewound(self, valid: torch.Tensor, kept: torch.Tensor | None = None) -> WindowState:
+        """Return the state before the last tokens, or with those that are kept alone.
+
+        Args:
+            valid: BoolTensor `[B, T]`, False for padding among them.
+            kept: BoolTensor `[B, T]`, which of the valid ones stay; `None` for none of them.
+        """
+        before = dataclasses.replace(self, position=self.position - valid.sum(dim=1))
+        if kept is None:
+            return before
+        position = before.position[:, None] + valid.long().cumsum(dim=1) - 1
+        return before.with_tokens(*self.tokens_at(position), kept & valid)
+
+    def tokens_at(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys `[B, T, H_kv, K]` and values at `position` `[B, T]`, as far as the ring holds them."""
+        column = (position % self.size)[:, None, :, None]
+        keys, values = (
+            ring.gather(2, column.expand(-1, ring.shape[1], -1, ring.shape[3])).transpose(1, 2)
+            for ring in (self.keys, self.values)
+        )
+        return keys, values
+
+    def with_tokens(self, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None) -> WindowState:
+        """Return the state after these tokens: the last ones of each entry in their columns."""
+        length, size = key.shape[1], self.size
+        count = torch.arange(1, length + 1, device=key.device)[None] if valid is None else valid.cumsum(dim=1)
+        position = self.position[:, None] + count - 1
+        after = self.position + count[:, -1]
+        kept = position >= after[:, None] - size
+        column = torch.where(kept if valid is None else kept & valid, position % size, size)[:, None, :, None]
+        rings = []
+        for ring, new in ((self.keys, key), (self.values, value)):
+            index = column.expand(-1, ring.shape[1], -1, ring.shape[3])
+            # Gradients of earlier calls still need what they saw.
+            write = ring.scatter if records_gradients(ring, new) else ring.scatter_
+            rings.append(write(2, index, new.transpose(1, 2).to(ring.dtype)))
+        return WindowState(rings[0], rings[1], after)
+
+
+@dataclass(frozen=True)
+class LastTokens:
+    """The tokens of one call as [`mhla_hf.ops.rewind_state`] needs them to take them back.
+
+    Attributes:
+        mixing: The mixing weights.
+        key: Feature-mapped keys `[B, T, H_kv, K]`.
+        normalizer_key: The same, unrotated.
+    """
+
+    mixing: torch.Tensor
+    key: torch.Tensor
+    normalizer_key: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DecodingState:
+    """The state that one layer decodes from, and the one that it returns for the caller to store.
+
+    Attributes:
+        blocks: Block summaries; `None` before the first token.
+        window: Keys and values of the softmax window; `None` before the first token, or without a window.
+        num_blocks: Finished blocks that `blocks` has room for when it is made.
+        summary_dtype: Dtype that finished blocks are kept in; `None` for the accumulation dtype.
+        rewindable: Tokens that a window can take back.
+        last: The tokens of the call that returned this state.
+    """
+
+    blocks: MHLAState | None = None
+    window: WindowState | None = None
+    num_blocks: int = 2
+    summary_dtype: torch.dtype | None = None
+    rewindable: int = 0
+    last: LastTokens | None = None
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """The tokens of one call of a layer.
+
+    Attributes:
+        causal: Token t sees j ≤ t only.
+        valid: BoolTensor `[B, T]`, False for padding; `None` for no padding.
+        documents: Document of each token, LongTensor `[B, T]`, see [`SequenceLayout`]; `None` for one a row.
+        num_documents: An upper bound of their number in a row.
+        state: State that decoding resumes from, with room for these tokens; `None` to attend to these tokens only.
+            Not together with documents.
+    """
+
+    causal: bool
+    valid: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+    num_documents: int = 1
+    state: DecodingState | None = None
+
+    def layout(self, tokens: torch.Tensor, block_size: int) -> BlockLayout | SequenceLayout:
+        """Return the blocks of these tokens `[B, T, ...]`; the state is not looked at."""
+        valid = self.valid
+        if valid is None and self.documents is None:
+            return cached(BlockLayout, (tokens.shape[1],), None, (block_size,))
+        if valid is None:
+            valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        return SequenceLayout(valid, block_size, self.documents, self.num_documents)
