@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..models.directory import ModelDirectory
@@ -15,7 +14,7 @@ from ..models.registry import is_mhla_class
 from ..models.source import Component
 from ..training.config import CacheConfig, TrainingConfig
 from ..training.data.batches import BatchSource, Latents, RecordedCalls
-from ..training.data.cache import LatentDataset, make_cache, open_samples, read_prompts
+from ..training.data.cache import CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.images import image_batches, open_images
 from ..training.data.probes import pipeline_batches
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
@@ -85,7 +84,7 @@ class RecoveryData:
         else:
             _, cache_config = self._cache_options("cpu")
             directory = ModelDirectory.read(self.root, self.component.name)
-            open_samples(directory, cache_config, self.seed, torch.device("cpu"))
+            CachePlan.make(directory, cache_config)
 
     def open(self, model: nn.Module) -> BatchSource:
         """Prepare the data once, as tokens or as latents and embeddings, and open them for the converted model.

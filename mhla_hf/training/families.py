@@ -51,7 +51,7 @@ _DEFAULT_SHIFT = 3.0
 _DIGIT_VIDEO = "64,64,17"
 _DIGIT_IMAGE_SIDE = 64
 # The label without class that diffusers' DiTPipeline has built in.
-_GUIDANCE_LABEL = 1000
+GUIDANCE_LABEL = 1000
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SampleSizes:
 
     Attributes:
         spatial_factor: Pixels of height or width per latent.
-        temporal_factor: Frames per latent; the first frame is one latent.
+        temporal_factor: Frames per latent, of which the first frame is one; 0 for images.
         patch_size: Height and width of a token, in latents.
         own_size: Height and width that an image model was made for, in pixels; 0 for video models.
         num_classes: Number of classes of the model; 0 if it is conditioned on text.
@@ -80,16 +80,13 @@ class SampleSizes:
         """
         rows, columns = (self.spatial_factor * side for side in self.patch_size)
         for bucket in buckets:
-            if self.own_size and bucket.num_frames > 1:
-                raise ValueError(f"sizes of images have height and width only, got {bucket.num_frames} frames")
-            for name, length, multiple, rest in (
-                ("height", bucket.height, rows, 0),
-                ("width", bucket.width, columns, 0),
-                ("frames", bucket.num_frames, self.temporal_factor, 1),
-            ):
-                if (length - rest) % multiple:
-                    allowed = "plus 1" if rest else "for this pipeline"
-                    raise ValueError(f"sizes: {name} must be a multiple of {multiple} {allowed}, got {length}")
+            fits = not bucket.height % rows and not bucket.width % columns
+            frames = f", frames a multiple of {self.temporal_factor} plus 1" if self.temporal_factor else ""
+            if not fits or (bucket.num_frames - 1) % (self.temporal_factor or _MOST):
+                raise ValueError(
+                    f"sizes: for this pipeline height must be a multiple of {rows}, width of {columns}{frames}; got "
+                    f"{bucket.height},{bucket.width},{bucket.num_frames}"
+                )
 
 
 class Family(ABC):
@@ -101,6 +98,8 @@ class Family(ABC):
         text_length: Default number of tokens that captions are padded to; 0 for models of classes.
         video_size: Default height, width and number of frames; empty for models of images.
         pipeline_options: Entries of the pipeline's configuration that its sampling depends on.
+        encoded_names: Arguments of the pipeline's call for what its `encode_prompt` returns.
+        call_options: Further arguments of the pipeline's call.
     """
 
     name: ClassVar[str]
@@ -109,6 +108,8 @@ class Family(ABC):
     text_length: ClassVar[int] = 0
     video_size: ClassVar[str] = ""
     pipeline_options: ClassVar[tuple[str, ...]] = ()
+    encoded_names: ClassVar[tuple[str, ...]] = ()
+    call_options: ClassVar[dict[str, Any]] = {}
 
     @property
     def prompt_encoders(self) -> tuple[str, ...]:
@@ -151,7 +152,7 @@ class Family(ABC):
         model_path = directory.folder / "config.json"
         patch, own_size = (_count(config, name, model_path) for name in ("patch_size", "sample_size"))
         num_classes = 0 if self.text_length else _count(config, "num_embeds_ada_norm", model_path, 10**9)
-        return SampleSizes(factor, 1, (patch, patch), own_size * factor, num_classes)
+        return SampleSizes(factor, 0, (patch, patch), own_size * factor, num_classes)
 
     def complete(self, config: CacheConfig, sizes: SampleSizes) -> tuple[CacheConfig, tuple[Bucket, ...]]:
         """Fill in the options that were not given, and return them with the sizes.
@@ -203,7 +204,6 @@ class Family(ABC):
     def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
         """Encode the condition of a sample without caption or class, as the pipeline's guidance takes it."""
 
-    @abstractmethod
     def validation_inputs(
         self,
         pipeline: Any,
@@ -229,6 +229,22 @@ class Family(ABC):
         Raises:
             ValueError: If the pipeline cannot make one of the samples.
         """
+        encoded = pipeline.encode_prompt(
+            list(config.validation_prompts),
+            negative_prompt=config.validation_negative_prompt,
+            max_sequence_length=length,
+            device=pipeline.text_encoder.device,
+            **self.prompt_options(pipeline),
+        )
+        common = {**self.call_options, **vars(size)}
+        if not self.video_size:
+            del common["num_frames"]
+        by_prompt = zip(*(tensor.cpu().split(1) for tensor in encoded), strict=True)
+        return [{**dict(zip(self.encoded_names, tensors, strict=True)), **common} for tensors in by_prompt]
+
+    def prompt_options(self, pipeline: Any) -> dict[str, Any]:
+        """Return further arguments of the pipeline's `encode_prompt`."""
+        return {}
 
 
 class Wan(Family):
@@ -239,6 +255,7 @@ class Wan(Family):
     text_length = 512
     video_size = "480,832,81"
     pipeline_options = ("expand_timesteps",)
+    encoded_names = ("prompt_embeds", "negative_prompt_embeds")
 
     def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
         """Restrict each of two transformers of a pipeline to its side of the boundary."""
@@ -282,26 +299,6 @@ class Wan(Family):
         """Encode the empty prompt."""
         return self.encode_condition(pipeline, "", length)
 
-    def validation_inputs(
-        self,
-        pipeline: Any,
-        directory: ModelDirectory,
-        config: TrainingConfig,
-        size: Bucket,
-        length: int | None,
-        classes: Mapping[str, int],
-    ) -> list[dict[str, Any]]:
-        embeddings, negative = pipeline.encode_prompt(
-            list(config.validation_prompts),
-            negative_prompt=config.validation_negative_prompt,
-            max_sequence_length=length,
-            device=pipeline.text_encoder.device,
-        )
-        return [
-            {"prompt_embeds": own[None].cpu(), "negative_prompt_embeds": other[None].cpu(), **vars(size)}
-            for own, other in zip(embeddings, negative, strict=True)
-        ]
-
 
 class Sana(Family):
     """Images `[3, H, W]` to `[C, H', W']`; captions to `prompt_embeds` `[l, D]`, `prompt_attention_mask` `[l]`.
@@ -313,6 +310,11 @@ class Sana(Family):
     name = "sana"
     objective = SanaObjective
     text_length = 300
+    encoded_names = (
+        "prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask",
+    )  # fmt: skip
+    # By default the negative prompt is an empty text, which the pipeline refuses beside embeddings.
+    call_options = {"negative_prompt": None, "use_resolution_binning": False}
 
     def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
         """Take a shift that the options do not give from the pipeline's scheduler."""
@@ -335,7 +337,7 @@ class Sana(Family):
             str(condition),
             do_classifier_free_guidance=False,
             max_sequence_length=length,
-            complex_human_instruction=sana_instruction(pipeline),
+            **self.prompt_options(pipeline),
         )
         return _without_padding(embeddings[0], mask[0])
 
@@ -344,27 +346,9 @@ class Sana(Family):
         _, _, embeddings, mask = pipeline.encode_prompt("", negative_prompt="", max_sequence_length=length)
         return _without_padding(embeddings[0], mask[0])
 
-    def validation_inputs(
-        self,
-        pipeline: Any,
-        directory: ModelDirectory,
-        config: TrainingConfig,
-        size: Bucket,
-        length: int | None,
-        classes: Mapping[str, int],
-    ) -> list[dict[str, Any]]:
-        names = [f"{kind}prompt_{part}" for kind in ("", "negative_") for part in ("embeds", "attention_mask")]
-        encoded = pipeline.encode_prompt(
-            list(config.validation_prompts),
-            negative_prompt=config.validation_negative_prompt,
-            max_sequence_length=length,
-            complex_human_instruction=sana_instruction(pipeline),
-            device=pipeline.text_encoder.device,
-        )
-        # By default the negative prompt is an empty text, which the pipeline refuses beside embeddings.
-        common = {"negative_prompt": None, "height": size.height, "width": size.width, "use_resolution_binning": False}
-        by_prompt = zip(*(tensor.cpu().split(1) for tensor in encoded), strict=True)
-        return [{**dict(zip(names, tensors, strict=True)), **common} for tensors in by_prompt]
+    def prompt_options(self, pipeline: Any) -> dict[str, Any]:
+        """Return the lines that the pipeline puts before prompts by default."""
+        return {"complex_human_instruction": list(call_default(pipeline, "complex_human_instruction"))}
 
 
 class DiT(Family):
@@ -407,9 +391,9 @@ class DiT(Family):
                 f"validation_prompts: the pipeline makes images of {sizes.own_size}x{sizes.own_size} only, and the "
                 f"cache has {size.height}x{size.width}"
             )
-        if config.validation_guidance > 1 and sizes.num_classes != _GUIDANCE_LABEL:
+        if config.validation_guidance > 1 and sizes.num_classes != GUIDANCE_LABEL:
             raise ValueError(
-                f"validation_guidance must be at most 1: the pipeline's guidance is for models of {_GUIDANCE_LABEL} "
+                f"validation_guidance must be at most 1: the pipeline's guidance is for models of {GUIDANCE_LABEL} "
                 f"classes, and this one has {sizes.num_classes}"
             )
         # The classes of the data come first where an error lists them, and mean what they mean there.
@@ -463,11 +447,6 @@ def objective_for(
     if directory is not None and not isinstance(directory, ModelDirectory):
         directory = ModelDirectory.open(directory, config.component)
     return family.make_objective(config, directory)
-
-
-def sana_instruction(pipeline: Any) -> list[str]:
-    """Return the lines that a SANA pipeline puts before prompts by default."""
-    return list(call_default(pipeline, "complex_human_instruction"))
 
 
 def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:

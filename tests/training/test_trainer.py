@@ -68,9 +68,9 @@ def pipeline_directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cache_directory(tmp_path_factory, pipeline_directory):
     """A cache with random latents: the encoders have tests of their own."""
+    from mhla_hf.models.directory import ModelDirectory
     from mhla_hf.training.config import CacheConfig
-    from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, cache_settings, write_tensors
-    from mhla_hf.training.families import FAMILIES
+    from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, CachePlan, write_tensors
     from mhla_hf.utils.files import write_json
 
     directory = tmp_path_factory.mktemp("cache")
@@ -85,7 +85,7 @@ def cache_directory(tmp_path_factory, pipeline_directory):
         }
         write_tensors(directory / "samples" / name, tensors)
     write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)})
-    settings = cache_settings(pipeline_directory, config, FAMILIES["wan"].encoders, 0)
+    settings = CachePlan.make(ModelDirectory.open(pipeline_directory), config).settings()
     manifest = {"format_version": FORMAT_VERSION, "settings": settings, "complete": True}
     finished = {"samples": names, "latent_shapes": [[16, 2, 4, 4]], "buckets": [0] * 4, "skipped": [], "classes": {}}
     write_json(directory / MANIFEST, {**manifest, **finished, "samples_digest": "0"})

@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -325,7 +325,7 @@ class BatchSource:
             rank: Number of this process.
             world_size: Number of processes.
         """
-        order = self._order(stage, batch_size, rank, world_size)
+        order = self._order(stage, batch_size, rank=rank, world_size=world_size)
         return self._make([self.indices[order.dataset_index(number)] for number in order.sample_numbers(step)])
 
     def held_out(self, batch_size: int) -> list[Batch]:
@@ -340,19 +340,11 @@ class BatchSource:
         """Return the first batches of a stage."""
         return [self.batch(stage, step, batch_size) for step in range(count)]
 
-    def _make(self, indices: Sequence[int]) -> Batch:
-        """A batch of some samples; not needed where `batch` and `held_out` make theirs otherwise."""
-        raise NotImplementedError
+    _make: Callable[[Sequence[int]], Batch]
+    """Makes a batch of some samples, where `batch` and `held_out` do not make theirs otherwise."""
 
-    def _order(self, stage: str, batch_size: int, rank: int, world_size: int) -> DataOrder:
-        return DataOrder(
-            dataset_size=len(self),
-            batch_size=batch_size,
-            seed=self.seed,
-            stage=stage,
-            rank=rank,
-            world_size=world_size,
-        )
+    def _order(self, stage: str, batch_size: int, **processes: int) -> DataOrder:
+        return DataOrder(dataset_size=len(self), batch_size=batch_size, seed=self.seed, stage=stage, **processes)
 
 
 class Latents(BatchSource):
@@ -398,12 +390,9 @@ class Latents(BatchSource):
         self.draws = draws or min(_MOST_DRAWS, math.ceil(_DRAWS / len(self.held_out_samples)))
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        return self.inputs(self.latent_batch(stage, step, batch_size, rank, world_size))
-
-    def latent_batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> LatentBatch:
-        """Return the batch of a step before noise is added, as the training loop takes it; arguments as in `batch`."""
-        order = self._order(stage, batch_size, rank, world_size)
-        return make_batch(self.samples, order, step, 0, self.objective, self.condition_dropout, self.null_condition)
+        order = self._order(stage, batch_size, rank=rank, world_size=world_size)
+        dropping = (self.condition_dropout, self.null_condition)
+        return self.inputs(make_batch(self.samples, order, step, 0, self.objective, *dropping))
 
     def held_out(self, batch_size: int) -> list[Batch]:
         """Held-out samples with noise levels that cover their distribution evenly."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -32,7 +32,7 @@ from ...utils.files import atomic_file, check_fields, path_inside, read_json, wr
 from ...utils.locations import download_pipeline
 from ...utils.messages import shorten_text, shorten_value
 from ..config import DIGITS, GENERATED, LONGEST_TEXT, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
-from ..families import Family, family_of_class, load_encoders
+from ..families import GUIDANCE_LABEL, Family, SampleSizes, family_of_class, load_encoders
 from ..processes import Processes
 from .batches import stable_seed
 from .digits import digit_images, digit_videos
@@ -193,15 +193,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def saved_metadata(path: Path) -> dict[str, str]:
-    """Metadata of a sample file about its source; empty if the file is missing, damaged or has none."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}
-    except (OSError, SafetensorError):
-        return {}
-
-
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write one of a cache's tensor files, floating-point tensors in fp32."""
     stored = {
@@ -229,143 +220,151 @@ def read_prompts(path: str | Path) -> list[str]:
     return prompts
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentGenerator:
-    """Draws samples with a diffusion pipeline that has its original attention, as the cache step takes data.
+def drawn_samples(
+    directory: Path, config: CacheConfig, num_classes: int, seed: int, device: torch.device | str
+) -> list[DataSample]:
+    """List latents that a pipeline with its original attention draws, with its own steps and guidance.
 
-    Attributes:
+    Args:
         directory: The ordinary pipeline.
-        config: The options.
-        size: Size of the samples.
+        config: The options, with every size given. Prompts or classes are taken in turn.
         num_classes: Number of classes of the model; 0 for text-conditional models.
         seed: Seed of the noise; the seed of each sample is derived from it.
         device: Where the pipeline runs.
+
+    Raises:
+        ValueError: If a text-conditional model comes without prompts, or another with them.
     """
+    if (config.prompts is None) is not bool(num_classes):
+        raise ValueError(
+            "prompts, a text file with one prompt a line, must be given for data='generated' of models that take "
+            "text, and only for them"
+        )
+    conditions = range(num_classes) if config.prompts is None else read_prompts(config.prompts)
+    options: dict[str, Any] = {"output_type": "latent", "max_sequence_length": config.max_sequence_length}
+    options |= {name: value for name, value in vars(parse_sizes(str(config.sizes))[0]).items() if value > 1}
+    if num_classes:
+        options = {"output_type": "np"} if num_classes == GUIDANCE_LABEL else {"guidance_scale": 1.0}
+    captured: list[torch.Tensor] = []
 
-    directory: Path
-    config: CacheConfig
-    size: Bucket
-    num_classes: int
-    seed: int
-    device: torch.device
-    _captured: list[torch.Tensor] = field(default_factory=list)
-
-    def samples(self) -> list[DataSample]:
-        """List the samples to generate: prompts or classes in turn."""
-        prompts, conditions = self.config.prompts, list[str | int](range(self.num_classes))
-        if (prompts is None) is not bool(self.num_classes):
-            raise ValueError(
-                "prompts, a text file with one prompt a line, must be given for data='generated' of models that take "
-                "text, and only for them"
-            )
-        if prompts is not None:
-            conditions = [*read_prompts(prompts)]
-
-        def sample(number: int) -> DataSample:
-            condition = conditions[number % len(conditions)]
-            return DataSample(f"{GENERATED}:{number}", condition, lambda: self.draw(condition, number))
-
-        return [sample(number) for number in range(self.config.num_samples or _MADE_COUNT)]
-
-    @cached_property
-    def pipeline(self) -> Any:
-        """The pipeline."""
+    @cache
+    def load_pipeline() -> Any:
         from diffusers import DiffusionPipeline
 
-        pipeline = DiffusionPipeline.from_pretrained(self.directory).to(self.device)
+        pipeline = DiffusionPipeline.from_pretrained(directory).to(device)
         pipeline.set_progress_bar_config(disable=True)
-        if self.num_classes:
-            # The DiT pipeline has no option that returns latents.
-            def decode(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                self._captured[:] = [latents * pipeline.vae.config.scaling_factor]
-                return SimpleNamespace(sample=latents.new_zeros(len(latents), 3, 1, 1))
 
+        def decode(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            captured[:] = [latents * pipeline.vae.config.scaling_factor]
+            return SimpleNamespace(sample=latents.new_zeros(len(latents), 3, 1, 1))
+
+        if num_classes:
+            # The DiT pipeline has no option that returns latents.
             pipeline.vae.decode = decode
         return pipeline
 
     @torch.no_grad()
-    def draw(self, condition: str | int, number: int) -> torch.Tensor:
-        """Draw the latents `[C, ...]` that the pipeline ends with, fp32, with its own steps and guidance.
+    def draw(number: int) -> torch.Tensor:
+        condition = conditions[number % len(conditions)]
+        subject = {"class_labels": [condition]} if num_classes else {"prompt": condition}
+        generator = torch.Generator().manual_seed(stable_seed(seed, GENERATED, number))
+        output = load_pipeline()(**subject, **options, generator=generator, return_dict=False)[0]
+        return (captured.pop() if num_classes else output)[0].float().cpu()
+
+    return [
+        DataSample(f"{GENERATED}:{number}", conditions[number % len(conditions)], partial(draw, number))
+        for number in range(config.num_samples or _MADE_COUNT)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """The samples of a cache, listed without reading or drawing one, and what encodes them.
+
+    Attributes:
+        directory: The pipeline.
+        config: The options, with every size given.
+        sizes: Constraints of the pipeline.
+        samples: The samples.
+        teacher: The original pipeline, if it draws them.
+        seed: Seed of samples that it draws.
+    """
+
+    directory: ModelDirectory
+    config: CacheConfig
+    sizes: SampleSizes
+    samples: Sequence[DataSample]
+    teacher: Path | None = None
+    seed: int = 0
+
+    @classmethod
+    def make(
+        cls,
+        directory: ModelDirectory,
+        config: CacheConfig,
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        teacher: str | None = None,
+    ) -> CachePlan:
+        """List the samples.
 
         Args:
-            condition: Prompt or class.
-            number: Number of the sample.
+            directory: The pipeline to train.
+            config: The options.
+            seed: Seed of samples that the original draws.
+            device: Where it draws them.
+            teacher: The original, if it was given.
+
+        Raises:
+            ValueError: If the data are not there, have no captions or classes, or options or data do not fit the
+                pipeline.
         """
-        options: dict[str, Any] = {"class_labels": [condition], "output_type": "np"}
-        if self.num_classes:
-            # The label without class that the pipeline has built in is that of ImageNet.
-            options |= {} if self.num_classes == 1000 else {"guidance_scale": 1.0}
+        family = family_of_class(directory.class_name)
+        check_options(config, family.name)
+        sizes = family.sizes(directory)
+        config, buckets = family.complete(config, sizes)
+        size, folder, num_classes = buckets[0], Path(str(config.data)), sizes.num_classes
+        count, root = config.num_samples or _MADE_COUNT, None
+        samples: Sequence[DataSample]
+        if config.data == GENERATED:
+            original = directory.original(teacher, "teacher")
+            # Of a repository only the model may have been downloaded.
+            root = original.root if (original.root / "vae").is_dir() else download_pipeline(original.location)
+            samples = drawn_samples(root, config, num_classes, seed, device)
+        elif config.data == DIGITS and family.video_size:
+            samples = digit_videos(count, size.height, size.num_frames)
+        elif config.data == DIGITS:
+            samples = digit_images(count, size.height, captions=not num_classes)
+        elif family.video_size:
+            samples = captioned_videos(folder, buckets, config.fps)
+        elif num_classes:
+            labels = pipeline_labels((directory.index or {}).get("id2label"))
+            samples = class_images(folder, buckets, known_labels=labels, num_classes=num_classes)
         else:
-            length, size = self.config.max_sequence_length, vars(self.size)
-            options = {"prompt": condition, "output_type": "latent", "max_sequence_length": length, **size}
-            if self.size.num_frames == 1:
-                del options["num_frames"]
-        generator = torch.Generator().manual_seed(stable_seed(self.seed, GENERATED, number))
-        output = self.pipeline(**options, generator=generator, return_dict=False)[0]
-        return (self._captured.pop() if self.num_classes else output)[:1][0].float().cpu()
+            samples = captioned_images(folder, buckets)
+        samples = samples[: config.num_samples]
+        return cls(directory=directory, config=config, sizes=sizes, samples=samples, teacher=root, seed=seed)
 
+    @property
+    def family(self) -> Family:
+        """The model's family."""
+        return family_of_class(self.directory.class_name)
 
-def open_samples(
-    directory: ModelDirectory, config: CacheConfig, seed: int, device: torch.device, teacher: str | None = None
-) -> tuple[CacheConfig, Sequence[DataSample], LatentGenerator | None]:
-    """List the samples to encode, without reading or drawing one.
-
-    Args:
-        directory: The pipeline to train.
-        config: The options.
-        seed: Seed of samples that the original draws.
-        device: Where it draws them.
-        teacher: The original, if it was given.
-
-    Returns:
-        The options with every size given, the samples, and what draws them if the original does.
-
-    Raises:
-        ValueError: If the data are not there, have no captions or classes, or options or data do not fit the pipeline.
-    """
-    family = family_of_class(directory.class_name)
-    check_options(config, family.name)
-    sizes = family.sizes(directory)
-    config, buckets = family.complete(config, sizes)
-    size, folder, num_classes = buckets[0], Path(str(config.data)), sizes.num_classes
-    samples: Sequence[DataSample]
-    if config.data == GENERATED:
-        original = directory.original(teacher, "teacher")
-        # Of a repository only the model may have been downloaded.
-        root = original.root if (original.root / "vae").is_dir() else download_pipeline(original.location)
-        generator = LatentGenerator(
-            directory=root, config=config, size=size, num_classes=num_classes, seed=seed, device=device
-        )
-        return config, generator.samples(), generator
-    if config.data == DIGITS and family.video_size:
-        samples = digit_videos(config.num_samples or _MADE_COUNT, size.height, size.num_frames)
-    elif config.data == DIGITS:
-        samples = digit_images(config.num_samples or _MADE_COUNT, size.height, captions=not num_classes)
-    elif family.video_size:
-        samples = captioned_videos(folder, buckets, config.fps)
-    elif num_classes:
-        labels = pipeline_labels((directory.index or {}).get("id2label"))
-        samples = class_images(folder, buckets, known_labels=labels, num_classes=num_classes)
-    else:
-        samples = captioned_images(folder, buckets)
-    return config, samples[: config.num_samples], None
-
-
-def cache_settings(pipeline: Path, config: CacheConfig, folders: Iterable[str], num_classes: int) -> dict[str, Any]:
-    """Settings that a cache depends on besides its samples.
-
-    Args:
-        pipeline: The pipeline that encodes.
-        config: The options, with every size given.
-        folders: Parts of the pipeline that matter, identified by the hashes of their files; see `Family.encoders`.
-        num_classes: Number of classes of the model; 0 for text-conditional models.
-    """
-    settings = {**config.to_dict(), "num_classes": num_classes}
-    # The identities of the samples cover the prompts, wherever their file is.
-    del settings["prompts"]
-    if config.data not in (None, DIGITS, GENERATED):
-        settings["data"] = str(Path(str(config.data)).resolve())
-    return {**settings, **{folder: folder_fingerprint(pipeline / folder) for folder in folders}}
+    def settings(self) -> dict[str, Any]:
+        """Return what the cache depends on besides its samples; encoders are identified by hashes of their files."""
+        settings = {**self.config.to_dict(), "num_classes": self.sizes.num_classes}
+        # The identities of the samples cover the prompts, wherever their file is.
+        del settings["prompts"]
+        if self.config.data not in (DIGITS, GENERATED):
+            settings["data"] = str(Path(str(self.config.data)).resolve())
+        for folder in self.family.encoders:
+            settings[folder] = folder_fingerprint(self.directory.root / folder)
+        if self.teacher is not None:
+            for part in (self.directory.component, "scheduler"):
+                settings[f"teacher_{part}"] = folder_fingerprint(self.teacher / part)
+            settings["generated_seed"] = self.seed
+        return settings
 
 
 def start_cache(directory: Path, settings: dict[str, Any], samples: Sequence[DataSample], *, write: bool) -> bool:
@@ -454,20 +453,12 @@ def make_cache(
     """
     path = Path(config.cache) if config.cache is not None else Path(str(config.output)) / "cache"
     with accelerator.main_process_first():
-        opened = open_samples(directory, cache_config, config.seed, accelerator.device, config.teacher)
-    cache_config, samples, generator = opened
-    family = family_of_class(directory.class_name)
-    sizes = family.sizes(directory)
-    if sizes.num_classes and cache_config.sizes != f"{sizes.own_size},{sizes.own_size}":
-        side = sizes.own_size
-        logger.warning(
-            "sizes: the pipeline of this model makes images of %dx%d only, whatever it trains on", side, side
+        plan = CachePlan.make(
+            directory, cache_config, seed=config.seed, device=accelerator.device, teacher=config.teacher
         )
-    settings = cache_settings(directory.root, cache_config, family.encoders, sizes.num_classes)
-    if generator is not None:
-        for part in (directory.component, "scheduler"):
-            settings[f"teacher_{part}"] = folder_fingerprint(generator.directory / part)
-        settings["generated_seed"] = config.seed
+    settings, samples, side = plan.settings(), plan.samples, plan.sizes.own_size
+    if plan.sizes.num_classes and plan.config.sizes != f"{side},{side}":
+        logger.warning("sizes: the pipeline of this model makes images of %dx%d only", side, side)
     with ExitStack() as locks:
         work = [False]
         with Processes().together():
@@ -485,12 +476,8 @@ def make_cache(
                 pipeline.text_encoder.to(torch.bfloat16)
             build_cache(
                 path,
-                family,
+                plan,
                 pipeline.to(accelerator.device),
-                samples,
-                length=cache_config.max_sequence_length,
-                num_classes=sizes.num_classes,
-                generated=generator is not None,
                 rank=accelerator.process_index,
                 world_size=accelerator.num_processes,
                 progress=config.progress and accelerator.is_main_process,
@@ -507,39 +494,27 @@ def make_cache(
 
 @torch.no_grad()
 def build_cache(
-    directory: Path,
-    family: Family,
-    pipeline: Any,
-    samples: Sequence[DataSample],
-    *,
-    length: int | None = None,
-    num_classes: int = 0,
-    generated: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
-    progress: bool = True,
+    directory: Path, plan: CachePlan, pipeline: Any, *, rank: int = 0, world_size: int = 1, progress: bool = True
 ) -> None:
     """Encode this process's share of the samples, skipping those already there; unusable ones are left out.
 
     Args:
         directory: A cache that `start_cache` opened.
-        family: The model's family.
+        plan: The samples.
         pipeline: The pipeline, without its transformer, on the device to encode on.
-        samples: All samples.
-        length: Tokens that captions are padded to.
-        num_classes: Number of classes of the model.
-        generated: True if samples are latents already.
         rank: Number of this process; it takes every `world_size`-th sample.
         world_size: Number of processes.
         progress: Show a progress bar.
     """
     (directory / "samples").mkdir(parents=True, exist_ok=True)
+    family, length = plan.family, plan.config.max_sequence_length
     encode = lru_cache(_REMEMBERED_CONDITIONS)(lambda condition: family.encode_condition(pipeline, condition, length))
     if rank == 0:
-        write_tensors(directory / NULL_CONDITION, family.encode_null_condition(pipeline, length, num_classes))
-    numbers = range(rank, len(samples), world_size)
+        null_condition = family.encode_null_condition(pipeline, length, plan.sizes.num_classes)
+        write_tensors(directory / NULL_CONDITION, null_condition)
+    numbers = range(rank, len(plan.samples), world_size)
     for number in tqdm(numbers, desc="caching", unit="sample", disable=not progress):
-        sample, path = samples[number], directory / "samples" / f"{number:06d}.safetensors"
+        sample, path = plan.samples[number], directory / "samples" / f"{number:06d}.safetensors"
         if _saved_metadata(path).get("key") == _identity(sample):
             continue
         try:
@@ -548,7 +523,7 @@ def build_cache(
             logger.warning("cache: left out: %s", error)
             path.unlink(missing_ok=True)
             continue
-        latents = media if generated else family.encode_media(pipeline, media)
+        latents = media if plan.teacher is not None else family.encode_media(pipeline, media)
         metadata = {"key": _identity(sample), "source": sample.key, "condition": str(sample.condition)}
         write_tensors(path, {"latents": latents, **encode(sample.condition)}, metadata)
 

@@ -386,7 +386,7 @@ class Passages(BatchSource):
 
     def _make_together(self, stage: str, group: int, batch_size: int) -> list[Sequence[int]]:
         """Return the batches of all processes for a group of successive steps."""
-        order = self._order(stage, batch_size, 0, 1)
+        order = self._order(stage, batch_size)
         steps = range(group * _BATCHES_TOGETHER, (group + 1) * _BATCHES_TOGETHER)
         numbers = [number for step in steps for number in order.sample_numbers(step)]
         chosen = sorted((self.indices[order.dataset_index(number)] for number in numbers), key=self._length)

@@ -333,13 +333,7 @@ class FlowObjective(Objective):
 
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
         """Return sigmas in [0, 1], fp32."""
-        return sigmas_from_uniform(
-            uniform,
-            logit_mean=self.logit_mean,
-            logit_std=self.logit_std,
-            flow_shift=self.flow_shift,
-            sigma_range=self.sigma_range,
-        )
+        return sigmas_from_uniform(uniform, **dataclasses.asdict(self))
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         """Return x_t = (1 - sigma) x_0 + sigma eps."""
@@ -428,13 +422,12 @@ class DiTObjective(Objective):
         """Check that labels are those of the model; a wrong null label would train a class."""
         super().check_data(model, sample, null_condition)
         config: Any = model.config
-        label, classes = sample["class_label"], config["num_embeds_ada_norm"]
-        if not 0 <= int(label) <= classes:
-            raise ValueError(f"class_label must be a whole number from 0 to {classes} for this model, got {label}")
-        if null_condition is not None and int(null_condition["class_label"]) != classes:
+        label, classes = int(sample["class_label"]), config["num_embeds_ada_norm"]
+        null_label = classes if null_condition is None else int(null_condition["class_label"])
+        if not 0 <= label <= classes or null_label != classes:
             raise ValueError(
-                f"null_condition has class_label {int(null_condition['class_label'])}; of a model with {classes} "
-                f"classes it must be {classes}"
+                f"class_label must be from 0 to {classes} for this model, and {classes} in null_condition; got "
+                f"{label} and {null_label}"
             )
 
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..config import TrainingConfig
 from ..data.batches import DataOrder, TrainingBatch
 from ..matching.teacher import Teacher
 from ..parameters import trainable_names
-from .objectives import LatentBatch, Objective
+from .objectives import LatentBatch
 
 
 class Stage(ABC):
@@ -126,38 +126,28 @@ class PredictionStage(Stage):
         self.teacher = None
 
 
-def split_units(model: nn.Module, others: Iterable[str] = ()) -> list[str]:
-    """Names of the classes that sharding gathers separately; it refuses names that no module has."""
-    there = {type(module).__name__ for module in model.modules()}
-    return sorted({*unsplit_classes(model), *others} & there)
+class Computed(nn.Module):
+    """A model within the function that a stage computes with it.
 
+    Accelerate changes the forward method of what it wraps; wrapping this leaves the model as it was. Everything that
+    needs the model's parameters runs within `forward`, as sharding and distributed training require.
 
-class ObjectivePrediction(nn.Module):
-    """The transformer, called as its objective calls it.
-
-    Accelerate changes the forward method of what it wraps; wrapping this leaves the transformer as it was. The loss is
-    not in here: sharding under mixed precision casts arguments, and the targets are better in fp32.
+    Args:
+        model: The model.
+        compute: Called with the model and the arguments.
+        sharded_classes: Names of classes that sharding gathers separately, besides those that the model names.
     """
 
-    def __init__(self, transformer: nn.Module, objective: Objective) -> None:
+    def __init__(self, model: nn.Module, compute: Callable[..., Any], sharded_classes: Iterable[str] = ()) -> None:
         super().__init__()
-        self.transformer = transformer
-        self.objective = objective
-        self._no_split_modules = split_units(transformer, objective.sharded_classes)
+        self.model, self.compute = model, compute
+        # Sharding refuses names that no module has.
+        there = {type(module).__name__ for module in model.modules()}
+        self._no_split_modules = sorted({*unsplit_classes(model), *sharded_classes} & there)
 
-    def forward(self, noisy: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]) -> torch.Tensor:
-        """See `Objective.predict`; `levels` are those of `as_integers`."""
-        levels = levels.view(torch.float32) if levels.dtype == torch.int32 else levels
-        return self.objective.predict(self.transformer, noisy, levels, condition)
-
-    @staticmethod
-    def as_integers(levels: torch.Tensor) -> torch.Tensor:
-        """Reinterpret noise levels that are fractions as int32.
-
-        Sharding under mixed precision rounds floating-point arguments: the model would be conditioned on other noise
-        levels than those of its input.
-        """
-        return levels.view(torch.int32) if levels.dtype == torch.float32 else levels
+    def forward(self, *args: Any) -> Any:
+        """Compute."""
+        return self.compute(self.model, *args)
 
 
 class DiffusionStage(PredictionStage):
@@ -167,7 +157,17 @@ class DiffusionStage(PredictionStage):
         return self.batches(order, step, micro_step)
 
     def _wrapped(self) -> nn.Module:
-        return ObjectivePrediction(self.model, self.objective)
+        return Computed(self.model, self._predict, self.objective.sharded_classes)
+
+    def _predict(
+        self, model: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """See `Objective.predict`; fractional `levels` come as int32.
+
+        The loss is not in here: sharding under mixed precision casts arguments, and the targets are better in fp32.
+        """
+        levels = levels.view(torch.float32) if levels.dtype == torch.int32 else levels
+        return self.objective.predict(model, noisy, levels, condition)
 
     def loss(self, module: nn.Module, batch: LatentBatch, accelerator: Accelerator) -> torch.Tensor:
         """Compute the distance to the teacher's prediction, the objective's loss, or a mixture of both."""
@@ -176,7 +176,10 @@ class DiffusionStage(PredictionStage):
         if share:
             with torch.no_grad(), accelerator.autocast():
                 target = objective.predict(self.teacher, noisy, batch.levels, batch.condition)
-        prediction = module(noisy, ObjectivePrediction.as_integers(batch.levels), batch.condition)
+        # Sharding under mixed precision rounds floating-point arguments: the model would be conditioned on other noise
+        # levels than those of its input.
+        levels = batch.levels.view(torch.int32) if batch.levels.dtype == torch.float32 else batch.levels
+        prediction = module(noisy, levels, batch.condition)
         if not share:
             return objective.losses_of(prediction, noisy, batch).mean()
         loss = objective.distillation_losses(prediction, target, noisy, batch).mean()

@@ -6,11 +6,12 @@ Shapes of the losses: N tokens or samples, D width, V vocabulary or classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +20,14 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _LANGUAGE_MODELS
 
 from ..config import TrainingConfig
 from ..data.batches import DataOrder
-from ..matching.layers import without_dropout
+from ..matching.layers import evaluating, without_dropout
 from ..matching.teacher import Teacher, compute_with
 from ..parameters import set_trainable
-from .prediction import PredictionStage, split_units
+from .prediction import Computed, PredictionStage
 
 
 IGNORED = -100
@@ -65,47 +67,6 @@ class ModelBatch:
     def to(self, device: torch.device | str) -> ModelBatch:
         """The batch on another device."""
         return ModelBatch(send_to_device(self.inputs, device, non_blocking=True), self.indices)
-
-
-class TokenPredictions(nn.Module):
-    """A language model, called for the sums of its losses over tokens.
-
-    Everything runs within `forward`, as sharding and distributed training require.
-    """
-
-    def __init__(self, model: nn.Module, temperature: float) -> None:
-        super().__init__()
-        self.model = model
-        self.temperature = temperature
-        self._no_split_modules = split_units(model)
-
-    def forward(
-        self, inputs: dict[str, Any], target_states: torch.Tensor | None, target_head: Head | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `language_losses`; the teacher's states are `[B, T, D]`."""
-        where, labels = next_tokens(inputs)
-        states = token_states(self.model, inputs)
-        return language_losses(
-            states[:, :-1][where],
-            head_of(self.model),
-            labels,
-            target_states=None if target_states is None else target_states[:, :-1][where],
-            target_head=target_head,
-            temperature=self.temperature,
-        )
-
-
-class ModelOutputs(nn.Module):
-    """A model, with or without its head, called for its output."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self._no_split_modules = split_units(model)
-
-    def forward(self, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
-        """The model's output."""
-        return self.model(**inputs, **options)
 
 
 class TransformersStage(PredictionStage):
@@ -164,15 +125,15 @@ class TransformersStage(PredictionStage):
 
     def _wrapped(self) -> nn.Module:
         if self._by_tokens:
-            return TokenPredictions(self.model, self.objective.temperature)
-        return ModelOutputs(self._part)
+            return Computed(self.model, partial(_token_losses, temperature=self.objective.temperature))
+        return Computed(self._part, lambda model, inputs: model(**inputs, **self._options))
 
     def loss(self, module: nn.Module, batch: ModelBatch, accelerator: Accelerator) -> torch.Tensor:
         """Compute the distance to the teacher and the loss of the task, means over the tokens of all processes."""
         inputs, share = batch.inputs, self.teacher_share
         if self._by_tokens:
             return self._token_loss(module, inputs, accelerator)
-        output = module(self._inputs(inputs), self._options)
+        output = module(self._inputs(inputs))
         losses = []
         if share:
             target = self._target(inputs, accelerator)
@@ -222,28 +183,38 @@ class TransformersStage(PredictionStage):
 
     def _reached(self, names: list[str]) -> list[str]:
         """The parameters that a loss reaches, found by running one sample."""
-        inputs = self.make_batch(
-            DataOrder(dataset_size=len(self.batches), batch_size=1, seed=0, stage=self.name), 0, 0
-        )
-        inputs = inputs.to(next(self.model.parameters()).device)
+        device = next(self.model.parameters()).device
+        inputs = send_to_device(dict(self.batches.batch(self.name, 0, 1)), device)
         there = dict(self.model.named_parameters())
         takes_gradients = {parameter: parameter.requires_grad for parameter in there.values()}
-        was_training = self.model.training
         set_trainable(self.model, names)
         try:
-            with torch.enable_grad():
-                output = self._part.eval()(**self._inputs(inputs.inputs), **self._options)
-                total: Any = output.loss.float() if self.teacher_share < 1 else 0.0
-                if self.teacher_share:
-                    total = total + sum(
-                        states.float().sum() for states in matched_states(self.objective.target, output, inputs.inputs)
-                    )
+            with evaluating(self.model), torch.enable_grad():
+                output = self._part(**self._inputs(inputs), **self._options)
+                states = matched_states(self.objective.target, output, inputs) if self.teacher_share else []
+                total = torch.stack([each.float().sum() for each in states]).sum() if states else output.loss
+                total = total if self.teacher_share in (0, 1) else total + output.loss
                 gradients = torch.autograd.grad(total, [there[name] for name in names], allow_unused=True)
         finally:
-            self.model.train(was_training)
             for parameter, takes in takes_gradients.items():
                 parameter.requires_grad_(takes)
         return [name for name, gradient in zip(names, gradients, strict=True) if gradient is not None]
+
+
+def _token_losses(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    target_states: torch.Tensor | None,
+    target_head: Head | None,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `language_losses`; the teacher's states are `[B, T, D]`."""
+    where, labels = next_tokens(inputs)
+    states = token_states(model, inputs)[:, :-1][where]
+    target = None if target_states is None else target_states[:, :-1][where]
+    return language_losses(
+        states, head_of(model), labels, target_states=target, target_head=target_head, temperature=temperature
+    )
 
 
 def next_tokens(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -391,22 +362,10 @@ class TransformersObjective:
         Raises:
             ValueError: If the model does not give that target.
         """
-        from transformers.models.auto.modeling_auto import (
-            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-            MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-            MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-            MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-        )
-
         # Sharding replaces the class of a model by a subclass.
         names = {base.__name__ for base in type(model).__mro__}
-        classifiers = (
-            MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-            MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-            MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-        )
-        classifies = any(name in names for mapping in classifiers for name in _strings(mapping.values()))
-        predicts_tokens = any(name in names for name in _strings(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+        predicts_tokens = not names.isdisjoint(_LANGUAGE_MODELS.values())
+        classifies = any("Classification" in name for name in names)
         has_logits = predicts_tokens or classifies or model.get_output_embeddings() is not None  # type: ignore[operator]
         if target is None:
             target = "logits" if predicts_tokens or classifies else "last_hidden_state"
@@ -420,11 +379,6 @@ class TransformersObjective:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values, to compare the objectives of two runs."""
         return {"distill_target": self.target, "distill_temperature": self.temperature}
-
-
-def _strings(values: Any) -> Iterator[str]:
-    for value in values:
-        yield from (value if isinstance(value, (list, tuple)) else (value,))
 
 
 def token_states(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -442,8 +396,14 @@ def head_of(model: Any) -> Head:
     """
 
     def head(states: torch.Tensor) -> torch.Tensor:
+        calls = []
+
+        def forward(*args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+            calls.append(True)
+            return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=states[None])
+
         tokens = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
-        with _returning(model.get_decoder(), states[None]) as calls:
+        with patch.object(model.get_decoder(), "forward", forward):
             logits = model(input_ids=tokens, use_cache=False).logits[0]
         if not calls:
             raise ValueError(
@@ -453,25 +413,6 @@ def head_of(model: Any) -> Head:
         return logits
 
     return head
-
-
-@contextmanager
-def _returning(module: nn.Module, states: torch.Tensor) -> Iterator[list[bool]]:
-    """Make a module return hidden states instead of computing them; the list grows with every call."""
-    before, calls = module.__dict__.get("forward"), []
-
-    def forward(*args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
-        calls.append(True)
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=states)
-
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield calls
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = before  # type: ignore[method-assign]
 
 
 def matched_states(target: str, output: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches of latents: what is in them, resuming, locks, hostile `cache.json`, damaged samples and encoders."""
 
+import dataclasses
 import json
 import os
 
@@ -16,10 +17,10 @@ from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
 from mhla_hf.training.data import cache as caching
-from mhla_hf.training.data.cache import build_cache, cache_settings, finish_cache, make_cache, start_cache
+from mhla_hf.training.data.cache import CachePlan, build_cache, finish_cache, make_cache, start_cache
 from mhla_hf.training.data.folders import DataSample, UnusableSampleError
 from mhla_hf.training.data.images import fit, to_tensor
-from mhla_hf.training.families import FAMILIES, encode_videos
+from mhla_hf.training.families import encode_videos
 from mhla_hf.utils.destinations import take_lock
 from mhla_hf.utils.files import write_json
 
@@ -65,7 +66,9 @@ def metadata(path):
 
 
 class TestContent:
-    config = CacheConfig(data="videos", sizes="16,16,5", max_sequence_length=48)
+    def plan(self, source):
+        config = CacheConfig(data="digits", sizes="16,16,5", max_sequence_length=48)
+        return CachePlan.make(ModelDirectory.open(source), config)
 
     def samples(self, count=3):
         def load(number):
@@ -81,11 +84,10 @@ class TestContent:
         ]
 
     def build(self, directory, pipeline, source, samples, **options):
-        family = FAMILIES["wan"]
-        settings = cache_settings(source, self.config, family.encoders, 0)
-        work = start_cache(directory, settings, samples, write=True)
+        plan = dataclasses.replace(self.plan(source), samples=samples)
+        work = start_cache(directory, plan.settings(), samples, write=True)
         if work:
-            build_cache(directory, family, pipeline, samples, length=48, progress=False, **options)
+            build_cache(directory, plan, pipeline, progress=False, **options)
         return work
 
     def test_samples_come_back_as_the_pipeline_makes_them(self, pipeline, source, tmp_path):
@@ -125,7 +127,7 @@ class TestContent:
         assert sorted(os.listdir(tmp_path / "samples")) == ["000000.safetensors", "000002.safetensors"]
 
     def test_a_cache_of_other_settings_is_refused(self, source, tmp_path):
-        settings = cache_settings(source, self.config, FAMILIES["wan"].encoders, 0)
+        settings = self.plan(source).settings()
         start_cache(tmp_path, settings, [], write=True)
         with pytest.raises(ValueError, match="sizes '16,16,5' not '64,64,5'"):
             start_cache(tmp_path, {**settings, "sizes": "64,64,5"}, [], write=True)

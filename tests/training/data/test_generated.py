@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data drawn with the teacher: latents of pipelines and texts of language models."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig
+from mhla_hf.training.data import cache as caching
 from mhla_hf.training.data.batches import stable_seed
-from mhla_hf.training.data.cache import LatentGenerator, make_cache
+from mhla_hf.training.data.cache import make_cache
 from mhla_hf.training.data.texts import PackedText, generate_text
 from mhla_hf.training.processes import make_accelerator
 from tests import tiny
@@ -57,13 +59,15 @@ def test_latents_are_those_the_original_pipeline_ends_with(wan, tmp_path, monkey
         assert dataset[number]["prompt_embeds"].shape == (8, tiny.TEXT_DIM)
     fingerprint = dataset.fingerprint()
 
-    drawn = []
-    draw = LatentGenerator.draw
-    monkeypatch.setattr(
-        LatentGenerator,
-        "draw",
-        lambda self, condition, number: drawn.append(number) or draw(self, condition, number),
-    )
+    drawn, drawn_samples = [], caching.drawn_samples
+
+    def counted(*args):
+        def sample(number, made):
+            return dataclasses.replace(made, load=lambda: drawn.append(number) or made.load())
+
+        return [sample(number, made) for number, made in enumerate(drawn_samples(*args))]
+
+    monkeypatch.setattr(caching, "drawn_samples", counted)
     assert cached(tmp_path / "cache", wan / "converted", **options).fingerprint() == fingerprint and not drawn
     # What a kill leaves: a sample less, and the cache not complete.
     (tmp_path / "cache" / "samples" / "000001.safetensors").unlink()

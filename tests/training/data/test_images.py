@@ -23,7 +23,7 @@ from mhla_hf.training.data.images import (
     read_image,
 )
 from mhla_hf.training.evaluation import make_validator
-from mhla_hf.training.families import FAMILIES, sana_instruction
+from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.loading import PipelineSource
 
 from ... import tiny_images
@@ -136,7 +136,7 @@ class TestEncoding:
     def test_text_is_what_the_pipeline_gives_the_transformer(self, pipelines):
         """With the pipeline's own instruction before the prompt, and without before the empty one."""
         pipeline, family = pipelines["sana"], FAMILIES["sana"]
-        assert sana_instruction(pipeline)[-1] == "User Prompt: "
+        assert family.prompt_options(pipeline)["complex_human_instruction"][-1] == "User Prompt: "
         inputs = transformer_inputs(pipeline, prompt="a three", max_sequence_length=24, height=512, width=512)
         texts = family.encode_null_condition(pipeline, 24, 0), family.encode_condition(pipeline, "a three", 24)
         for row, own in enumerate(texts):
