@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from .layers.mhla import MHLA as MHLA
     from .layouts.blocks import BlockLayout as BlockLayout
     from .layouts.resampling import resample_mixing as resample_mixing
-    from .models.dit import MHLADiTTransformer2DModel as MHLADiTTransformer2DModel
-    from .models.pixart import MHLAPixArtTransformer2DModel as MHLAPixArtTransformer2DModel
+    from .models.image import MHLADiTTransformer2DModel as MHLADiTTransformer2DModel
+    from .models.image import MHLAPixArtTransformer2DModel as MHLAPixArtTransformer2DModel
     from .models.registry import supported_models as supported_models
     from .models.sana import MHLASanaTransformer2DModel as MHLASanaTransformer2DModel
-    from .models.sana_video import MHLASanaVideoTransformer3DModel as MHLASanaVideoTransformer3DModel
+    from .models.sana import MHLASanaVideoTransformer3DModel as MHLASanaVideoTransformer3DModel
     from .models.wan import MHLAWanTransformer3DModel as MHLAWanTransformer3DModel
     from .ops import mhla_attention as mhla_attention
     from .pipelines import convert as convert

@@ -160,7 +160,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
 
         return convert_transformers_model(model_or_pipeline, mhla)
 
-    from .models.base import check_convertible, convert_model
+    from .models.converting import check_convertible, convert_model
 
     if not is_pipeline:
         return convert_model(model_or_pipeline, mhla)
@@ -223,7 +223,7 @@ def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
 
         check = check_adapters
     else:
-        from .models.base import check_unconvertible, unconvert_model
+        from .models.converting import check_unconvertible, unconvert_model
 
         check, restore = check_unconvertible, unconvert_model
     values = {}

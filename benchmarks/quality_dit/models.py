@@ -9,7 +9,7 @@ import torch
 from diffusers import DiTTransformer2DModel
 from torch import nn
 
-from mhla_hf.models.base import convert_model
+from mhla_hf.models.converting import convert_model
 from mhla_hf.training.data.batches import stable_seed
 
 from .data import NUM_CLASSES

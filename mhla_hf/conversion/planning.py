@@ -15,8 +15,7 @@ import torch
 
 from ..config import MHLAConfig, parse_layers
 from ..layers.original import STATE_KEY, STATES
-from ..models.bounds import check_layer_count, check_model_config, check_new_size
-from ..models.options import to_stored
+from ..models.options import check_layer_count, check_model_config, check_new_size, to_stored
 from ..models.registry import family_for
 from ..models.source import Component
 from ..models.weight_files import DIFFUSERS_FILES, FileNames

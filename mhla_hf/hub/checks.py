@@ -20,8 +20,8 @@ import diffusers
 from ..conversion.transformers_planning import StoredNames
 from ..conversion.writing import byte_progress
 from ..integrations.transformers.configuration import check_layers, check_sizes
-from ..models.bounds import check_layer_count, check_model_config
 from ..models.directory import ModelDirectory
+from ..models.options import check_layer_count, check_model_config
 from ..models.registry import FAMILIES, MHLA_CLASSES, current_class
 from ..models.stub import LIBRARY as STUB_LIBRARY
 from ..models.weight_files import PICKLES

@@ -20,7 +20,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from ..conversion.options import parse_size
 from ..conversion.writing import byte_progress, check_space
-from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, read_source
+from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
 from ..models.stub import stub_files
 from ..models.weight_files import DIFFUSERS_FILES, PICKLES, TRANSFORMERS_FILES, FileNames
 from ..utils.destinations import take_lock
@@ -236,7 +236,7 @@ def prepare_push(
     if errors:
         more = f" And {len(errors) - 1} more: mhla-hf doctor lists them." if len(errors) > 1 else ""
         raise ValueError(f"{directory} is not pushed. {errors[0]}{more}")
-    stub = stub_files(read_source(directory))
+    stub = stub_files(ModelDirectory.read(directory))
     if not stub:
         raise ValueError(f"{directory} has no MHLA model; push others with push_to_hub of their library.")
     contents = Contents(directory, {path.as_posix(): directory / path for path in uploaded})

@@ -16,8 +16,7 @@ import torch.nn as nn
 
 from ..layers import HeadNorms, PairwiseRotary
 from ..utils.compat.diffusers import is_attention_skipped
-from .adapters import Upstream
-from .base import MHLAModelMixin
+from .base import MHLAModelMixin, Upstream
 
 
 # Parts of the batch that each processor expects, by name, since diffusers may drop these classes.

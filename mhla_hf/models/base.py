@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the MHLA versions of diffusers models: options, construction, loading, and conversion of loaded models."""
+"""Base of the MHLA versions of diffusers models: options, construction, loading, adapters, parallelism."""
 
 from __future__ import annotations
 
@@ -9,29 +9,36 @@ import json
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from diffusers.models.modeling_utils import ModelMixin
 
 from ..config import MHLAConfig
 from ..layers.mhla import MHLA
 from ..layers.mixing import layout_at, reference_blocks, resolve_blocks
-from ..layers.original import STATE_KEY, check_adapters, original_values, record_weights, weights_state
-from ..utils.compat.diffusers import check_parallel_setup, declared, fp32_parts, loading_call
+from ..layers.original import STATE_KEY, record_weights, weights_state
+from ..ops.sharded import TokenShard
+from ..utils.compat.diffusers import (
+    check_parallel_setup,
+    context_parallel_group,
+    declared,
+    loading_call,
+    parallel_config_of,
+    set_parallel_config,
+)
 from ..utils.locations import LOCATION_OPTIONS
-from ..utils.tensor_files import FLOATS
-from .adapters import MHLAAdapterMixin
-from .bounds import check_model_config, sample_size
-from .context_parallel import check_parallelism, resolve_parallel_config
-from .options import from_stored, merge_options, to_stored
-from .registry import mhla_class_for
-from .weight_files import TRAINED_WITH, check_missing_weights, load_mhla_weights, warn_of_fresh
+from .options import check_model_config, from_stored, merge_options, sample_size, to_stored
+from .weight_files import TRAINED_WITH, check_missing_weights, load_mhla_weights
 
+
+# To the type checker a mixin has whatever the diffusers class beside it has.
+Upstream: Any = object
 
 # Lists of a diffusers class by which loaders and hooks find its sensitive parts, with those of MHLA layers.
 _DECLARED = {
@@ -41,6 +48,85 @@ _DECLARED = {
 
 # Frames, height and width of what pipelines of videos make without being asked for a size.
 _VIDEO_SIZE = (81, 480, 832)
+
+
+class MHLAAdapterMixin(Upstream):
+    """The adapter methods of a diffusers model, for adapters that carry MHLA parameters besides."""
+
+    def enable_lora(self) -> None:
+        """As upstream; MHLA parameters that an adapter carries go with it, here and in the methods below."""
+        super().enable_lora()
+        self._enable_saved_modules(True)
+
+    def disable_lora(self) -> None:
+        """As upstream, back to the model's own MHLA parameters."""
+        super().disable_lora()
+        self._enable_saved_modules(False)
+
+    def enable_adapters(self) -> None:
+        """As `enable_lora`."""
+        super().enable_adapters()
+        self._enable_saved_modules(True)
+
+    def disable_adapters(self) -> None:
+        """As `disable_lora`."""
+        super().disable_adapters()
+        self._enable_saved_modules(False)
+
+    def set_adapters(self, adapter_names: list[str] | str, weights: Any = None) -> None:
+        """As upstream. MHLA parameters that an adapter carries are used whole, or not at all where its weight is 0.
+
+        Raises:
+            ValueError: If several of the adapters carry MHLA parameters.
+        """
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        each = weights if isinstance(weights, list) else [weights] * len(names)
+        self._choose_saved_modules(names, each)
+        super().set_adapters(adapter_names, weights)
+
+    def set_adapter(self, adapter_name: list[str] | str) -> None:
+        """As `set_adapters`, without weights."""
+        names = [adapter_name] if isinstance(adapter_name, str) else adapter_name
+        self._choose_saved_modules(names, [None] * len(names))
+        super().set_adapter(adapter_name)
+
+    def unload_lora(self) -> None:
+        """As upstream; the model's own MHLA parameters are back in their place."""
+        for name, wrapper in self._saved_modules():
+            parent, _, child = name.rpartition(".")
+            setattr(self.get_submodule(parent), child, wrapper.original_module)
+        super().unload_lora()
+
+    def delete_adapters(self, adapter_names: list[str] | str) -> None:
+        """As upstream, with the MHLA parameters of the adapters."""
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        for _, wrapper in self._saved_modules():
+            for name in names:
+                wrapper.delete_adapter(name, [other for other in wrapper.active_adapters if other not in names])
+        super().delete_adapters(adapter_names)
+
+    def _saved_modules(self) -> list[tuple[str, Any]]:
+        """The modules that adapters bring copies of, with their names."""
+        from peft.utils import ModulesToSaveWrapper
+
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+
+    def _enable_saved_modules(self, enabled: bool) -> None:
+        for _, wrapper in self._saved_modules():
+            wrapper.enable_adapters(enabled)
+
+    def _choose_saved_modules(self, adapter_names: Sequence[str], weights: Sequence[Any]) -> None:
+        """Turns to the modules of the one adapter that carries some; without one, back to the model's own."""
+        wanted = [name for name, weight in zip(adapter_names, weights) if weight is None or weight]
+        for path, wrapper in self._saved_modules():
+            carrying = [name for name in wanted if name in wrapper.modules_to_save]
+            if len(carrying) > 1:
+                raise ValueError(
+                    f"The adapters {', '.join(carrying)} each carry {path} whole, so only one of them can be active."
+                )
+            wrapper.enable_adapters(bool(carrying))
+            if carrying:
+                wrapper.set_adapter(carrying)
 
 
 class MHLAModelMixin(MHLAAdapterMixin):
@@ -384,7 +470,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         """
         from .single_file import load_single_file
 
-        return convert_model(*load_single_file(cls, pretrained_model_link_or_path_or_dict, mhla, config, kwargs))
+        return load_single_file(cls, pretrained_model_link_or_path_or_dict, mhla, config, kwargs)
 
     def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
         """As upstream, for context parallelism of models that have it.
@@ -394,15 +480,33 @@ class MHLAModelMixin(MHLAAdapterMixin):
             cp_plan: Modules at which the sequence is split and gathered; by default the model's own plan.
 
         Raises:
-            ValueError: For tensor parallelism, and where the model has no context parallelism.
+            ValueError: For tensor parallelism, and where the model or its options have no context parallelism.
             RuntimeError: If `torch.distributed` is not initialised, or the model is parallel already.
         """
         check_parallel_setup(self._upstream_class())
-        check_parallelism(self, config)
+        if not self.supports_context_parallel or _context_config(config) is None:
+            only = "context parallelism alone" if self.supports_context_parallel else "no such parallelism"
+            raise ValueError(f"{type(self).__name__} supports {only}, got {type(config).__name__}.")
+        if self.mhla_config.window is not None:
+            raise ValueError(
+                "Context parallelism does not reach over a softmax window: convert without the option window."
+            )
         super().enable_parallelism(config=config, cp_plan=cp_plan)
 
     def _resolve_parallel_config(self, config: Any) -> Any:
-        return resolve_parallel_config(self, config) or super()._resolve_parallel_config(config)
+        # Upstream counts accelerators, and among processes of a CPU has none.
+        if not dist.is_initialized() or torch.accelerator.is_available():
+            return super()._resolve_parallel_config(config)
+        from diffusers import ParallelConfig
+
+        context = _context_config(config)
+        mesh = context.mesh
+        if mesh is None:
+            mesh = dist.init_device_mesh("cpu", context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
+        resolved = ParallelConfig(context_parallel_config=context)
+        resolved.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
+        set_parallel_config(self, resolved)
+        return resolved
 
     @classmethod
     def _load_pretrained_model(cls, *args: Any, **kwargs: Any) -> Any:
@@ -410,153 +514,20 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return load_mhla_weights(load, loading_call(load, *args, **kwargs))
 
 
-# Loaded models, in place.
-
-
-def convert_model(
-    model: Any, mhla: MHLAConfig | Mapping[str, Any] | None = None, source: str = "the softmax model"
-) -> Any:
-    """Turn a loaded softmax model into its MHLA version, in place.
-
-    Every weight is kept; the new parameters are initialised in the model's dtype and on its device (float32 where
-    the class keeps them so).
+def shard_of(processor: Any, num_tokens: int) -> TokenShard | None:
+    """Return the part of a sequence that an attention module gets under context parallelism.
 
     Args:
-        model: A supported diffusers model, see [`supported_models`].
-        mhla: The options.
-        source: Name of the softmax model, for the warning that there are new parameters.
+        processor: The module's processor, which `enable_parallelism` tells of context parallelism.
+        num_tokens: Tokens of the sequence.
 
     Returns:
-        The same object, now of the MHLA class.
-
-    Raises:
-        ValueError: If the model is not supported, is MHLA already, or is compiled, offloaded, hooked or quantised, or
-            an option is wrong; the model is left as it was.
+        This process's tokens; `None` for all of them.
     """
-    options = check_convertible(model, mhla)
-    for module in model.modules():
-        # Hooks that were taken off again leave the old class's method behind, which would go before the new one's.
-        module.__dict__.pop("forward", None)
-    model.__class__ = mhla_class_for(type(model).__name__)
-    model._install_mhla(options)
-    kept = fp32_parts(model)
-    attentions = model._self_attentions()
-    for layer, module in model.mhla_modules().items():
-        weight = attentions[layer].to_q.weight
-        module.train(model.training)
-        for name, parameter in module.named_parameters():
-            dtype = torch.float32 if kept & {"mhla", *name.split(".")} else weight.dtype
-            parameter.data = parameter.data.to(weight.device, dtype)
-    warn_of_fresh(model, [name for name, _ in model.named_parameters() if ".mhla." in name], source)
-    return model
+    context = _context_config(parallel_config_of(processor))
+    return None if context is None else TokenShard(context_parallel_group(context), num_tokens)
 
 
-def check_convertible(
-    model: Any,
-    mhla: MHLAConfig | Mapping[str, Any] | None,
-    called: str = "model",
-    compression: tuple[int, int] | None = None,
-) -> MHLAConfig:
-    """Check that a diffusers model can be converted in place as it stands, and return the options that it would keep.
-
-    Args:
-        model: The model.
-        mhla: The options.
-        called: Its name in errors.
-        compression: See [`MHLAModelMixin.reference_grid`], for a model in a pipeline.
-
-    Raises:
-        ValueError: See [`convert_model`].
-    """
-    original = getattr(model, "_orig_mod", model)
-    name, is_mhla = type(original).__name__, hasattr(original, "mhla_modules")
-    if is_mhla:
-        raise ValueError(f"This {called} ({name}) is MHLA already; load its softmax original to convert it again.")
-    if original is not model or any(module._compiled_call_impl is not None for module in model.modules()):
-        raise ValueError(
-            f"This {called} ({name}) is compiled, and would go on running the code of its softmax layers. Convert the "
-            "model as it was loaded, and compile it afterwards."
-        )
-    target = mhla_class_for(name)
-    _check_plain(model, called)
-    options = target.resolve_options(target.options_in_pipeline(mhla, model.config, compression), model.config)
-    options.mhla_layers(len(target._self_attentions(model)))
-    return options
-
-
-def unconvert_model(model: Any) -> Any:
-    """Turn an MHLA model of diffusers back into its softmax original, in place.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The same object, now of the softmax class.
-
-    Raises:
-        ValueError: If its pretrained weights are not known, or [`check_unconvertible`] refuses it; it is left as it
-            was.
-    """
-    from accelerate import init_empty_weights
-
-    check_unconvertible(model)
-    values, target = original_values(model, "restore softmax attention"), model._upstream_class()
-    config = {name: value for name, value in model.config.items() if name not in ("mhla", STATE_KEY)}
-    with init_empty_weights(include_buffers=False):
-        restored = target.from_config({**config, "_class_name": target.__name__})
-    tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if ".mhla." not in name}
-    with torch.no_grad():
-        for name, value in values.items():
-            tensors[name].copy_(value)
-    restored.load_state_dict(tensors, assign=True)
-    for name, buffer in model.named_buffers():
-        owner, _, own = name.rpartition(".")
-        restored.get_submodule(owner)._buffers[own] = buffer
-    restored.train(model.training)
-    if model.is_gradient_checkpointing:
-        restored.enable_gradient_checkpointing()
-    model.__class__ = target
-    vars(model).clear()
-    vars(model).update(vars(restored))
-    return model
-
-
-def check_unconvertible(model: Any) -> None:
-    """Check that [`unconvert_model`] can turn a model back as it stands, whatever its weights.
-
-    Raises:
-        ValueError: If it is no MHLA model, is compiled, offloaded, hooked or quantised, or has adapters or fused
-            projections.
-    """
-    if not hasattr(model, "mhla_modules"):
-        raise ValueError(f"A {type(model).__name__} is no MHLA model of diffusers: take the one inside.")
-    _check_plain(model, "model")
-    check_adapters(model, "restore softmax attention")
-    if any("to_qkv" in name for name, _ in model.named_parameters()):
-        raise ValueError(f"This {type(model).__name__} has fused projections: take them apart first.")
-
-
-def _check_plain(model: Any, called: str) -> None:
-    """Check that a model's weights are all there as plain floats, and that no hook has its class's methods."""
-    name = type(model).__name__
-    for key, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"Parts of this {called} ({name}) are offloaded or have no weights ({key}). Load it without "
-                "offloading to convert it, or convert its directory."
-            )
-        if parameter.dtype not in FLOATS or type(parameter.data) is not torch.Tensor:
-            raise ValueError(
-                f"This {called} ({name}) has weights that are quantised, sharded or stored in 8 bits ({key}: "
-                f"{parameter.dtype}). Convert the original weights; quantise, shard or cast afterwards."
-            )
-    for key, module in model.named_modules():
-        # Replaced by anything but the method of its own class.
-        forward = module.__dict__.get("forward")
-        if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
-            raise ValueError(
-                f"This {called} ({name}) has hooks{f' on {key}' if key else ''} (offloading, device_map, layer-wise "
-                "casting, caching) that would go on calling the methods of its class. Convert it before they are put "
-                "on, or take them off: remove_all_hooks() of the pipeline, or accelerate's "
-                "remove_hook_from_module(model, recurse=True)."
-            )
+def _context_config(config: Any) -> Any:
+    """Return the `ContextParallelConfig` that a configuration is or holds."""
+    return config if hasattr(config, "ulysses_degree") else getattr(config, "context_parallel_config", None)

@@ -18,43 +18,37 @@ TRANSFORMERS_DATA = Path(__file__).with_name("transformers_families.json")
 size and compares it with itself. The tests of the same name keep the file up to date."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelFamily:
     """One supported architecture of diffusers.
 
     Attributes:
         name: Short name used on the command line.
         upstream: Name of the diffusers class.
+        module: Module in this folder that defines the MHLA class.
         pipelines: Diffusers pipelines that the family was tested in.
         kind: Kind of output, such as `"video"`.
-        layers: Location of the MHLA layers, `{index}` standing for the layer's number.
         note: Remarks for users, or an empty string.
-        legacy_norm_type: The `norm_type` that marks old checkpoints of this family, whose class is
-            `Transformer2DModel`; empty where there are none.
+        layers: Location of the MHLA layers, `{index}` standing for the layer's number.
     """
 
     name: str
     upstream: str
+    module: str
     pipelines: tuple[str, ...]
     kind: str
-    layers: str = "transformer_blocks.{index}.attn1.mhla"
     note: str = ""
-    legacy_norm_type: str = ""
+    layers: str = "transformer_blocks.{index}.attn1.mhla"
 
     @property
     def mhla_class(self) -> str:
         """Name of the MHLA class."""
         return f"MHLA{self.upstream}"
 
-    @property
-    def module(self) -> str:
-        """Module that defines the MHLA class."""
-        return f"mhla_hf.models.{self.name.replace('-', '_')}"
-
     def load_class(self) -> Any:
         """Import the MHLA class; `ImportError` without a supported version of diffusers."""
         check_version("diffusers")
-        return getattr(importlib.import_module(self.module), self.mhla_class)
+        return getattr(importlib.import_module(f"mhla_hf.models.{self.module}"), self.mhla_class)
 
 
 @dataclass(frozen=True)
@@ -78,54 +72,29 @@ class TransformersFamily:
 
 def _read_transformers(status: str) -> dict[str, TransformersFamily]:
     models = json.loads(TRANSFORMERS_DATA.read_text(encoding="utf-8"))["models"]
-    entries = [entry for entry in models if entry["status"] == status]
     # Of a name that stands for several kinds, such as BERT as a decoder and as an encoder, the last counts.
     return {
         entry["name"]: TransformersFamily(entry["name"], entry["kind"], entry["note"], rope=entry["rope"])
-        for entry in entries
+        for entry in models
+        if entry["status"] == status
     }
 
 
+_PIXART, _SANA = ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), ("SanaPipeline", "SanaSprintPipeline")
+_WAN = ("WanPipeline", "WanImageToVideoPipeline")
+_LINEAR = "linear already: the same {} until fine-tuned"
 _FAMILIES = (
+    ModelFamily("wan", "WanTransformer3DModel", "wan", _WAN, "video", layers="blocks.{index}.attn1.mhla"),
+    ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
+    ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
+    ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),
     ModelFamily(
-        name="wan",
-        upstream="WanTransformer3DModel",
-        pipelines=("WanPipeline", "WanImageToVideoPipeline"),
-        kind="video",
-        layers="blocks.{index}.attn1.mhla",
-    ),
-    ModelFamily(
-        name="dit",
-        upstream="DiTTransformer2DModel",
-        pipelines=("DiTPipeline",),
-        kind="image",
-        legacy_norm_type="ada_norm_zero",
-    ),
-    ModelFamily(
-        name="pixart",
-        upstream="PixArtTransformer2DModel",
-        pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
-        kind="image",
-        legacy_norm_type="ada_norm_single",
-    ),
-    ModelFamily(
-        name="sana",
-        upstream="SanaTransformer2DModel",
-        pipelines=("SanaPipeline", "SanaSprintPipeline"),
-        kind="image",
-        note="linear already: the same images until fine-tuned",
-    ),
-    ModelFamily(
-        name="sana-video",
-        upstream="SanaVideoTransformer3DModel",
-        pipelines=("SanaVideoPipeline",),
-        kind="video",
-        note="linear already: the same videos until fine-tuned",
+        "sana-video", "SanaVideoTransformer3DModel", "sana", ("SanaVideoPipeline",), "video", _LINEAR.format("videos")
     ),
 )
 
 FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in _FAMILIES}
-MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in FAMILIES.values()}
+MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in _FAMILIES}
 
 TRANSFORMERS_FAMILIES = _read_transformers("works")
 """The tested architectures of transformers, by `model_type`."""
@@ -133,28 +102,22 @@ TRANSFORMERS_FAMILIES = _read_transformers("works")
 LEGACY_CLASS = "Transformer2DModel"
 """Former class in diffusers of several image models."""
 
+# Their present classes, by the `norm_type` that tells them apart.
+_LEGACY = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
+
 
 class SupportedModels(dict[str, ModelFamily | TransformersFamily]):
     """The supported architectures by name, which print as a list to read."""
 
     def __str__(self) -> str:
-        lines = []
-        for library, kind_of in (("diffusers", ModelFamily), ("transformers", TransformersFamily)):
-            families = {name: family for name, family in self.items() if isinstance(family, kind_of)}
-            width = max(map(len, families), default=0)
-            kinds = max((len(family.kind) for family in families.values()), default=0)
-            rows = [
-                f"  {name:{width}}  {family.kind:{kinds}}  {describe(family)}".rstrip()
-                for name, family in families.items()
-            ]
-            lines += [library, *rows]
-        return "\n".join(lines)
+        rows = [f"{name:28}  {family.kind:14}  {describe(family)}".rstrip() for name, family in self.items()]
+        return "\n".join(rows)
 
     __repr__ = __str__
 
 
 def describe(family: ModelFamily | TransformersFamily) -> str:
-    """Returns a line about a family: its MHLA class, pipelines and note, as far as it has them."""
+    """Return a line about a family: its MHLA class, pipelines and note, as far as it has them."""
     if isinstance(family, TransformersFamily):
         return family.note
     description = f"as {family.mhla_class} in {', '.join(family.pipelines)}"
@@ -162,7 +125,7 @@ def describe(family: ModelFamily | TransformersFamily) -> str:
 
 
 def supported_models() -> SupportedModels:
-    """Returns the supported architectures: of diffusers by upstream class, of transformers by `model_type`.
+    """Return the supported architectures: of diffusers by upstream class, of transformers by `model_type`.
 
     It is a dict, and prints as a list. Those of transformers were tested; others load too, with a warning, where their
     attention allows it.
@@ -178,7 +141,7 @@ def supported_models() -> SupportedModels:
 
 
 def current_class(class_name: str, config: Mapping[str, Any]) -> str:
-    """Returns the present name in diffusers of the class of a checkpoint.
+    """Return the present name in diffusers of the class of a checkpoint.
 
     Args:
         class_name: `_class_name` of its configuration.
@@ -189,21 +152,20 @@ def current_class(class_name: str, config: Mapping[str, Any]) -> str:
     """
     if class_name != LEGACY_CLASS:
         return class_name
-    known = {family.legacy_norm_type: family.upstream for family in FAMILIES.values() if family.legacy_norm_type}
     norm_type = config.get("norm_type")
-    if norm_type not in known:
-        supported = ", ".join(f"{name!r} ({upstream})" for name, upstream in known.items())
+    if norm_type not in _LEGACY:
+        supported = ", ".join(f"{name!r} ({upstream})" for name, upstream in _LEGACY.items())
         raise ValueError(f"A {LEGACY_CLASS} with norm_type={norm_type!r} has no MHLA version. Supported: {supported}.")
-    return known[norm_type]
+    return _LEGACY[norm_type]
 
 
 def is_mhla_class(class_name: str) -> bool:
-    """Returns whether a class name (as in `_class_name` of a config) is one of the MHLA classes."""
+    """Return whether a class name (as in `_class_name` of a config) is one of the MHLA classes."""
     return class_name in MHLA_CLASSES
 
 
 def family_for(class_name: str) -> ModelFamily:
-    """Returns the family of an upstream or MHLA class name.
+    """Return the family of an upstream or MHLA class name.
 
     Raises:
         ValueError: If the model is not supported; the message lists those that are.
@@ -217,21 +179,21 @@ def family_for(class_name: str) -> ModelFamily:
 
 
 def mhla_class_for(class_name: str) -> Any:
-    """Returns the MHLA class for an upstream or MHLA class name; errors as in [`family_for`]."""
+    """Return the MHLA class for an upstream or MHLA class name; errors as in [`family_for`]."""
     return family_for(class_name).load_class()
 
 
 def refused_families() -> dict[str, TransformersFamily]:
-    """Returns the transformers architectures without an MHLA version; their notes give the reasons."""
+    """Return the transformers architectures without an MHLA version; their notes give the reasons."""
     families = _read_transformers("refused")
     return {name: family for name, family in families.items() if name not in TRANSFORMERS_FAMILIES}
 
 
 def is_tested(model_type: str) -> bool:
-    """Returns whether a transformers `model_type` is among the tested ones."""
+    """Return whether a transformers `model_type` is among the tested ones."""
     return model_type in TRANSFORMERS_FAMILIES
 
 
 def default_rope(model_type: str) -> str:
-    """Returns the default position of rotary embeddings: `"before_feature_map"` for untested models."""
+    """Return the default position of rotary embeddings: `"before_feature_map"` for untested models."""
     return TRANSFORMERS_FAMILIES[model_type].rope if is_tested(model_type) else "before_feature_map"

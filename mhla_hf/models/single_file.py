@@ -17,8 +17,8 @@ from ..utils.compat.diffusers import fp32_parts, loads_single_files
 from ..utils.locations import hub_downloads
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import FLOATS, TensorEntry, check_floats, gguf_entries, read_entries
-from .bounds import check_layer_count, check_model_config
-from .options import from_stored, merge_options
+from .converting import convert_model
+from .options import check_layer_count, check_model_config, from_stored, merge_options
 from .registry import family_for
 
 
@@ -67,8 +67,8 @@ def load_single_file(
     mhla: MHLAConfig | Mapping[str, Any] | None,
     config: str | os.PathLike[str] | None,
     options: dict[str, Any],
-) -> tuple[Any, MHLAConfig | Mapping[str, Any] | None, str]:
-    """Load original weights with the softmax class.
+) -> Any:
+    """Load original weights with the softmax class and turn the model into MHLA.
 
     Args:
         mhla_class: The MHLA class.
@@ -76,9 +76,6 @@ def load_single_file(
         mhla: The options.
         config: Directory or Hub id of the model's configuration; `None` to read it off the weights.
         options: For the softmax class's own `from_single_file`.
-
-    Returns:
-        The softmax model, the options of MHLA, and the name of the weights in messages.
 
     Raises:
         ValueError: See [`MHLAModelMixin.from_single_file`][mhla_hf.models.base.MHLAModelMixin.from_single_file].
@@ -125,7 +122,7 @@ def load_single_file(
     except (KeyError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{called} does not fit {stock.__name__}: {shorten_text(reason, 400)}") from error
-    return model, mhla, called
+    return convert_model(model, mhla, called)
 
 
 def read_weights(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD
 from ..utils.tensor_files import count_values
+from .directory import ModelDirectory
 from .options import from_stored
-from .source import Component, Source, read_source
 
 
 LIBRARY = "mhla_hf"
@@ -45,8 +46,11 @@ _CONFIGURATION = f"{MODULE}.Configuration"
 # transformers never saves this entry with a model. Other versions of this package may word the advice otherwise.
 _ENTRY = "transformers_weights"
 _UNKNOWN_FORMAT = "MHLA weights: "
-REFUSAL = f"{_UNKNOWN_FORMAT}install mhla_hf from a clone, then import mhla_hf first"
-_PUSHED_REFUSAL = f"{REFUSAL} or pass trust_remote_code=True"
+REFUSAL = (
+    f"{_UNKNOWN_FORMAT}install mhla_hf from a clone, then import mhla_hf first (models from the Hub also load with "
+    "trust_remote_code=True)"
+)
+"""The entry `transformers_weights` of `config.json` by which transformers alone refuses an MHLA model."""
 
 STUB = '''\
 """Lets `trust_remote_code=True` load this model with the installed package mhla-hf. Written by mhla-hf."""
@@ -80,103 +84,72 @@ class Configuration:
 '''
 
 
-def stub_files(source: Source) -> dict[str, str]:
-    """Returns the files that a directory lacks to be loaded by `trust_remote_code=True`.
-
-    Args:
-        source: The directory of a pipeline or model.
+def stub_files(directory: ModelDirectory) -> dict[str, str]:
+    """Return the files that a directory lacks to be loaded by `trust_remote_code=True`.
 
     Returns:
         The contents by path relative to the directory: the stub, and the configuration that names it. Empty for a
         directory without MHLA.
     """
-    parts = source.mhla_components
-    if not parts:
+    models, index = directory.mhla_models, directory.index
+    if index is not None and models:
+        entries = {model.component: [LIBRARY, model.class_name] for model in models}
+        stubs = {f"{model.component}/{LIBRARY}.py": STUB for model in models}
+        return {PIPELINE_INDEX: _to_text({**index, **entries}), **stubs}
+    if not models:
         return {}
-    if source.pipeline is not None:
-        entries = {part.name: [LIBRARY, part.class_name] for part in parts}
-        stubs = {f"{part.folder.relative_to(source.root).as_posix()}/{LIBRARY}.py": STUB for part in parts}
-        return {PIPELINE_INDEX: _to_text({**source.pipeline, **entries}), **stubs}
-    part = parts[0]
-    entry, config = {"AutoModel": f"{MODULE}.{part.class_name}"}, part.config
-    if part.is_transformers:
-        entry, config = {"AutoConfig": _CONFIGURATION}, with_refusal(part.config, _PUSHED_REFUSAL)
-    others = part.config.get("auto_map")
+    entry = {"AutoConfig": _CONFIGURATION}
+    if not directory.is_transformers:
+        entry = {"AutoModel": f"{MODULE}.{directory.class_name}"}
+    others = directory.config.get("auto_map")
     named = {**(others if isinstance(others, dict) else {}), **entry}
-    return {"config.json": _to_text({**config, "auto_map": named}), f"{MODULE}.py": STUB}
+    return {"config.json": _to_text({**directory.config, "auto_map": named}), f"{MODULE}.py": STUB}
 
 
-def add_stub(directory: Path) -> None:
-    """Adds the stub to a directory that is about to be uploaded, and tags to its model card.
+def add_stub(folder: Path) -> None:
+    """Add the stub to a directory that is about to be uploaded, and tags to its model card.
 
     Args:
-        directory: A directory; others than those of MHLA models are left alone.
+        folder: A directory; others than those of MHLA models are left alone.
 
     Raises:
         ValueError: If weights have NaN values.
     """
-    if not (directory / PIPELINE_INDEX).is_file() and not (directory / "config.json").is_file():
-        return
     try:
-        source = read_source(directory)
+        directory = ModelDirectory.read(folder)
     except (ValueError, OSError):
         return
-    files = stub_files(source)
-    pattern = "*.safetensors" if source.pipeline is None else "*/*.safetensors"
-    for path in sorted(directory.glob(pattern)) if files else ():
+    files = stub_files(directory)
+    if not files:
+        return
+    for path in sorted(folder.glob("*.safetensors" if directory.index is None else "*/*.safetensors")):
         for entry, nans, _ in count_values(path):
             if nans:
                 raise ValueError(f"{shorten_text(entry.name)} of {path.name} has NaN values; nothing is pushed.")
     for name, text in files.items():
-        (directory / name).write_text(text, encoding="utf-8")
-    if files and (directory / CARD).is_file():
-        _tag(directory / CARD)
-
-
-def _tag(path: Path) -> None:
+        (folder / name).write_text(text, encoding="utf-8")
+    if not (folder / CARD).is_file():
+        return
     import yaml
     from huggingface_hub import ModelCard
 
-    try:
-        card = ModelCard.load(path)
-    except (ValueError, yaml.YAMLError):
-        return
-    tags = card.data.tags or []
-    if not set(TAGS) <= set(tags):
-        card.data.tags = list(dict.fromkeys([*tags, *TAGS]))
-        card.save(path)
-
-
-def with_refusal(config: Mapping[str, Any], refusal: str = REFUSAL) -> dict[str, Any]:
-    """Returns the contents of a `config.json` of transformers with the entry by which transformers alone refuses it.
-
-    A composite model has it, and each of its towers that is MHLA, which may be loaded alone. What is softmax has none.
-
-    Args:
-        config: The contents, or those of a tower.
-        refusal: The entry.
-    """
-    towers = {
-        name: with_refusal(entry, refusal)
-        for name, entry in config.items()
-        if isinstance(entry, Mapping) and "model_type" in entry
-    }
-    written = {name: towers.get(name, entry) for name, entry in config.items()}
-    if config.get("mhla") is not None or any(is_refusal(tower.get(_ENTRY)) for tower in towers.values()):
-        written[_ENTRY] = refusal
-    return written
+    with suppress(ValueError, yaml.YAMLError):
+        card = ModelCard.load(folder / CARD)
+        if not set(TAGS) <= set(card.data.tags or ()):
+            card.data.tags = list(dict.fromkeys([*(card.data.tags or ()), *TAGS]))
+            card.save(folder / CARD)
 
 
 def is_refusal(entry: Any) -> bool:
-    """Returns whether a value of `transformers_weights` is the entry of [`with_refusal`], and names no file."""
+    """Return whether a value of `transformers_weights` is [`REFUSAL`], in any wording, and names no file."""
     return str(entry).startswith(_UNKNOWN_FORMAT)
 
 
-def softmax_config(part: Component) -> dict[str, Any]:
-    """Returns the configuration of a model without MHLA, for its softmax original."""
-    if part.is_transformers:
-        return _without_mhla(part.config)
-    return {**_without_mhla(from_stored(part.config)), "_class_name": part.softmax_class_name}
+def softmax_config(model: ModelDirectory) -> dict[str, Any]:
+    """Return the configuration of a model without MHLA, for its softmax original."""
+    if model.is_transformers:
+        return _without_mhla(model.config)
+    return {**_without_mhla(from_stored(model.config)), "_class_name": model.softmax_class_name}
 
 
 def _without_mhla(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +167,7 @@ def _without_mhla(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forget_stub(config: Any) -> None:
-    """Removes the entry for the stub from a configuration of transformers: what it is saved with has no such file."""
+    """Remove the entry for the stub from a configuration of transformers: what it is saved with has no such file."""
     named = getattr(config, "auto_map", None)
     if isinstance(named, dict) and str(named.get("AutoConfig", "")).endswith(_CONFIGURATION):
         config.auto_map = {name: entry for name, entry in named.items() if name != "AutoConfig"}

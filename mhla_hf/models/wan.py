@@ -25,7 +25,7 @@ from diffusers.models.transformers.transformer_wan import (
 from ..ops.sharded import TokenShard
 from ..utils.compat.diffusers import context_parallel_plan, declared, skip_attention_in
 from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, attend, tables_of_layer, tables_with_grid
-from .context_parallel import shard_of
+from .base import shard_of
 from .wan_keys import DEFAULT_HEAD_DIM, authors_name, softmax_names, wan_config
 
 

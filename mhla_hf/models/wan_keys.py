@@ -15,7 +15,7 @@ from typing import Any
 
 from ..utils.compat.diffusers import rename_wan_weights
 from ..utils.messages import shorten_text, shorten_value
-from .bounds import MAX_LAYERS
+from .options import MAX_LAYERS
 
 
 Shape = tuple[int, ...]

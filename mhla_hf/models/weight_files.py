@@ -25,7 +25,7 @@ from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import TensorEntry, check_safetensors, read_entries
-from .bounds import check_layer_count, check_new_size
+from .options import check_layer_count, check_new_size
 
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, V
 from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.hub.checks import check_directory
-from mhla_hf.models.source import read_source
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.models.stub import stub_files
 from mhla_hf.utils.tensor_files import count_values
 from tests import tiny
@@ -78,7 +78,7 @@ def test_good_directories(name, made):
 @pytest.mark.parametrize("name", ["pipeline", "bare", "llama-mhla"])
 def test_directories_as_they_are_on_the_hub(name, copied):
     folder = copied(name)
-    for file, content in stub_files(read_source(folder)).items():
+    for file, content in stub_files(ModelDirectory.read(folder)).items():
         (folder / file).write_text(content)
     assert check_directory(folder) == []
 

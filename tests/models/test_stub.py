@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig, BertConfig, BertModel, CLIPConfig, CLIPModel, LlamaForCausalLM
 
 from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained
-from mhla_hf.models.source import read_source
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.models.stub import LIBRARY, MODULE, STUB, add_stub, stub_files
 from mhla_hf.recovery.directories import calibrate_directory
 from tests import tiny
@@ -36,7 +36,7 @@ def encoder(tmp_path):
 
 
 def test_pipelines_name_the_package_as_library(pipeline):
-    files = stub_files(read_source(pipeline))
+    files = stub_files(ModelDirectory.read(pipeline))
     index = json.loads(files.pop("model_index.json"))
     assert index["transformer"] == [LIBRARY, "MHLAWanTransformer3DModel"]
     assert {**index, "transformer": None} == {
@@ -47,7 +47,7 @@ def test_pipelines_name_the_package_as_library(pipeline):
 
 
 def test_models_alone_name_the_stub_in_their_configuration(pipeline):
-    files = stub_files(read_source(pipeline / "transformer"))
+    files = stub_files(ModelDirectory.read(pipeline / "transformer"))
     config = json.loads(files["config.json"])
     assert config.pop("auto_map") == {"AutoModel": f"{MODULE}.MHLAWanTransformer3DModel"}
     assert config == json.loads((pipeline / "transformer/config.json").read_text())
@@ -56,7 +56,7 @@ def test_models_alone_name_the_stub_in_their_configuration(pipeline):
 
 def test_softmax_models_get_no_stub(tmp_path):
     tiny.wan_pipeline().save_pretrained(tmp_path)
-    assert stub_files(read_source(tmp_path)) == {}
+    assert stub_files(ModelDirectory.read(tmp_path)) == {}
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     add_stub(tmp_path)
     add_stub(tmp_path / "tokenizer")
@@ -102,7 +102,7 @@ def test_only_this_package_reads_the_configuration_of_a_pushed_model(encoder, tm
     BertModel.from_pretrained(encoder, config=config).save_pretrained(tmp_path / "saved")
     assert "trust_remote_code" in named
     saved = json.loads((tmp_path / "saved/config.json").read_text())["transformers_weights"]
-    assert saved == named.removesuffix(" or pass trust_remote_code=True")
+    assert saved == named
 
 
 def test_saved_models_are_refused_where_the_package_is_not_imported(encoder, tmp_path):
@@ -131,7 +131,7 @@ def test_saved_models_are_refused_where_the_package_is_not_imported(encoder, tmp
                 try:
                     getattr(transformers, name).from_pretrained(folder, **options)
                 except ValueError as error:
-                    assert str(error).endswith("install mhla_hf from a clone, then import mhla_hf first"), error
+                    assert "install mhla_hf from a clone, then import mhla_hf first" in str(error), error
                 else:
                     raise AssertionError(f"{name} loads {folder} with {options}")
     """

@@ -15,6 +15,7 @@ import mhla_hf
 from mhla_hf.conversion import convert_pretrained, unconvert_pretrained
 from mhla_hf.hub.push import prepare_push
 from mhla_hf.layers.original import weights_state
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery import match_layers
 from mhla_hf.training.matching.teacher import SharedTeacher
 from tests import tiny, tiny_images
@@ -281,24 +282,23 @@ def test_an_original_is_followed_by_records_of_this_machine_alone(tmp_path, monk
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     save_softmax("bert", tmp_path / "models" / "softmax")
     convert_pretrained(tmp_path / "models" / "softmax", tmp_path / "elsewhere" / "mhla", progress=False)
-    source = mhla_hf.models.source.read_source(tmp_path / "elsewhere" / "mhla")
-    find = lambda: mhla_hf.models.source.find_original(source, source.components[0])  # noqa: E731
-    assert find()[1].folder == tmp_path / "models" / "softmax"
+    source = ModelDirectory.read(tmp_path / "elsewhere" / "mhla")
+    assert source.find_original().folder == tmp_path / "models" / "softmax"
     record = tmp_path / "elsewhere" / "mhla" / "conversion.json"
     written = record.read_text()
     # Another path under the same code, and the record on another machine.
     record.write_text(written.replace("/models/softmax", "/elsewhere/mhla"))
-    assert find() is None
+    assert source.find_original() is None
     record.write_text(written)
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "another"))
-    assert find() is None
+    assert source.find_original() is None
     # What came from the Hub's cache is of others.
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     cache = tmp_path / "hub" / "models--you--model" / "snapshots"
     cache.mkdir(parents=True)
     (tmp_path / "elsewhere" / "mhla").rename(cache / "0")
-    source = mhla_hf.models.source.read_source(cache / "0")
-    assert find() is None
+    source = ModelDirectory.read(cache / "0")
+    assert source.find_original() is None
     assert (tmp_path / "home" / "mhla_hf" / "machine-key").stat().st_mode & 0o077 == 0
 
 

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ...config import CHOICES, MHLAConfig
 from ...layers.mixing import resolve_blocks, with_window_size
-from ...models.bounds import MAX_LAYERS, check_new_size
+from ...models.options import MAX_LAYERS, check_new_size
 from ...models.stub import REFUSAL
 from ...ops.tables import SEQUENCE_NORMALIZERS
 from ...utils.compat.transformers import attention_of, set_attention
@@ -286,7 +286,7 @@ def mark(config: Any) -> None:
 
 
 def _mark_refusal(config: Any) -> bool:
-    """As [`mhla_hf.models.stub.with_refusal`], for a configuration and its towers, which may be loaded alone."""
+    """Set the entry of `mhla_hf.models.stub` on a configuration and on its towers, which may be loaded alone."""
     towers = [_mark_refusal(tower) for tower in towers_of(config).values()]
     is_mhla = getattr(config, "mhla", None) is not None or any(towers)
     if is_mhla:
@@ -424,7 +424,7 @@ def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
         missing_keys: Names of its tensors that no checkpoint gives.
 
     Raises:
-        ValueError: See [`check_new_size`][mhla_hf.models.bounds.check_new_size].
+        ValueError: See [`check_new_size`][mhla_hf.models.options.check_new_size].
     """
     if any(".mhla." in key for key in missing_keys):
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
