@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from ..config import parse_layers
@@ -27,10 +28,10 @@ from ..training.data.probes import pipeline_batches
 from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
 from ..training.matching.teacher import shared_teacher
 from ..utils.machine import choose_device, machine_facts
-from ..utils.messages import check_count, pluralize, shorten_text
+from ..utils.messages import check_count, pluralize
 from .matrices import KINDS, LayerTokens
 from .statistics import MixingSummary, check_block, mean_and_std, mixing_summary
-from .tracking import MatrixStatistics, Sample, attention_modules, query_rows, recorded_attention
+from .tracking import MatrixStatistics, Sample, attention_modules, observe_batch, query_rows
 
 
 DEFAULT_TOKENS = 512
@@ -294,12 +295,11 @@ def inspect_model(
         if progress is not None:
             progress(done, total)
 
+    observe = partial(_add_sample, wanted=wanted, tokens=tokens, seed=seed)
+    for batch in batches:
+        observe_batch(model, batch, [layer.index for layer in wanted.values()], observe, seed)
+        advance()
     with evaluating(model), torch.no_grad():
-        observe = partial(_add_sample, wanted=wanted, tokens=tokens, seed=seed)
-        for batch in batches:
-            with recorded_attention(model, {name: modules[name] for name in wanted}, observe):
-                run(model, on_device(batch, model))
-            advance()
         for layer in wanted.values():
             if layer.attention is not None:
                 layer.attention.statistics = {kind: layer.attention.summary(kind) for kind in KINDS}
@@ -450,7 +450,7 @@ def _probe_model(
             "(--samples 0) to inspect its weights only."
         )
     if images:
-        processor = _processor("AutoImageProcessor", part.folder)
+        processor = transformers.AutoImageProcessor.from_pretrained(part.folder)
         found = [processor(images=read_image(path), return_tensors="pt") for path in images]
         return [{"pixel_values": each["pixel_values"]} for each in found], pluralize(len(found), "image")
     generator = torch.Generator().manual_seed(seed)
@@ -468,7 +468,7 @@ def _probe_model(
     longest = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
     # Without files, transformers makes a tokenizer that knows no words.
     if any(file for pattern in _TOKENIZER_FILES for file in part.folder.glob(pattern)):
-        tokenizer = _processor("AutoTokenizer", part.folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(part.folder)
         source, length = "".join(map(inspect.getsource, _TEXTS)), 12 * tokens
         starts = (number * length % max(1, len(source) - length) for number in range(samples))
         # Some models count positions from more than 0, and take fewer.
@@ -485,16 +485,6 @@ def _probe_model(
         ids = [torch.randint(3, config.vocab_size, size, generator=generator) for _ in range(samples)]
         words = "random tokens (there is no tokenizer)"
     return [{"input_ids": each, **others} for each, others in zip(ids, pixels)], words
-
-
-def _processor(auto_class: str, folder: Path) -> Any:
-    import transformers
-
-    try:
-        return getattr(transformers, auto_class).from_pretrained(folder)
-    # The error for a damaged file depends on the class.
-    except Exception as error:
-        raise ValueError(f"{auto_class} cannot load from {folder}: {shorten_text(str(error), 200)}") from error
 
 
 def _add_sample(name: str, sample: Sample, *, wanted: Mapping[str, LayerInspection], tokens: int, seed: int) -> None:

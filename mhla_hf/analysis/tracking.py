@@ -29,13 +29,12 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..config import parse_layers
 from ..layers.mhla import MHLA
-from ..layouts.blocks import is_integer
 from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
 from ..training.data.batches import stable_seed
 from ..training.matching.layers import Batch, evaluating, on_device, run, trunk_for
 from ..training.processes import Processes, is_fully_sharded
 from ..utils.files import check_fields, read_json, write_json
-from ..utils.messages import shorten_value
+from ..utils.messages import check_count
 from .matrices import LayerTokens, SoftmaxTokens, layer_tokens, softmax_tokens
 from .signatures import FailureSignature, probe_figures, probe_signatures, weight_signatures
 from .statistics import attention_statistics, mean_and_std
@@ -53,6 +52,7 @@ LOGGED = ("rank", "effective_rank", "relative_entropy", "top_share")
 """Statistics that go into logs."""
 MAX_BYTES = 4 * 2**30
 """Memory that the rows of one head's attention matrix may take, with room to work on them."""
+_UNSEEN = "This {} has no attention layer that can be observed: MHLA, or softmax by torch."
 # A matrix in float64, its scores, mask and absolute values, sorted and not.
 _COPIES = 6
 
@@ -84,77 +84,62 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-@contextmanager
-def recorded_attention(model: nn.Module, modules: Mapping[str, nn.Module], observe: Observer) -> Iterator[None]:
-    """A context in which the calls of a model's attention layers are observed. It changes no output.
-
-    Args:
-        model: The model.
-        modules: Its attention modules by name; their calls for cross-attention are not observed.
-        observe: Called with each sample of each call.
-    """
-    linear = bool(getattr(model, "upstream_is_linear", False))
-    calls = _SoftmaxCalls(observe)
-
-    def of_mhla(name: str) -> Callable[..., None]:
-        def hook(module: MHLA, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            for sample in layer_tokens(module, *args, **kwargs, linear=linear):
-                observe(name, sample)
-
-        return hook
-
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            mhla = module._modules.get("mhla")
-            if isinstance(mhla, MHLA):
-                stack.callback(mhla.register_forward_hook(of_mhla(name), with_kwargs=True).remove)
-            else:
-                enter, leave = calls.hooks(name)
-                stack.callback(module.register_forward_pre_hook(enter).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(_through_torch(model))
-        stack.enter_context(calls)
-        yield
-
-
 @torch.no_grad()
 def observe_batch(
     model: nn.Module, batch: Batch, layers: str | Iterable[int] | None, observe: Observer, seed: int = 0
-) -> None:
+) -> set[str]:
     """Run a batch and observe a model's self-attention layers, without changing the model or the random state.
 
     Args:
         model: A model of diffusers or transformers; may be wrapped for several devices, or compiled.
         batch: Keyword arguments of its `forward`.
         layers: The layers, as numbers or text such as `"1,2,4"`; `None` for all.
-        observe: Called with each sample of each call.
+        observe: Called with each sample of each call; calls for cross-attention are left out.
         seed: Seed for models that draw random numbers.
 
+    Returns:
+        Names of the layers that were called.
+
     Raises:
-        ValueError: If the model has no attention layer that can be observed, or `layers` is wrong.
+        ValueError: If `layers` is wrong.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    modules = attention_modules(model)
+    modules = list(attention_modules(model).items())
     chosen = parse_layers(layers, len(modules))
-    wanted = {name: modules[name] for index, name in enumerate(modules) if chosen is None or index in chosen}
+    linear = bool(getattr(model, "upstream_is_linear", False))
     reached: set[str] = set()
 
     def seen(name: str, sample: Sample) -> None:
         reached.add(name)
         observe(name, sample)
 
+    def of_mhla(name: str) -> Callable[..., None]:
+        def hook(module: MHLA, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            for sample in layer_tokens(module, *args, **kwargs, linear=linear):
+                seen(name, sample)
+
+        return hook
+
+    calls = _SoftmaxCalls(seen)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with evaluating(model), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(seed)
         batch = on_device(batch, model)
         # FSDP 2 gathers weights outside of blocks in the forward of the full model.
         called = model if is_fully_sharded(model) else trunk_for(model, batch)
-        with recorded_attention(model, wanted, seen):
+        with ExitStack() as stack:
+            for name, module in modules if chosen is None else [modules[index] for index in chosen]:
+                mhla = module._modules.get("mhla")
+                if isinstance(mhla, MHLA):
+                    stack.callback(mhla.register_forward_hook(of_mhla(name), with_kwargs=True).remove)
+                else:
+                    enter, leave = calls.hooks(name)
+                    stack.callback(module.register_forward_pre_hook(enter).remove)
+                    stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.enter_context(_through_torch(model))
+            stack.enter_context(calls)
             run(called, batch)
-    if not reached:
-        raise ValueError(
-            f"This {type(model).__name__} has no attention layer that can be observed: MHLA, or softmax by torch."
-        )
+    return reached
 
 
 def query_rows(sample: Sample, most: int, option: str, seed: int = 0) -> torch.Tensor | None:
@@ -302,6 +287,8 @@ def attention_matrices(
         found.setdefault(name, []).append(sample.matrix(rows=rows))
 
     observe_batch(model, batch, layers, observe)
+    if not found:
+        raise ValueError(_UNSEEN.format(type(model).__name__))
     return found
 
 
@@ -356,9 +343,9 @@ class AttentionTracker:
         self.batches = [batch] if isinstance(batch, Mapping) else list(batch)
         if not self.batches or not all(isinstance(one, Mapping) for one in self.batches):
             raise ValueError("batch must hold keyword arguments of the model's forward by name, or be a list of such.")
-        for name, value, minimum in (("every", every, 1), ("rows", rows, 2), ("settle", settle, 0)):
-            if not is_integer(value) or value < minimum:
-                raise ValueError(f"{name}={shorten_value(value)} must be a whole number of at least {minimum}.")
+        check_count("every", every)
+        check_count("rows", rows, 2)
+        check_count("settle", settle, 0)
         self.every, self.rows, self.settle, self.seed = every, rows, settle, seed
         self.layers = layers if layers is None or isinstance(layers, str) else list(layers)
         self.history: list[dict[str, Any]] = []
@@ -416,10 +403,11 @@ class AttentionTracker:
 
         def observe(name: str, sample: Sample) -> None:
             rows = query_rows(sample, self.rows, "rows", self.seed)
-            records.setdefault(name, _LayerRecord(sample.kind)).add(sample, rows)
+            records.setdefault(name, _LayerRecord(kind=sample.kind)).add(sample, rows)
 
         for batch in self.batches:
-            observe_batch(model, batch, self.layers, observe, self.seed)
+            if not observe_batch(model, batch, self.layers, observe, self.seed):
+                raise ValueError(_UNSEEN.format(type(model).__name__))
         layers = {name: record.to_dict() for name, record in records.items()}
         linear = bool(getattr(model, "upstream_is_linear", False))
         found: dict[tuple[str, str], FailureSignature] = {}
@@ -533,20 +521,19 @@ class TrackingCallback(TrainerCallback):
         self.tracker.save(Path(args.output_dir) / HISTORY_FILE)
 
 
-class _LayerRecord:
-    """One layer on a probe."""
+@dataclass
+class _LayerRecord(MatrixStatistics):
+    """One layer on a probe; `bound` is that of all rows of the longest sample."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind, self.statistics = kind, MatrixStatistics()
-        self.figures: dict[str, list[float]] = {}
-        self.mhla: MHLA | None = None
-        # Of all rows of the longest sample.
-        self.bound: int | None = None
+    kind: str = ""
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    mhla: MHLA | None = None
+    bound: int | None = None
 
-    def add(self, sample: Sample, rows: torch.Tensor | None) -> None:
-        if sample.num_tokens > self.statistics.tokens:
+    def add(self, sample: Sample, rows: torch.Tensor | None, kinds: Sequence[str] = ()) -> None:
+        if sample.num_tokens > self.tokens:
             self.bound = sample.rank_bound
-        self.statistics.add(sample, rows)
+        super().add(sample, rows, kinds)
         if isinstance(sample, LayerTokens):
             self.mhla = sample.mhla
             for name, figure in probe_figures(sample, rows).items():
@@ -554,9 +541,8 @@ class _LayerRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a layer's entry in the history."""
-        found = self.statistics
-        means = {name: value["mean"] for name, value in found.summary().items()}
-        means |= {} if found.is_finite else dict.fromkeys(STATISTICS, math.nan)
+        means = {name: value["mean"] for name, value in self.summary().items()}
+        means |= {} if self.is_finite else dict.fromkeys(STATISTICS, math.nan)
         means |= {name: sum(values) / len(values) for name, values in self.figures.items()}
-        facts = {"kind": self.kind, "tokens": found.tokens, "rows": found.rows, "rank_bound": found.rank_bound}
+        facts = {"kind": self.kind, "tokens": self.tokens, "rows": self.rows, "rank_bound": self.rank_bound}
         return facts | {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
