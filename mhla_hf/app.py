@@ -31,7 +31,8 @@ from .conversion.options import parse_dtype
 from .demo import BLOCKS, GRID, DemoConfig, base_pipeline_directory
 from .demo import PROMPTS as DEMO_PROMPTS
 from .hub.card import TAGS, card_data
-from .models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
+from .hub.records import read_records
+from .models.directory import ModelDirectory
 from .models.registry import MHLA_CLASSES
 from .pipelines import load_pipeline
 from .recovery.directories import calibrate_directory
@@ -39,7 +40,7 @@ from .recovery.recipes import default_recipe
 from .training.data.probes import PROMPTS, sample_size
 from .training.matching.layers import mhla_layers
 from .utils.destinations import claim_destination
-from .utils.files import list_files, read_json
+from .utils.files import list_files
 from .utils.locations import PIPELINE_INDEX, is_hub_id, local_directory
 from .utils.machine import choose_device, synchronize
 from .utils.messages import how_to_install, shorten_text
@@ -145,7 +146,7 @@ def open_comparison(
         "name": _shown(model),
         "location": _shown(originals[first].origin["location"]),
         "attention": f"{part.original_attention} attention",
-        "recovered": _is_recovered(directory.root),
+        "recovered": read_records(directory.root).is_trained,
     }
     if part.is_transformers:
         from transformers import AutoTokenizer, GenerationMixin
@@ -167,15 +168,6 @@ def open_comparison(
         side.set_progress_bar_config(desc=_TITLES[name])
     models = {name: getattr(pipeline, name) for name in parts}
     return Comparison(kind=MHLA_CLASSES[part.class_name].kind, models=models, sides=sides, **facts)
-
-
-def _is_recovered(root: Path) -> bool:
-    """True if a record in the directory says that the model was trained. Its contents are someone else's."""
-    path = root / CONVERSION_RECORD
-    recovery = read_json(path, "the record").get("recovery") if path.is_file() else None
-    stages = recovery.get("stages") if isinstance(recovery, dict) else None
-    trained = isinstance(stages, dict) and bool(set(stages) - {"calibrate"})
-    return trained or (root / TRAINING_RECORD).is_file()
 
 
 def _shown(location: str | Path) -> str:
@@ -203,24 +195,19 @@ def _slider(label: str, least: float, most: float, value: float, step: float = 1
     return gr.Slider(least, most, value, step=step, precision=precision, label=label, min_width=220)
 
 
-def _number(label: str, most: int) -> Any:
-    return gr.Number(0, minimum=0, maximum=most, precision=0, label=label, min_width=220)
-
-
-def _text(value: str) -> Any:
-    return gr.Textbox(value, lines=1, max_lines=4, max_length=_LONGEST_PROMPT, label="Prompt")
-
-
 def request_inputs(comparison: Comparison) -> dict[str, Any]:
     """Build the components of a request, whose bounds gradio checks, by the name of the pipeline's argument.
 
     Raises:
         ValueError: If the pipeline needs more than a prompt or a class.
     """
-    seed = _number("Seed", 2**32 - 1)
+    whole: dict[str, Any] = {"minimum": 0, "precision": 0, "min_width": 220}
+    seed = gr.Number(0, maximum=2**32 - 1, label="Seed", **whole)
+    text: dict[str, Any] = {"lines": 1, "max_lines": 4, "max_length": _LONGEST_PROMPT, "label": "Prompt"}
     if comparison.kind == "text":
         tokens, heat = _slider("New tokens", 1, _MOST_NEW_TOKENS, 64), _slider("Temperature", 0, 5, 0, 0.1)
-        return {"prompt": _text("Once upon a time"), "new_tokens": tokens, "temperature": heat, "seed": seed}
+        prompt = gr.Textbox("Once upon a time", **text)
+        return {"prompt": prompt, "new_tokens": tokens, "temperature": heat, "seed": seed}
     pipeline = comparison.sides["mhla"]
     known = set(inspect.signature(type(pipeline).__call__).parameters)
     if known & {"image", "video"} or not known & {"prompt", "class_labels"}:
@@ -230,9 +217,9 @@ def request_inputs(comparison: Comparison) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     if "prompt" in known:
         is_demo = comparison.location == base_pipeline_directory().name
-        inputs["prompt"] = _text(DEMO_PROMPTS[0] if is_demo else PROMPTS[2])
+        inputs["prompt"] = gr.Textbox(DEMO_PROMPTS[0] if is_demo else PROMPTS[2], **text)
     else:
-        inputs["class_labels"] = _number("Class", model.config.num_embeds_ada_norm - 1)
+        inputs["class_labels"] = gr.Number(0, maximum=model.config.num_embeds_ada_norm - 1, label="Class", **whole)
     inputs |= {"num_inference_steps": _slider("Denoising steps", 1, _MOST_STEPS, 20), "seed": seed}
     if "guidance_scale" in known:
         inputs["guidance_scale"] = _slider("Guidance", 0, 30, 4, 0.1)

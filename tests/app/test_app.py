@@ -215,15 +215,12 @@ def test_building_and_serving_asks_nobody_else(saved_pipeline, monkeypatch):
 def test_records_say_whether_a_model_was_recovered(saved_pipeline, tmp_path):
     moved = shutil.copytree(saved_pipeline.model, tmp_path / "moved")
     record = json.loads((moved / "conversion.json").read_text())
-    for recovery, expected in [
-        ({"stages": {"calibrate": {}}}, False),
-        ({"stages": {"calibrate": {}, "distill": {}}}, True),
-        # Whatever a file of others holds.
-        (7, False),
-        ({"stages": 7}, False),
-    ]:
+    figures = {"family": "wan", "figures": {"softmax": {"loss": 1.0}, "calibrate": {"loss": 2.0}}}
+    trained = {**figures, "figures": {**figures["figures"], "distill": {"loss": 1.5}}}
+    # The last ones are whatever a file of others holds.
+    for recovery, expected in [(figures, False), (trained, True), (7, False), ({"figures": 7}, False)]:
         (moved / "conversion.json").write_text(json.dumps({**record, "recovery": recovery}))
-        assert app._is_recovered(moved) == expected
+        assert app.open_comparison(moved, saved_pipeline.original, device="cpu").recovered == expected
 
 
 def test_what_cannot_be_compared_is_refused(saved_pipeline, saved_language_model, tmp_path):
