@@ -218,30 +218,25 @@ def models_command(
 
     if presets and refused:
         raise ValueError("presets and refused are both given; give one of them.")
-    # Titles of tables, and in each the entries with their cells by name.
-    tables: dict[str, dict[str, tuple[Any, tuple[str, ...]]]]
-    if presets:
-        tables = {"presets": {key: (preset, (preset.description,)) for key, preset in PRESETS.items()}}
-    else:
-        tables = {"diffusers": {}, "transformers": {}}
-        for key, family in (refused_families() if refused else supported_models()).items():
-            title = "diffusers" if isinstance(family, ModelFamily) else "transformers"
-            tables[title][key] = family, (family.kind, describe(family))
-    wanted = (name or "").lower()
+    found: Mapping[str, Any] = PRESETS if presets else refused_families() if refused else supported_models()
+    tables: dict[str, list[dict[str, str]]] = {}
     shown = []
-    for title, entries in tables.items():
-        found = {key: entry for key, entry in entries.items() if wanted in " ".join((key, *entry[1])).lower()}
-        for key, (entry, _) in found.items():
+    for key, entry in found.items():
+        if presets:
+            title, cells = "presets", {"preset": key, "model": entry.description}
+        else:
+            title = "diffusers" if isinstance(entry, ModelFamily) else "transformers"
+            cells = {"model": key, "kind": entry.kind, "reason" if refused else "note": describe(entry)}
+        if (name or "").lower() in " ".join(cells.values()).lower():
+            tables.setdefault(title, []).append(cells)
             derived = {"mhla_class": entry.mhla_class} if isinstance(entry, ModelFamily) else {}
             shown.append({"name": key} | dataclasses.asdict(entry) | derived)
-        if not json_output:
-            count = f"{len(found)} of {len(entries)}" if wanted else str(len(entries))
-            columns = ("preset", "model") if presets else ("model", "kind", "reason" if refused else "note")
-            rows = [dict(zip(columns, (key, *cells))) for key, (_, cells) in found.items()]
-            show_table(rows, title=f"{title}: {count}")
     if json_output:
         typer.echo(json.dumps(shown, indent=2))
-    elif not shown:
+        return
+    for title, rows in tables.items():
+        show_table(rows, title=f"{title}: {len(rows)}")
+    if not shown:
         typer.echo(f"No model here contains {name!r}; mhla-hf models --refused lists those without MHLA.")
 
 

@@ -52,26 +52,19 @@ def card_command(
         raise ValueError(f"output={output} exists; choose another file, or pass --overwrite.")
 
     from ..hub.card import CardText, model_card, write_card
-    from ..utils.files import atomic_file
 
     text = CardText(name=name, prompt=prompt, license=license_name)
     options: dict[str, Any] = {"benchmarks": benchmarks or (), "text": text, "repo_id": repo_id}
-    if output is None:
-        written = write_card(model, overwrite=overwrite, **options)
-        if written is None:
-            raise ValueError(
-                f"{model / 'README.md'} was written or edited by someone and is kept: --overwrite replaces it, "
-                "--output FILE writes another file."
-            )
-        typer.echo(f"Wrote {written}.")
-        return
-    card = model_card(model, **options)
     if output == Path("-"):
-        typer.echo(str(card), nl=False)
+        typer.echo(str(model_card(model, **options)), nl=False)
         return
-    with atomic_file(output) as temporary:
-        card.save(temporary)
-    typer.echo(f"Wrote {output}.")
+    written = write_card(model, output=output, overwrite=overwrite or output is not None, **options)
+    if written is None:
+        raise ValueError(
+            f"{model / 'README.md'} was written or edited by someone and is kept: --overwrite replaces it, --output "
+            "FILE writes another file."
+        )
+    typer.echo(f"Wrote {written}.")
 
 
 def write_first_card(directory: Path, destination: Path | None = None) -> None:

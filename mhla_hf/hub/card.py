@@ -20,19 +20,11 @@ from ..models.stub import TAGS
 from ..ops.tables import FEATURE_MAPS, NORMALIZERS
 from ..recovery.report import PLOT
 from ..training.families import family_of_class
+from ..utils import model_cards
 from ..utils.compat.transformers import task_classes
 from ..utils.files import atomic_file, read_json
 from ..utils.locations import is_hub_id
 from ..utils.messages import one_line, shorten_value
-from ..utils.model_cards import (
-    CARD,
-    carried_metadata,
-    is_generated,
-    is_own_card,
-    mark_generated,
-    read_card,
-    without_mark,
-)
 from . import records as recorded
 
 
@@ -184,14 +176,17 @@ def model_card(
         normalizers=NORMALIZERS,
         **dict(inspect.getmembers(recorded, inspect.isfunction)),
     )
-    return ModelCard(mark_generated(re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", str(card)))))
+    return ModelCard(model_cards.mark_generated(re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", str(card)))))
 
 
-def write_card(directory: str | Path, *, overwrite: bool = False, **options: Any) -> Path | None:
-    """Write the model card of a directory as `README.md`.
+def write_card(
+    directory: str | Path, *, output: str | Path | None = None, overwrite: bool = False, **options: Any
+) -> Path | None:
+    """Write the model card of a directory.
 
     Args:
         directory: See [`model_card`].
+        output: The file; by default `README.md` in the directory.
         overwrite: Also replace a card that the user wrote or edited.
         **options: Arguments of [`model_card`].
 
@@ -201,8 +196,9 @@ def write_card(directory: str | Path, *, overwrite: bool = False, **options: Any
     Raises:
         ValueError: See [`model_card`].
     """
-    path = Path(directory).expanduser() / CARD
-    if not overwrite and is_own_card(path.parent):
+    directory = Path(directory).expanduser()
+    path = directory / model_cards.CARD if output is None else Path(output)
+    if not overwrite and model_cards.is_own_card(directory):
         return None
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ValueError(
@@ -221,10 +217,12 @@ def card_for_repository(directory: Path, repo_id: str, benchmarks: Sequence[str 
     A generated card is kept, with the name of the repository in its examples: it may contain texts and reports that
     are not in the directory. With new reports it is generated again.
     """
-    written = read_card(directory)
-    if written is None or benchmarks or not is_generated(written):
+    written = model_cards.read_card(directory)
+    if written is None or benchmarks or not model_cards.is_generated(written):
         return str(model_card(directory, benchmarks=benchmarks, repo_id=repo_id))
-    return mark_generated(without_mark(written).replace(_literal(_PLACEHOLDER), _literal(repo_id)))
+    return model_cards.mark_generated(
+        model_cards.without_mark(written).replace(_literal(_PLACEHOLDER), _literal(repo_id))
+    )
 
 
 def replacing_card(generated: str, present: str | None) -> str | None:
@@ -236,7 +234,7 @@ def replacing_card(generated: str, present: str | None) -> str | None:
         generated: The new card.
         present: Text of the one in the repository; `None` if it cannot be read.
     """
-    if present is None or is_generated(present):
+    if present is None or model_cards.is_generated(present):
         return None if present is None else generated
     if _METADATA.sub("", present).strip():
         return None
@@ -244,11 +242,11 @@ def replacing_card(generated: str, present: str | None) -> str | None:
         theirs = ModelCard(present)
     except (ValueError, yaml.YAMLError):
         return None
-    card = ModelCard(without_mark(generated))
+    card = ModelCard(model_cards.without_mark(generated))
     for name, value in theirs.data.to_dict().items():
         if card.data.get(name) is None:
             card.data[name] = value
-    return mark_generated(str(card))
+    return model_cards.mark_generated(str(card))
 
 
 # Metadata
@@ -273,7 +271,7 @@ def card_data(directory: str | Path) -> ModelCardData:
     library = "diffusers"
     if model.is_transformers:
         library = "sentence-transformers" if (model.root / "modules.json").is_file() else "transformers"
-    carried: dict[str, Any] = carried_metadata(model.root)
+    carried: dict[str, Any] = model_cards.carried_metadata(model.root)
     if base is not None:
         carried["base_model_relation"] = "finetune"
     return ModelCardData(
