@@ -66,31 +66,22 @@ class TrainingConfig(Options):
 
     model: str | None = option(None, "Pipeline to train: a directory or a Hub id, MHLA or ordinary.")
     output: str | None = option(None, "Directory of the run: checkpoints, metrics, validation samples, pipeline.")
-    cache: str | None = option(
-        None, "Directory of cached latents and their captions or classes. Default: OUTPUT/cache."
-    )
-    component: str = option(
-        "transformer", "Transformer of the pipeline to train.", choices=COMPONENTS, families=("wan",)
-    )
+    cache: str | None = option(None, "Directory of the cached latents. Default: OUTPUT/cache.")
+    component: str = option("transformer", "Transformer to train.", choices=COMPONENTS, families=("wan",))
     mhla: dict | str | None = option(
-        None,
-        "MHLA options as JSON (or a JSON file) to convert an ordinary pipeline on load; 'none' leaves it unconverted.",
+        None, "MHLA options (JSON or a JSON file) to convert an ordinary pipeline with; 'none' leaves it unconverted."
     )
-    teacher: str | None = option(
-        None, "Ordinary pipeline to match. Default: what the model was converted from, on the Hub or beside it."
-    )
+    teacher: str | None = option(None, "Ordinary pipeline to match. Default: what the model was converted from.")
 
-    train: str = option(
-        "full", "Parameters to train: those of MHLA, LoRA and those of MHLA, or all.", choices=TRAIN_MODES
-    )
+    train: str = option("full", "Parameters to train: MHLA's, LoRA and MHLA's, or all.", choices=TRAIN_MODES)
     lora_rank: int = option(32, "Rank of the LoRA matrices.", minimum=1)
     lora_alpha: float | None = option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
 
     transfer_steps: int = option(0, "Steps that first match each MHLA layer's output to the original's.", minimum=0)
     transfer_cache: str = option(
         "auto",
-        "Where the original's activations are kept for those steps, so that it runs once per sample; 'none' runs it "
-        "in every step, on new noise, and so does 'auto' where they do not fit.",
+        "Where to keep the original's activations for those steps; 'none' computes them in each step, on new noise, "
+        "and so does 'auto' where they do not fit.",
         choices=TRANSFER_CACHES,
         advanced=True,
     )
@@ -98,30 +89,21 @@ class TrainingConfig(Options):
     max_steps: int = option(1000, "Fine-tuning steps.", minimum=0)
     batch_size: int = option(1, "Samples per process and micro-step.", minimum=1)
     gradient_accumulation_steps: int = option(1, "Micro-steps per optimizer step.", minimum=1)
-    dataloader_num_workers: int = option(
-        0, "Processes that make batches ahead; 0 makes them in the training process.", minimum=0, maximum=1024
-    )
+    dataloader_num_workers: int = option(0, "Processes that make batches ahead.", minimum=0, maximum=1024)
 
     learning_rate: float = option(1e-4, "Peak learning rate.", above=0)
-    mhla_learning_rate: float | None = option(
-        None, "Peak learning rate of the MHLA parameters. Default: the learning rate.", above=0
-    )
-    transfer_learning_rate: float | None = option(
-        None, "Peak learning rate of the matching stage. Default: the learning rate.", above=0
-    )
-    distill_learning_rate: float | None = option(
-        None, "Peak learning rate of the distillation stage. Default: the learning rate.", above=0
-    )
+    mhla_learning_rate: float | None = option(None, "Peak rate of MHLA parameters. Default: learning_rate.", above=0)
+    transfer_learning_rate: float | None = option(None, "Peak rate of matching. Default: learning_rate.", above=0)
+    distill_learning_rate: float | None = option(None, "Peak rate of distillation. Default: learning_rate.", above=0)
     distill_ratio: float = option(
         1.0,
-        "Share of the distance to the original in the loss of that stage; the rest is the loss on the data.",
+        "Weight of the distance to the original in distillation; the rest is the loss on data.",
         above=0,
         maximum=1,
     )
     distill_target: str | None = option(
         None,
-        "Output of the original to match. Default: logits of language models and classifiers, else the last hidden "
-        "state.",
+        "Output of the original to match. Default: logits if the model has any, else the last hidden state.",
         choices=DISTILL_TARGETS,
         advanced=True,
         families=(TRANSFORMERS,),
@@ -138,11 +120,7 @@ class TrainingConfig(Options):
     max_grad_norm: float = option(1.0, "Gradients are clipped to this norm; 0 switches clipping off.", minimum=0)
 
     ema_decay: float | None = option(
-        None,
-        "Keep a moving average (EMA) of the weights, with this largest decay; it makes the validation samples and is "
-        "what the run exports. Default: none.",
-        minimum=0,
-        below=1,
+        None, "Export (and validate) a moving average of the weights, with this largest decay.", minimum=0, below=1
     )
     ema_inv_gamma: float | None = option(
         None, "The decay grows as 1 - (1 + step / ema_inv_gamma)^-ema_power. Default: 1.", above=0, advanced=True
@@ -152,27 +130,16 @@ class TrainingConfig(Options):
     )
 
     flow_shift: float | None = option(
-        None,
-        "Shift of the noise levels towards noise. Default: the pipeline scheduler's.",
-        above=0,
-        advanced=True,
-        families=_FLOW,
+        None, "Shift of noise levels to noise. Default: the scheduler's.", above=0, advanced=True, families=_FLOW
     )
     logit_mean: float | None = option(
-        None, "Mean of the logit-normal distribution of noise levels. Default: 0.", advanced=True, families=_FLOW
+        None, "Mean of the logit-normal noise levels. Default: 0.", advanced=True, families=_FLOW
     )
     logit_std: float | None = option(
-        None,
-        "Standard deviation of the logit-normal distribution. Default: 1.",
-        above=0,
-        advanced=True,
-        families=_FLOW,
+        None, "Their standard deviation. Default: 1.", above=0, advanced=True, families=_FLOW
     )
     condition_dropout: float = option(
-        0.1,
-        "Share of samples whose caption or class is replaced by the empty one, for guidance.",
-        minimum=0,
-        maximum=1,
+        0.1, "Share of samples that train without their caption or class, for guidance.", minimum=0, maximum=1
     )
 
     mixed_precision: str | None = option(
@@ -182,9 +149,7 @@ class TrainingConfig(Options):
     device: str = option("auto", DEVICE_HELP, values=("auto", "cpu", "cuda"))
     seed: int = option(0, "Seed of data order, noise and new parameters.", minimum=0, maximum=2**32 - 1)
 
-    resume: str | None = option(
-        None, "'latest', 'previous' (the one before), or a checkpoint directory to resume from."
-    )
+    resume: str | None = option(None, "'latest', 'previous' (the one before), or the checkpoint to resume from.")
     checkpointing_steps: int = option(500, "Save a checkpoint every so many steps; 0 switches it off.", minimum=0)
     checkpoints_total_limit: int | None = option(None, "Keep at most so many checkpoints.", minimum=1)
     report_to: str = option("none", "Tracker to report to.", choices=TRACKERS)
@@ -193,16 +158,10 @@ class TrainingConfig(Options):
     validation_steps: int = option(500, "Make validation samples every so many fine-tuning steps.", minimum=1)
     validation_inference_steps: int = option(20, "Denoising steps of a validation sample.", minimum=1, advanced=True)
     validation_guidance: float = option(4.0, "Guidance scale of validation samples.", minimum=0, advanced=True)
-    validation_negative_prompt: str = option(
-        "", "Negative prompt of validation samples.", advanced=True, families=_TEXT
-    )
+    validation_negative_prompt: str = option("", "Negative prompt of the samples.", advanced=True, families=_TEXT)
 
     startup_timeout: float = option(
-        10.0,
-        "Minutes that the processes of a run wait for one another when it starts.",
-        above=0,
-        maximum=10_000,
-        advanced=True,
+        10.0, "Minutes to wait for the other processes of a run at its start.", above=0, maximum=10_000, advanced=True
     )
     progress: bool = option(True, "Show a progress bar.")
 

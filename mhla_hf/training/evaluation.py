@@ -182,12 +182,6 @@ class Validator:
             Image.fromarray(image_grid(samples)).save(temporary)
         return [path], samples
 
-    def images(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Images for trackers, by name, uint8 `[H, W, 3]`: a few frames of each video, or the grid."""
-        if self.family.video_size:
-            return {f"validation/{number}": frame_strip(video) for number, video in enumerate(samples)}
-        return {"validation": image_grid(samples)}
-
     @torch.no_grad()
     def generate(self, transformer: torch.nn.Module) -> np.ndarray:
         """One sample per prompt, uint8: `[P, F, H, W, 3]` of videos, `[P, H, W, 3]` of images."""
@@ -224,8 +218,10 @@ class Validator:
         """
         with accelerator.autocast():
             _, samples = self.write(transformer, folder, step)
+        images = {"validation": image_grid(samples)[None]}
+        if self.family.video_size:
+            images = {f"validation/{number}": frame_strip(video)[None] for number, video in enumerate(samples)}
         for tracker in accelerator.trackers:
-            images = {name: image[None] for name, image in self.images(samples).items()}
             options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
             tracker.log_images(images, step=run_step, **options)
 

@@ -68,9 +68,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     alone = "MASTER_ADDR" in os.environ and not any(name in os.environ for name in _WORLD_SIZES)
     if alone and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
         raise ValueError(
-            "`accelerate launch --cpu` starts one process, whatever --num_processes says: launch with --multi_gpu in "
-            "place of --cpu and give device='cpu' (--device cpu) to the run, or use torchrun --nproc_per_node N; for "
-            "several machines use torchrun or MPI"
+            "`accelerate launch --cpu` starts one process, whatever --num_processes says: launch with --multi_gpu and "
+            "give device='cpu' (--device cpu) to the run, or use torchrun --nproc_per_node N"
         )
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     try:
@@ -158,12 +157,9 @@ def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None
 
 def open_trackers(accelerator: Accelerator, config: TrainingConfig) -> None:
     """Open the tracker, if any, with the options as its hyperparameters."""
-    if config.report_to == "none":
-        return
-    plain: dict[str, Any] = {
-        name: value if isinstance(value, (int, float, str, bool)) else json.dumps(value)
-        for name, value in config.to_dict().items()
-        if value is not None
+    options = {name: value for name, value in config.to_dict().items() if value is not None}
+    plain = {
+        name: value if isinstance(value, int | float | str) else json.dumps(value) for name, value in options.items()
     }
     accelerator.init_trackers(PROJECT, config=plain)
 
@@ -198,7 +194,8 @@ def unsharded(model: nn.Module) -> nn.Module:
     state = {name: full_tensor(tensor) for name, tensor in tensors.items()}
     # fully_shard derives a class from the model's; the first base that is not FSDP's is the one to save.
     cls: Any = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
-    copy = cls.from_config(model.config)
+    make = getattr(cls, "from_config", None) or cls._from_config
+    copy = make(model.config)
     copy.load_state_dict(state)
     return copy
 
@@ -366,7 +363,6 @@ class MicroBatches(Dataset):
             batch_size=None,
             sampler=[(step, micro_step) for step in range(first, steps) for micro_step in micro_steps],
             num_workers=workers,
-            collate_fn=_unchanged,
             worker_init_fn=_ignore_stop_signals,
             # The loader draws a number, which must not come from the generator of the model's dropout.
             generator=torch.Generator(),
@@ -375,10 +371,6 @@ class MicroBatches(Dataset):
             if isinstance(batch, Exception):
                 raise batch
             yield batch
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _ignore_stop_signals(worker: int) -> None:
