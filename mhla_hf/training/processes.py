@@ -11,7 +11,6 @@ the run asks for `device="cpu"`.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -43,7 +42,6 @@ from .data.batches import DataOrder, TrainingBatch
 
 Key = TypeVar("Key")
 
-PROJECT = "mhla-hf"
 # Other processes wait while the main one makes validation samples or copies a pipeline.
 TIMEOUT = timedelta(hours=4)
 
@@ -153,15 +151,6 @@ def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None
     for problem, occurs in problems.items():
         if occurs:
             raise ValueError(f"under {kind.value}, {problem}")
-
-
-def open_trackers(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Open the tracker, if any, with the options as its hyperparameters."""
-    options = {name: value for name, value in config.to_dict().items() if value is not None}
-    plain = {
-        name: value if isinstance(value, int | float | str) else json.dumps(value) for name, value in options.items()
-    }
-    accelerator.init_trackers(PROJECT, config=plain)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,10 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,12 +29,12 @@ from ..utils.locations import local_origin
 from ..utils.machine import installed_versions
 from ..utils.model_cards import carried_metadata
 from . import checkpoints, parameters
-from .checkpoints import MetricsFile, Position
+from .checkpoints import Position
 from .config import UNCONVERTED, TrainingConfig
 from .data.batches import DataOrder, stable_seed
 from .data.cache import LatentDataset
 from .data.folders import folder_fingerprint, model_fingerprint
-from .evaluation import ModelTracker, Validator
+from .evaluation import Callback, ModelTracker, Reports, Validator
 from .loading import TrainingSource
 from .matching.layers import mhla_layers
 from .matching.matching import STAGE as MATCHING
@@ -47,16 +48,11 @@ from .processes import (
     TrainingStopped,
     check_distribution,
     full_tensor,
-    gathered_root,
     make_accelerator,
-    open_trackers,
     unsharded,
 )
 from .stages.prediction import PredictionStage, Stage
 
-
-Callback = Callable[[str, int, float], None]
-"""Called with (stage, step, loss)."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SHOWN = 8
@@ -218,7 +214,6 @@ class Trainer(ABC):
         stages: list[Stage] = []
         if config.distill_steps:
             self._keep_original_weights()
-        if config.distill_steps:
             stages.append(self.stage_class(config, *arguments, self._take_distillation_teacher))
         if config.max_steps:
             stages.append(self.stage_class(config, *arguments))
@@ -255,18 +250,12 @@ class Trainer(ABC):
             raise ValueError("tracker (--track-attention) does not run under DeepSpeed; use FSDP 2")
         self.checkpoint = checkpoint
         self.position = checkpoints.checkpoint_position(checkpoint) if checkpoint is not None else None
-        self.metrics: MetricsFile | None = None
-        self.attention_at_start: dict[str, Any] | None = None
         if self.output is not None and self.accelerator.is_main_process:
             for folder in (self.output, self.output / "checkpoints"):
                 remove_leftovers(folder)
             write_json(self.output / "training_config.json", self.config.to_dict())
-            self.metrics = MetricsFile(self.output / "metrics.jsonl", self.position)
-            self.resources.callback(self.metrics.close)
-            if self.tracker is not None:
-                kinds = ("attention_at_start", "attention")
-                self.tracker.restore(row[kind] for row in self.metrics.rows for kind in kinds if kind in row)
-        open_trackers(self.accelerator, self.config)
+        self.reports = Reports(self.config, self.accelerator, self.output, self.position, self.callback, self.tracker)
+        self.resources.callback(self.reports.close)
         self.validator = self._make_validator()
         self.accelerator.wait_for_everyone()
 
@@ -316,57 +305,45 @@ class Trainer(ABC):
         self.teacher_memory = memory_of(teacher)
         return teacher
 
-    # Matching, layer by layer.
+    # The stages.
 
     def _match(self) -> tuple[list[float], float]:
-        """Match the layers, unless a checkpoint has what follows; results as of `_train`."""
+        """Match the MHLA layers with those that they replaced, one by one, unless a checkpoint has what follows.
+
+        Returns:
+            As of `_train`.
+        """
         config, accelerator, steps = self.config, self.accelerator, self.config.transfer_steps
         layers = [layer.name for layer in mhla_layers(self.model)]
         names = parameters.trainable_names(self.model, config.train, layers)
         if self.position is not None and self.checkpoint is not None:
             if self.position.stage == MATCHING:
                 checkpoints.load_weights(self.checkpoint, self.model, names)
-            rows = self.metrics.rows if self.metrics is not None else []
-            return [row["loss"] for row in rows if row["stage"] == MATCHING], 0.0
+            return self.reports.losses(MATCHING), 0.0
+        parameters.set_trainable(self.model, names)
         self.model.to(accelerator.device)
-        self.module, self.steps_before, self.step = self.model, 0, 0
-        at_start = self._track()
+        self.reports.start(MATCHING, self.model)
         order = DataOrder(dataset_size=len(self.dataset), batch_size=1, seed=config.seed, stage=MATCHING)
         objective, make_batch = self.objective, self._batches()
-        output = None if self.output is None else self.output / MATCHING
+        folder = None if self.output is None else self.output / MATCHING
         report = match_stage(
             self.model,
             lambda number: objective.inputs_of(self.model, make_batch(order, number, 0).to(accelerator.device)),
             len(self.dataset),
             replace(config, mixed_precision=accelerator.mixed_precision),
             shared_teacher(self.model, self._take_teacher("transfer_steps")),
-            output,
+            folder,
             matching_bar(config.progress and accelerator.is_local_main_process, steps * len(layers)),
         )
-        losses, seconds = report.mean_losses(), round(report.seconds["training"] / steps, 6)
-        self.step = steps
-        tracked = {1: {"attention_at_start": at_start}, steps: {"attention": self._track()}}
+        losses, seconds = report.mean_losses(), report.seconds["training"] / steps
         for step, loss in enumerate(losses, start=1):
-            records = {name: record for name, record in tracked.get(step, {}).items() if record is not None}
-            if self.metrics is not None:
-                self.metrics.append({"stage": MATCHING, "step": step, "loss": loss, "seconds": seconds, **records})
-            accelerator.log({f"{MATCHING}/loss": loss}, step=step)
-            if self.callback is not None:
-                self.callback(MATCHING, step, loss)
-        if self.output is not None:
-            files = {checkpoints.WEIGHTS: {name: full_tensor(self.model.get_parameter(name)) for name in names}}
-            state = {**self._state(), checkpoints.AVERAGE_STEPS: None, "scaler": None}
-            folder, limit = self.output / "checkpoints", config.checkpoints_total_limit
-            position = Position.of(MATCHING, steps)
-            checkpoints.save_checkpoint(
-                folder, position, {**files, checkpoints.MOMENTS: {}}, state, limit, accelerator
-            )
-            if accelerator.is_main_process:
-                remove_directory(self.output / MATCHING)
-            accelerator.wait_for_everyone()
+            # There is attention of the finished model alone.
+            self.reports.add(MATCHING, step, step, loss, {}, seconds, self.model if step == steps else None)
+        weights = {name: full_tensor(self.model.get_parameter(name)) for name in names}
+        self._write_checkpoint(Position.of(MATCHING, steps), {checkpoints.WEIGHTS: weights})
+        if folder is not None and accelerator.is_main_process:
+            remove_directory(folder)
         return losses, seconds
-
-    # A stage.
 
     def _train(self, stage: Stage, is_last: bool) -> tuple[list[float], float]:
         """Run the remaining steps of a stage.
@@ -380,8 +357,7 @@ class Trainer(ABC):
             The losses of all its steps, earlier ones included, and the mean seconds of the steps run here.
         """
         self.stage, self.step, self.saved_step, self.seconds = stage, 0, 0, 0.0
-        rows = self.metrics.rows if self.metrics is not None else []
-        self.losses = [row["loss"] for row in rows if row["stage"] == stage.name]
+        self.losses = self.reports.losses(stage.name)
         averages = is_last and self.config.ema_decay is not None
         checkpoint = self.checkpoint if self.position is not None and self.position.stage == stage.name else None
         if self.position is not None and self.position >= Position.of(stage.name, stage.steps):
@@ -439,11 +415,8 @@ class Trainer(ABC):
             scaler = checkpoints.read_state(checkpoint).get("scaler")
             if accelerator.scaler is not None and scaler:
                 accelerator.scaler.load_state_dict(scaler)
-        # Models in shards have to take a step before parts of them can be called.
-        if self.position is None and self.steps_before == 0 and not self._in_shards:
-            self.attention_at_start = self._track()
-            if self.attention_at_start is not None:
-                self._log({}, self.attention_at_start)
+        if self.position is None and self.steps_before == 0:
+            self.reports.start(stage.name, self.model)
         order = DataOrder(
             dataset_size=len(self.dataset),
             batch_size=config.batch_size,
@@ -458,6 +431,12 @@ class Trainer(ABC):
         self.batches = MicroBatches(stage.make_batch, order).read(
             self.step, stage.steps, config.dataloader_num_workers
         )
+
+    def _progress(self) -> Any:
+        from tqdm.auto import tqdm
+
+        stage, hidden = self.stage, not (self.config.progress and self.accelerator.is_local_main_process)
+        return tqdm(total=stage.steps, initial=self.step, desc=stage.name, unit="step", disable=hidden)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer without accelerate's wrapper."""
@@ -477,7 +456,8 @@ class Trainer(ABC):
         self.seconds += seconds
         self.step += 1
         self.losses.append(loss)
-        self._report(loss, figures, seconds)
+        run_step = self.steps_before + self.step
+        self.reports.add(self.stage.name, self.step, run_step, loss, figures, seconds, self.model, self.module)
         every = self.config.checkpointing_steps
         if every and (self.step % every == 0 or self.step == self.stage.steps):
             self._save()
@@ -534,16 +514,18 @@ class Trainer(ABC):
             files[checkpoints.MOMENTS] = checkpoints.collect_moments(self.model, self._plain_optimizer())
         if average is not None:
             files[checkpoints.AVERAGES] = average.collect()
-        state = {
-            **self._state(),
-            checkpoints.AVERAGE_STEPS: average.ema.optimization_step if average is not None else None,
-            "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
-        }
-        folder, limit = self.output / "checkpoints", self.config.checkpoints_total_limit
+        steps = average.ema.optimization_step if average is not None else None
+        scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
         position = Position.of(self.stage.name, self.step)
-        checkpoints.save_checkpoint(folder, position, files, state, limit, accelerator)
+        self._write_checkpoint(position, files, **{checkpoints.AVERAGE_STEPS: steps, "scaler": scaler})
         self.saved_step = self.step
-        accelerator.wait_for_everyone()
+
+    def _write_checkpoint(self, position: Position, files: dict[str, dict[str, torch.Tensor]], **state: Any) -> None:
+        if self.output is not None:
+            folder, limit = self.output / "checkpoints", self.config.checkpoints_total_limit
+            state = {**self._state(), **state}
+            checkpoints.save_checkpoint(folder, position, files, state, limit, self.accelerator)
+            self.accelerator.wait_for_everyone()
 
     def _validate_if_due(self) -> None:
         config, output, is_over = self.config, self.output, self.step == self.stage.steps
@@ -557,45 +539,7 @@ class Trainer(ABC):
                 self.validator.write_and_log(self.model, output / "validation", self.step, self.accelerator, run_step)
         self.accelerator.wait_for_everyone()
 
-    # Reports.
-
-    def _progress(self) -> Any:
-        from tqdm.auto import tqdm
-
-        stage, hidden = self.stage, not (self.config.progress and self.accelerator.is_local_main_process)
-        return tqdm(total=stage.steps, initial=self.step, desc=stage.name, unit="step", disable=hidden)
-
-    def _report(self, loss: float, figures: dict[str, float], seconds: float) -> None:
-        name, tracked = self.stage.name, self._track()
-        if self.metrics is not None:
-            row = {"stage": name, "step": self.step, "loss": loss, **figures, "seconds": round(seconds, 6)}
-            records = {"attention_at_start": self.attention_at_start, "attention": tracked}
-            self.metrics.append({**row, **{key: record for key, record in records.items() if record is not None}})
-            self.attention_at_start = None
-        self._log({"loss": loss, **figures}, tracked)
-        if self.callback is not None:
-            self.callback(name, self.step, loss)
-
-    def _log(self, figures: dict[str, float], tracked: dict[str, Any] | None) -> None:
-        """Log figures of this step, and those of a record of attention, to the trackers."""
-        if tracked is not None and self.tracker is not None:
-            figures = {**figures, **self.tracker.figures(tracked)}
-        values = {f"{self.stage.name}/{key}": value for key, value in figures.items()}
-        self.accelerator.log(values, step=self.steps_before + self.step)
-
-    @property
-    def _in_shards(self) -> bool:
-        return self.accelerator.distributed_type == DistributedType.FSDP
-
-    def _track(self) -> dict[str, Any] | None:
-        """What the tracker records at this step, in the main process; models in shards need all of them."""
-        step = self.steps_before + self.step
-        if self.tracker is None or not self.tracker.is_due(step):
-            return None
-        if not self._in_shards and not self.accelerator.is_main_process:
-            return None
-        with gathered_root(self.module):
-            return self.tracker.record(self.model, step)
+    # Messages.
 
     def _stopped(self) -> TrainingStopped:
         """Return the exception that ends a stopped run, with its message in the main process."""
@@ -622,14 +566,12 @@ class Trainer(ABC):
         everywhere = gather_object(list(batches))
         # Those whose loss is not finite; all if only the gradient is not.
         bad = [indices for loss, indices in everywhere if not math.isfinite(loss)] or [each[1] for each in everywhere]
-        numbers = list(dict.fromkeys(index for indices in bad for index in indices))
+        numbers = list(dict.fromkeys(chain(*bad)))
         # A data set may say what a sample is.
-        name = getattr(self.dataset, "sample_name", str)
-        samples = ", ".join(name(index) for index in numbers[:_SHOWN])
+        samples = ", ".join(map(getattr(self.dataset, "sample_name", str), numbers[:_SHOWN]))
         if len(numbers) > _SHOWN:
             samples += f" and {len(numbers) - _SHOWN} more"
-        position = Position.of(self.stage.name, self.step + 1)
-        way_out = "nothing was saved, for there is no output"
+        position, way_out = Position.of(self.stage.name, self.step + 1), "nothing was saved, for there is no output"
         if self.output is not None:
             good = checkpoints.last_good_checkpoint(self.output / "checkpoints", position)
             way_out = "there is no good checkpoint to go back to"
