@@ -22,11 +22,10 @@ import torch
 
 from benchmarks.programs import make_parser, names, numbers, run_program
 from mhla_hf.cli.output import say, show_table
-from mhla_hf.conversion.options import format_bytes, parse_dtype
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer, cache_layer_bytes
 from mhla_hf.utils.locations import local_directory
-from mhla_hf.utils.machine import choose_device, machine_facts, synchronize
-from mhla_hf.utils.messages import check_choice
+from mhla_hf.utils.machine import choose_device, machine_facts, parse_dtype, synchronize
+from mhla_hf.utils.messages import check_choice, format_bytes
 
 
 CACHES = ("dynamic", "static")

@@ -27,7 +27,6 @@ from . import __version__
 from .analysis import mixing_figure, mixing_summary, reference_layout
 from .analysis.statistics import middle_block
 from .conversion import convert_pretrained
-from .conversion.options import parse_dtype
 from .demo import BLOCKS, GRID, DemoConfig, base_pipeline_directory
 from .demo import PROMPTS as DEMO_PROMPTS
 from .hub.card import TAGS, card_data
@@ -42,7 +41,7 @@ from .training.matching.layers import mhla_layers
 from .utils.destinations import claim_destination
 from .utils.files import list_files
 from .utils.locations import PIPELINE_INDEX, is_hub_id, local_directory
-from .utils.machine import choose_device, synchronize
+from .utils.machine import choose_device, parse_dtype, synchronize
 from .utils.messages import how_to_install, shorten_text
 
 

@@ -27,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Measurement, Timer
 
 from .config import MHLAConfig
-from .conversion.options import parse_dtype
 from .layers.mixing import initial_mixing
 from .layouts.blocks import BlockLayout, choose_blocks
 from .ops import mhla_attention, triton_obstacle
@@ -35,7 +34,7 @@ from .ops.backends import ENVIRONMENT_VARIABLE
 from .ops.kernel_check import kernels_pass
 from .presets import from_preset
 from .utils.compat.diffusers import fp32_parts
-from .utils.machine import choose_device, machine_facts
+from .utils.machine import choose_device, machine_facts, parse_dtype
 from .utils.messages import check_choice
 
 

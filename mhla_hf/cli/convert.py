@@ -250,8 +250,8 @@ def _write_record(json_file: Path | None, directory: Path) -> None:
 
 
 def _show(report: "ConversionReport") -> None:
-    from ..conversion.options import format_bytes
     from ..conversion.report import advice
+    from ..utils.messages import format_bytes
 
     rows = []
     for name, part in report.components.items():

@@ -82,7 +82,7 @@ def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, A
 
 
 def _show_description(check: "DirectoryCheck") -> None:
-    from ..conversion.options import format_bytes
+    from ..utils.messages import format_bytes
 
     if check.class_name:
         say(check.class_name, style="bold")
@@ -142,7 +142,7 @@ def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:
 
 
 def _show_environment(report: dict[str, Any]) -> None:
-    from ..conversion.options import format_bytes
+    from ..utils.messages import format_bytes
 
     machine, checks, accelerate = report["machine"], report["checks"], report["accelerate"]
     name = str(machine["device"])

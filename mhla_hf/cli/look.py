@@ -286,7 +286,7 @@ def show_models(report: dict[str, Any], step: str) -> None:
 
 
 def _show_times(title: str, rows: list[dict[str, Any]], columns: dict[str, str], memory: str, speedup: str) -> None:
-    from ..conversion.options import format_bytes
+    from ..utils.messages import format_bytes
 
     cells = [
         {

@@ -134,8 +134,7 @@ def push_command(
 
 
 def _show_files(sizes: dict[str, int], left_out: list[str], warnings: list[str]) -> None:
-    from ..conversion.options import format_bytes
-    from ..utils.messages import shorten_list
+    from ..utils.messages import format_bytes, shorten_list
 
     for name, size in sizes.items():
         say(f"{format_bytes(size):>10}  {name}")

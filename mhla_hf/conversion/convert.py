@@ -12,23 +12,16 @@ import torch
 
 from ..config import MHLAConfig
 from ..layers.original import STATE_KEY, STATES
+from ..models.directory import ModelDirectory
 from ..models.options import options_by_component, with_given
-from ..models.source import (
-    Component,
-    Source,
-    find_original,
-    open_source,
-    read_source,
-    softmax_version,
-    vae_compression,
-)
 from ..models.stub import softmax_config
 from ..utils.destinations import claim_destination
-from ..utils.locations import download_repository, find_directory, local_origin
-from ..utils.messages import shorten_list, shorten_text
-from .options import MAX_SHARD_BYTES, parse_dtype, parse_size
-from .original_weights import find_weights, is_original_directory, plan_original
-from .planning import ComponentPlan, PlanOptions, plan_component, plan_files
+from ..utils.files import read_json
+from ..utils.locations import PIPELINE_INDEX, find_directory, find_file, is_weight_file, local_origin
+from ..utils.machine import parse_dtype
+from ..utils.messages import shorten_list
+from ..utils.options import parse_size
+from .planning import MAX_SHARD_BYTES, ComponentPlan, PlanOptions, plan_component, plan_files
 from .report import ComponentReport, ConversionReport
 from .writing import check_apart, write_result
 
@@ -120,43 +113,39 @@ def convert_pretrained(
     started = time.monotonic()
     destination, local = Path(destination).expanduser(), Path(source).expanduser()
     mhla = with_given(mhla, given)
-    dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size) or MAX_SHARD_BYTES
+    options = PlanOptions(parse_size(max_shard_size) or MAX_SHARD_BYTES, layers, parse_dtype(dtype), variant)
     hub: dict[str, Any] = {
         "revision": revision,
         "token": token,
         "cache_dir": cache_dir,
         "local_files_only": local_files_only,
     }
-    original_only = {"base": base, "config": config}
+    found: ModelDirectory | None
     with claim_destination(destination, overwrite=overwrite) as claimed:
-        check_apart(claimed, local if local.exists() else None)
-        original = find_weights(source, hub)
-        if original is not None:
+        check_apart(claimed, local)
+        if is_weight_file(source):
             _check_unused({"subfolder": subfolder}, f"{source} is a file")
-        root, origin = find_directory(source, subfolder=subfolder, **hub) if original is None else original
-        found: Source | None
-        if original is not None or is_original_directory(root):
+            root = find_file(source, **hub)
+            origin: dict[str, Any] = {"location": root.resolve().name if local == root else str(source)}
+        else:
+            root, origin = find_directory(source, subfolder=subfolder, **hub)
+        if root.is_file() or _is_original(root):
+            from .official import plan_original
+
             _check_unused({"variant": variant}, f"{source} holds original weights")
-            options = PlanOptions(max_bytes, layers, dtype)
-            plan, found, origin = plan_original(
-                root, str(source), origin, mhla, options, component=component, hub=hub, **original_only
+            plan, found, kinds = plan_original(
+                root, str(source), mhla, options, component=component, base=base, config=config, hub=hub
             )
             plans = [plan]
-            check_apart(claimed, root, None if found is None else found.root)
+            origin |= {"stored_as": kinds} if kinds else {}
+            origin |= {"base": found.origin} if found else {}
         else:
-            _check_unused(original_only, f"{source} comes with its configuration")
-            check_apart(claimed, root)
-            found = read_source(root, str(source), origin)
-            options = PlanOptions(max_bytes, layers, dtype, variant)
-            chosen = _choose(found, mhla, component)
-            compression = None if found.pipeline is None else vae_compression(root)
-            plans = [
-                plan_model(part, chosen[part.name], options, compression)
-                for part in found.components
-                if part.name in chosen
-            ]
-        if original is None and local.exists():
-            origin = {**origin, **local_origin(root)}
+            _check_unused({"base": base, "config": config}, f"{source} comes with its configuration")
+            found = ModelDirectory.read(root, location=str(source), origin=origin)
+            plans = [plan_model(found.select(name), own, options) for name, own in _choose(found, mhla, component)]
+        check_apart(claimed, root, None if found is None else found.root)
+        if local.is_dir():
+            origin |= local_origin(root)
         report = ConversionReport("convert", destination, origin)
         write_result(found, plans, report, claimed, progress=progress, started=started, finish=finish)
         return report
@@ -194,57 +183,43 @@ def unconvert_pretrained(
     """
     started, destination = time.monotonic(), Path(destination).expanduser()
     with claim_destination(destination, overwrite=overwrite) as claimed:
-        found = open_source(source, **hub)
+        found = ModelDirectory.open(source, **hub)
         check_apart(claimed, found.root)
-        parts = found.mhla_components
-        if not parts:
-            raise ValueError(f"{source} has no MHLA model.")
         elsewhere = {name: value for name, value in hub.items() if name in ("token", "cache_dir", "local_files_only")}
-        given = None if original is None else open_source(original, **elsewhere)
-        plans = [_plan_original(found, part, given, elsewhere) for part in parts]
+        plans = [_plan_original(model, original, elsewhere) for model in found.select_mhla()]
         report = ConversionReport("unconvert", destination, found.origin)
         write_result(found, plans, report, claimed, progress=progress, started=started)
         return report
 
 
-def _plan_original(source: Source, part: Component, given: Source | None, hub: Mapping[str, Any]) -> ComponentPlan:
+def _plan_original(model: ModelDirectory, given: str | Path | None, hub: Mapping[str, Any]) -> ComponentPlan:
     """Plan the softmax version of one MHLA model."""
-    state, origin = part.config.get(STATE_KEY, "trained"), part
-    if given is not None:
-        version = softmax_version(given, part)
-        if version is None:
-            raise ValueError(f"original {given.location} has no softmax model for {part.name} of {source.location}.")
-        origin = version
-    elif state != STATES[0]:
-        match = find_original(source, part, lambda repository: download_repository(repository, **hub))
-        if match is None:
-            raise ValueError(
-                f"{part.folder} has been {shorten_text(str(state))}, and its softmax original is not found: give it "
-                "(--original)."
-            )
-        origin = match[1]
-    if origin is not part:
-        _check_same_sizes(part, origin)
-    report = ComponentReport(part.class_name, origin.softmax_class_name)
+    is_needed = given is not None or model.config.get(STATE_KEY, "trained") != STATES[0]
+    origin = model.original(given, **hub) if is_needed else model
+    shapes, expected = (
+        {entry.name: entry.shape for entry in one.weight_sets()[0].entries()} for one in (model, origin)
+    )
+    wrong = [name for name in shapes if expected.get(name, shapes[name]) != shapes[name]]
+    if wrong:
+        raise ValueError(
+            f"{origin.folder} is not the original of {model.folder}: {shorten_list(wrong)} have another shape in it."
+        )
+    report = ComponentReport(model.class_name, model.softmax_class_name)
     weights = []
     for stored in origin.weight_sets():
         entries = stored.entries()
         report.dropped += [entry.name for entry in entries if ".mhla." in entry.name]
         kept = [entry for entry in entries if ".mhla." not in entry.name]
-        weights.append(plan_files(stored.variant, stored.files, kept, [], MAX_SHARD_BYTES, origin.names.stem))
-    return ComponentPlan(part.name, softmax_config(origin), weights, report, origin.names)
+        weights.append(plan_files(stored, kept, MAX_SHARD_BYTES, names=origin.names))
+    return ComponentPlan(model.component, softmax_config(origin), weights, report, origin.names)
 
 
-def _check_same_sizes(part: Component, original: Component) -> None:
-    """Refuse an original of the same class that is another model."""
-    shapes, expected = (
-        {entry.name: entry.shape for entry in one.weight_sets()[0].entries()} for one in (part, original)
-    )
-    wrong = [name for name in shapes if expected.get(name, shapes[name]) != shapes[name]]
-    if wrong:
-        raise ValueError(
-            f"{original.folder} is not the original of {part.folder}: {shorten_list(wrong)} have another shape in it."
-        )
+def _is_original(folder: Path) -> bool:
+    """Tell the directory of a model of Wan's authors: `config.json` names their class."""
+    path = folder / "config.json"
+    if not path.is_file() or (folder / PIPELINE_INDEX).exists():
+        return False
+    return read_json(path, "the model's configuration").get("_class_name") == "WanModel"
 
 
 def _check_unused(options: Mapping[str, Any], reason: str) -> None:
@@ -254,27 +229,21 @@ def _check_unused(options: Mapping[str, Any], reason: str) -> None:
             raise ValueError(f"{name}={str(value)!r} has no effect: {reason}.")
 
 
-def _choose(
-    source: Source, mhla: MHLAConfig | Mapping[str, Any] | None, component: str | None
-) -> dict[str, MHLAConfig | Mapping[str, Any] | None]:
+def _choose(source: ModelDirectory, mhla: Any, component: str | None) -> list[tuple[str, Any]]:
     """Return the components that become MHLA, with their options."""
-    names = [part.name for part in source.components]
-    source.component(component)
-    if any(part.is_transformers for part in source.components):
-        return dict.fromkeys(names, mhla)
-    chosen = options_by_component(mhla, names)
+    chosen = dict.fromkeys(source.configs, mhla)
+    if not source.is_transformers:
+        chosen = options_by_component(mhla, source.configs)
     if component is None:
-        return chosen
+        return list(chosen.items())
     if component not in chosen:
+        source.select(component)
         raise ValueError(f"component={component!r} is to become MHLA, but mhla has options for other components only.")
-    return {component: chosen[component]}
+    return [(component, chosen[component])]
 
 
 def plan_model(
-    component: Component,
-    mhla: MHLAConfig | Mapping[str, Any] | None,
-    options: PlanOptions,
-    compression: tuple[int, int] | None = None,
+    component: ModelDirectory, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions
 ) -> ComponentPlan:
     """Plan the conversion of a model; errors are those of [`convert_pretrained`]."""
     # Each library is imported only for its own models.
@@ -282,4 +251,4 @@ def plan_model(
         from .transformers_planning import plan_transformers_model
 
         return plan_transformers_model(component, mhla, options)
-    return plan_component(component, mhla, options, compression=compression)
+    return plan_component(component, mhla, options, compression=component.vae_compression)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import_official`: the authors' Wan-MHLA checkpoints become diffusers directories."""
+"""Weights of training code: original Wan models to convert, and the authors' Wan-MHLA checkpoints to import."""
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,28 +17,42 @@ import torch
 import torch.nn.functional as F
 
 from ..config import MHLAConfig
-from ..models.options import to_stored
-from ..models.registry import mhla_class_for
-from ..models.source import Source
-from ..models.wan_keys import authors_name, diffusers_names, mhla_options, strip_prefixes, wan_config
+from ..models.directory import ModelDirectory
+from ..models.options import from_stored, options_by_component, to_stored
+from ..models.registry import family_for, mhla_class_for
+from ..models.single_file import read_config
+from ..models.wan_keys import mhla_options, official_names, wan_config
+from ..models.weight_files import WeightSet
 from ..utils.destinations import claim_destination
-from ..utils.messages import shorten_text, shorten_value
-from ..utils.tensor_files import TensorEntry
-from .options import MAX_SHARD_BYTES, parse_dtype, parse_size
-from .original_weights import UPSTREAM, open_checkpoint, read_base
+from ..utils.files import check_entry, read_json, read_weight_map
+from ..utils.locations import PIPELINE_INDEX
+from ..utils.machine import parse_dtype
+from ..utils.messages import shorten_list, shorten_text
+from ..utils.options import parse_size
+from ..utils.tensor_files import FLOATS, TensorEntry
 from .planning import (
+    MAX_SHARD_BYTES,
     ComponentPlan,
+    PlanOptions,
+    StoredWeights,
     cast_entry,
     compare_tensors,
     component_report,
     empty_model,
     kept_in_fp32,
+    plan_component,
     plan_files,
 )
 from .report import ConversionReport
 from .writing import check_apart, write_result
 
 
+UPSTREAM = "WanTransformer3DModel"
+"""The diffusers class that checkpoints become."""
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+# Where training code keeps the weights inside a saved dict, outermost first.
+_NESTED = ("state_dict", "model_state_dict", "model", "module")
 # Sizes in which a transformer must agree with the pipeline it is put into.
 _SHARED_SIZES = ("patch_size", "in_channels", "out_channels", "text_dim", "image_dim")
 
@@ -93,18 +110,27 @@ def import_official(
     """
     started = time.monotonic()
     checkpoint, destination = Path(checkpoint).expanduser(), Path(destination).expanduser()
-    dtype, max_bytes = parse_dtype(dtype), parse_size(max_shard_size) or MAX_SHARD_BYTES
-    base_path = None if base is None or not Path(base).expanduser().exists() else Path(base).expanduser()
+    cast, max_bytes = parse_dtype(dtype), parse_size(max_shard_size) or MAX_SHARD_BYTES
     with claim_destination(destination, overwrite=overwrite) as claimed:
-        check_apart(claimed, checkpoint if checkpoint.exists() else None, base_path)
-        found, files = open_checkpoint(checkpoint)
-        plan = _plan_import(found, files, checkpoint, blocks, normalizer, grid, num_heads, dtype, max_bytes)
-        source = None
-        origin: dict[str, Any] = {"location": checkpoint.resolve().name}
+        check_apart(claimed, checkpoint)
+        stored = read_checkpoint(checkpoint, official_names)
+        shapes = {entry.name: entry.shape for entry in stored.entries}
+        mhla = MHLAConfig(
+            feature_map="relu",
+            feature_map_eps=1e-6,
+            rope="after_feature_map",
+            normalizer=normalizer,
+            grid=None if grid is None else tuple(grid),
+            **mhla_options(shapes, None if blocks is None else tuple(blocks)),
+        )
+        plan = _plan_import(stored, {**wan_config(shapes, num_heads), "mhla": mhla.to_dict()}, cast, max_bytes)
+        source, origin = None, {"location": checkpoint.resolve().name}
         if base is not None:
-            hub = {"revision": revision, "token": token, "cache_dir": cache_dir}
-            source = read_base(base, "transformer", hub)
-            _check_sizes(source, plan.config)
+            source = read_base(base, "transformer", {"revision": revision, "token": token, "cache_dir": cache_dir})
+            for name in _SHARED_SIZES:
+                ours, theirs = plan.config.get(name), source.config.get(name)
+                if None not in (ours, theirs) and ours != theirs:
+                    raise ValueError(f"base {base} has a transformer with {name}={theirs}, the checkpoint has {ours}.")
             origin["base"] = source.origin
             check_apart(claimed, source.root)
         report = ConversionReport("import-official", destination, origin)
@@ -113,70 +139,35 @@ def import_official(
 
 
 def _plan_import(
-    found: list[TensorEntry],
-    files: tuple[Path, ...],
-    checkpoint: Path,
-    blocks: Sequence[int] | None,
-    normalizer: str,
-    grid: Sequence[int] | None,
-    num_heads: int | None,
-    dtype: torch.dtype | None,
-    max_bytes: int,
+    stored: StoredWeights, config: Mapping[str, Any], dtype: torch.dtype | None, max_bytes: int
 ) -> ComponentPlan:
-    entries: dict[str, TensorEntry] = {}
-    for entry in found:
-        if entry.name in entries or 0 in entry.shape:
-            problem = "twice" if entry.name in entries else f"of shape {shorten_value(entry.shape)}, which is empty"
-            raise ValueError(f"{checkpoint} holds {shorten_text(entry.name)} {problem}.")
-        entries[entry.name] = entry
-    stripped = strip_prefixes(entries)
-    shapes = {name: entries[original].shape for name, original in stripped.items()}
-    options = mhla_options(shapes, None if blocks is None else tuple(blocks))
-    mhla = MHLAConfig(
-        feature_map="relu",
-        feature_map_eps=1e-6,
-        rope="after_feature_map",
-        normalizer=normalizer,
-        grid=None if grid is None else tuple(grid),
-        **options,
-    )
-    model_class = mhla_class_for(UPSTREAM)
-    model = empty_model(model_class, {**wan_config(shapes, num_heads), "mhla": mhla.to_dict()})
-    renamed = diffusers_names(shapes)
+    model = empty_model(mhla_class_for(UPSTREAM), config)
     target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    written = {
-        stripped[original]: _imported_entry(name, entries[stripped[original]], target.get(name, ()))
-        for name, original in renamed.items()
-    }
-    compare_tensors(
-        {entry.name: entry.shape for entry in written.values()},
-        target,
-        where=f"checkpoint {checkpoint}",
-        called=lambda name: renamed.get(name) or authors_name(name),
-    )
+    entries = [_imported_entry(entry, target.get(entry.name, ())) for entry in stored.entries]
+    compare_tensors(replace(stored, entries=entries), target)
     kept = kept_in_fp32(model)
-    copied = [cast_entry(entry, dtype, kept(entry.name)) for entry in written.values()]
+    copied = [cast_entry(entry, dtype, kept(entry.name)) for entry in entries]
     report = component_report("WanModel", model)
     # What save_pretrained would write: the constructor's arguments, without notes on which of them were given.
-    config = to_stored(
+    written = to_stored(
         {
-            "_class_name": model_class.__name__,
+            "_class_name": type(model).__name__,
             "_diffusers_version": version("diffusers"),
             **{key: value for key, value in sorted(model.config.items()) if not key.startswith("_")},
         }
     )
-    return ComponentPlan("transformer", config, [plan_files(None, files, copied, [], max_bytes)], report)
+    return ComponentPlan("transformer", written, [plan_files(stored, copied, max_bytes)], report)
 
 
-def _imported_entry(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """Return a tensor under its diffusers name, in the module's shape where the authors store it in another."""
-    if name.endswith(".mhla.mixing") and entry.shape[2:] == (1, 1):
-        return TensorEntry(name, entry.shape[:2], entry.dtype, lambda: entry.load().flatten(1))
-    if name.endswith(".mhla.lepe.weight") and entry.shape != shape:
+def _imported_entry(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """Return a tensor in the module's shape where the authors store it in another."""
+    if entry.name.endswith(".mhla.mixing") and entry.shape[2:] == (1, 1):
+        return replace(entry, shape=entry.shape[:2], load=lambda: entry.load().flatten(1))
+    if entry.name.endswith(".mhla.lepe.weight") and entry.shape != shape:
         sizes = (1,) * (5 - len(entry.shape)) + entry.shape[2:]
         if entry.shape[:2] == shape[:2] and len(sizes) == 3 and all(size % 2 for size in sizes):
-            return TensorEntry(name, shape, entry.dtype, lambda: widen_kernel(entry.load(), shape))
-    return replace(entry, name=name)
+            return replace(entry, shape=shape, load=lambda: widen_kernel(entry.load(), shape))
+    return entry
 
 
 def widen_kernel(weight: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -192,11 +183,143 @@ def widen_kernel(weight: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return F.pad(weight, [margin for size in reversed(margins) for margin in (size, size)])
 
 
-def _check_sizes(base: Source, config: Mapping[str, Any]) -> None:
-    component = base.component("transformer")
-    for name in _SHARED_SIZES:
-        theirs = component.config.get(name)
-        if theirs is not None and config.get(name) is not None and theirs != config[name]:
+def plan_original(
+    path: Path,
+    location: str,
+    mhla: MHLAConfig | Mapping[str, Any] | None,
+    options: PlanOptions,
+    *,
+    component: str | None,
+    base: str | Path | None,
+    config: str | Path | None,
+    hub: Mapping[str, Any],
+) -> tuple[ComponentPlan, ModelDirectory | None, dict[str, int]]:
+    """Plan the conversion of original weights.
+
+    Args:
+        path: The file, or the directory of shards.
+        location: Location as the user gave it.
+        mhla: This and the other arguments, and errors, as for `convert_pretrained`.
+
+    Returns:
+        The plan, the pipeline that the model is put into (`None` for a model alone), and the number of tensors by
+        type in a GGUF file.
+    """
+    name = component or "transformer"
+    chosen = options_by_component(mhla, [name])[name]
+    mhla_class = family_for(UPSTREAM).load_class()
+    source = None if base is None else read_base(base, name, hub)
+    try:
+        stored = read_checkpoint(path, mhla_class.original_names)
+        if any(".cross_attn.kv_linear." in original for original in stored.names.values()):
             raise ValueError(
-                f"{base.location} has a transformer with {name}={theirs}, the checkpoint has {config[name]}."
+                "these are original weights of SANA, which the command does not convert: load them with "
+                "MHLASanaTransformer2DModel.from_single_file(file, config=...) and write them with save_pretrained."
             )
+        if config is not None:
+            file = Path(config).expanduser()
+            if file.is_dir():
+                file = (file / name if (file / PIPELINE_INDEX).is_file() else file) / "config.json"
+            found, folder = read_json(file, "the model's configuration"), file.parent
+        elif source is not None:
+            found, folder = source.config, source.folder
+        else:
+            how = "--config (config=), or the pipeline it belongs to as --base (base=)"
+            shapes = {entry.name: entry.shape for entry in stored.entries}
+            found, folder = read_config(mhla_class, shapes, how), path
+    except ValueError as error:
+        raise ValueError(f"{location}: {error}" if location not in str(error) else str(error)) from error
+    class_name = found.get("_class_name", UPSTREAM)
+    if class_name not in (UPSTREAM, mhla_class.__name__):
+        raise ValueError(f"{folder} is of a {class_name}; only original weights of {UPSTREAM} are converted.")
+    # The options of an expert that was MHLA before belong to that one, not to the one that takes its place.
+    kept = {key: value for key, value in from_stored(found).items() if key != "mhla"}
+    content = {"_diffusers_version": version("diffusers"), **kept, "_class_name": UPSTREAM}
+    model = ModelDirectory(location, folder, None, {name: content}, name)
+    compression = None if source is None else source.vae_compression
+    plan = plan_component(model, chosen, options, [stored], compression)
+    return plan, source, dict(Counter(entry.stored_as for entry in stored.entries if entry.stored_as))
+
+
+def read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> ModelDirectory:
+    """Open the pipeline, a directory or Hub id, that a component is put into.
+
+    Raises:
+        ValueError: If it is not a pipeline with such a component.
+    """
+    source = ModelDirectory.open(base, **hub)
+    if source.index is None or name not in source.configs:
+        raise ValueError(f"base {base} is not a pipeline directory with a {name}.")
+    return source.select(name)
+
+
+def read_checkpoint(path: Path, rename: Callable[[Iterable[str]], dict[str, str]]) -> StoredWeights:
+    """Find the tensors of a checkpoint of training code.
+
+    Args:
+        path: A safetensors or GGUF file, a file of `torch.save`, or a directory of safetensors shards or one torch
+            file.
+        rename: Returns the names in the file by those of diffusers, for the former.
+
+    Raises:
+        ValueError: If there is no checkpoint, a shard is missing or damaged, or a torch file holds anything that
+            could run code.
+    """
+    files = _shards_in(path) if path.is_dir() else [path]
+    is_torch = files[0].suffix in _TORCH_SUFFIXES
+    entries = _torch_entries(files[0]) if is_torch else WeightSet(None, tuple(files)).entries()
+    by_name = {entry.name: entry for entry in entries}
+    names = rename(by_name)
+    renamed = [replace(by_name[original], name=name) for name, original in names.items()]
+    return StoredWeights(None, tuple(files), renamed, str(path), names)
+
+
+def _shards_in(folder: Path) -> list[Path]:
+    """Return the weight files of a folder, which must be regular files in it."""
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    files = sorted(folder.glob("*.safetensors"))
+    if len(indices) == 1:
+        check_entry(indices[0], folder)
+        files = read_weight_map(indices[0])
+    elif not files:
+        files = sorted(path for path in folder.iterdir() if path.suffix in _TORCH_SUFFIXES)
+    if len(indices) > 1 or not files or (len(files) > 1 and files[0].suffix in _TORCH_SUFFIXES):
+        names = shorten_list(path.name for path in [*indices, *files]) or "none"
+        raise ValueError(f"checkpoint {folder} must have safetensors files, or one torch file; it has {names}.")
+    for file in files:
+        check_entry(file, folder)
+    return files
+
+
+def _torch_entries(path: Path) -> list[TensorEntry]:
+    """Read the tensors of a file of `torch.save`, alone or under one of the usual keys."""
+    try:
+        content = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+    # A damaged archive may end in any kind of error.
+    except Exception as error:
+        reason = shorten_text(str(error) or type(error).__name__, 200)
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it holds more than tensors and could run code when read; save its state dict only"
+        raise ValueError(f"{path} cannot be read as a torch file ({reason}).") from error
+    # The keys may be nested; a dict may hold itself.
+    for _ in range(2 * len(_NESTED)):
+        found = content if isinstance(content, Mapping) else {}
+        content = next((found[name] for name in _NESTED if isinstance(found.get(name), Mapping)), content)
+    if not isinstance(content, Mapping) or not content:
+        raise ValueError(f"{path} holds no state dict, alone or under {' or '.join(_NESTED)}.")
+    plain = {
+        str(name): tensor
+        for name, tensor in content.items()
+        if isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.dtype in FLOATS
+    }
+    # Views may share a storage, but not hold more than there is: a small file would fill the memory.
+    if len(plain) < len(content) or sum(tensor.nbytes for tensor in plain.values()) > path.stat().st_size:
+        others = shorten_list(name for name in content if str(name) not in plain) or "views that repeat stored numbers"
+        raise ValueError(f"{path} holds {others}; only plain tensors of floats can be imported.")
+    return [
+        TensorEntry(name, tuple(tensor.shape), tensor.dtype, partial(torch.Tensor.detach, tensor))
+        for name, tensor in plain.items()
+    ]

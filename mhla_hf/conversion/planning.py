@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,18 @@ import torch
 
 from ..config import MHLAConfig, parse_layers
 from ..layers.original import STATE_KEY, STATES
+from ..models.directory import ModelDirectory
 from ..models.options import check_layer_count, check_model_config, check_new_size, to_stored
 from ..models.registry import family_for
-from ..models.source import Component
-from ..models.weight_files import DIFFUSERS_FILES, FileNames
+from ..models.weight_files import DIFFUSERS_FILES, FileNames, WeightSet
 from ..utils.compat.diffusers import declared, fp32_parts
 from ..utils.messages import shorten_list, shorten_value
 from ..utils.tensor_files import FLOATS, TensorEntry, check_floats, plan_shards
-from .options import MAX_SHARD_BYTES
 from .report import ComponentReport, WeightSetReport
+
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Largest weight file by default, as in `huggingface_hub`."""
 
 
 @dataclass
@@ -89,9 +92,9 @@ class StoredWeights:
     Attributes:
         variant: Part of the file names such as `fp16`; `None` for the main set.
         files: The files.
-        entries: The tensors, under the names of diffusers.
+        entries: The tensors, under the names of the library.
         where: Location of the weights, for errors.
-        names: Names in the files by names of diffusers, where they differ.
+        names: Names in the files by those of the library, where they differ.
     """
 
     variant: str | None
@@ -100,17 +103,12 @@ class StoredWeights:
     where: str
     names: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by the names of diffusers."""
-        return {entry.name: entry.shape for entry in self.entries}
-
 
 def plan_component(
-    component: Component,
+    component: ModelDirectory,
     mhla: MHLAConfig | Mapping[str, Any] | None,
     options: PlanOptions,
-    weights: list[StoredWeights] | None = None,
+    stored: list[StoredWeights] | None = None,
     compression: tuple[int, int] | None = None,
 ) -> ComponentPlan:
     """Plan the conversion of one diffusers transformer.
@@ -126,26 +124,19 @@ def plan_component(
             f"{component.folder} is a {component.class_name} already; convert the model it was made from."
         )
     family = family_for(component.class_name)
-    target_class = family.load_class()
-    weight_sets = component.weight_sets(options.variant) if weights is None else []
+    target_class, upstream_class = family.load_class(), getattr(diffusers, family.upstream)
+    if stored is None:
+        found = component.weight_sets(options.variant)
+        stored = [StoredWeights(one.variant, one.files, one.entries(), str(component.folder)) for one in found]
     # Before the model is built: a wrong size may ask for more memory than there is.
-    upstream_class, where = getattr(diffusers, family.upstream), str(component.folder / "config.json")
+    where = str(component.folder / "config.json")
     check_model_config(upstream_class, component.config, where)
     arguments = inspect.signature(upstream_class.__init__).parameters
     num_layers = component.config.get("num_layers", arguments["num_layers"].default)
-    weights = weights or [
-        StoredWeights(
-            found.variant,
-            found.files,
-            found.entries(),
-            str(component.folder),
-        )
-        for found in weight_sets
-    ]
+    for weights in stored:
+        check_floats(weights.entries, weights.where)
+        check_layer_count(num_layers, [entry.name for entry in weights.entries], where)
     config = target_class.coerce_options(target_class.options_in_pipeline(mhla, component.config, compression))
-    for stored in weights:
-        check_floats(stored.entries, stored.where)
-        check_layer_count(num_layers, stored.shapes, where)
     if options.layers is not None:
         config = config.replace(layers=parse_layers(options.layers, num_layers))
     model = empty_model(target_class, {**component.config, "mhla": config.given_options()})
@@ -153,87 +144,67 @@ def plan_component(
     # The softmax model has the same tensors but those of MHLA.
     expected = {name: shape for name, shape in target.items() if ".mhla." not in name}
     check_new_size(expected, target)
-    report = component_report(component.class_name, model)
-    plans = [_plan_weights(stored, model, expected, target, report, options) for stored in weights]
-    kept = component.config
-    if kept["_class_name"] != component.class_name:
+    report, kept = component_report(component.class_name, model), kept_in_fp32(model)
+    plans = []
+    for weights in stored:
+        compare_tensors(weights, expected, declared(model, "_keys_to_ignore_on_load_unexpected"))
+        copied = [cast_entry(entry, options.dtype, kept(entry.name)) for entry in weights.entries]
+        dtype = options.dtype or dominant_dtype(copied)
+        fresh = [initial_entry(model, name, dtype, kept, report) for name in target if name not in expected]
+        plans.append(plan_files(weights, copied, options.max_bytes, fresh))
+    stored_config = component.config
+    if stored_config["_class_name"] != component.class_name:
         # The configuration of a legacy checkpoint has entries for the other models that its class could be.
-        kept = {name: value for name, value in kept.items() if name in arguments or name.startswith("_")}
-    stored_config = to_stored({**kept, "_class_name": family.mhla_class, "mhla": report.mhla, STATE_KEY: STATES[0]})
-    return ComponentPlan(component.name, stored_config, plans, report)
-
-
-def _plan_weights(
-    stored: StoredWeights,
-    model: Any,
-    expected: Mapping[str, tuple[int, ...]],
-    target: Mapping[str, tuple[int, ...]],
-    report: ComponentReport,
-    options: PlanOptions,
-) -> WeightsPlan:
-    ignored = declared(model, "_keys_to_ignore_on_load_unexpected")
-    names = stored.names
-    compare_tensors(
-        stored.shapes, expected, where=stored.where, ignored=ignored, called=lambda name: names.get(name, name)
-    )
-    kept = kept_in_fp32(model)
-    copied = [cast_entry(entry, options.dtype, kept(entry.name)) for entry in stored.entries]
-    new_dtype = options.dtype or dominant_dtype(copied)
-    fresh = [initial_entry(model, name, new_dtype, kept, report) for name in target if name not in expected]
-    return plan_files(stored.variant, stored.files, copied, fresh, options.max_bytes)
+        stored_config = {k: value for k, value in stored_config.items() if k in arguments or k.startswith("_")}
+    made = {"_class_name": family.mhla_class, "mhla": report.mhla, STATE_KEY: STATES[0]}
+    return ComponentPlan(component.component, to_stored({**stored_config, **made}), plans, report)
 
 
 def plan_files(
-    variant: str | None,
-    sources: tuple[Path, ...],
+    stored: StoredWeights | WeightSet,
     copied: list[TensorEntry],
-    fresh: list[TensorEntry],
     max_bytes: int,
-    stem: str = DIFFUSERS_FILES.stem,
+    fresh: Sequence[TensorEntry] = (),
+    names: FileNames = DIFFUSERS_FILES,
 ) -> WeightsPlan:
-    """Plan the files of copied and new tensors."""
+    """Plan the files of tensors copied from a set of weights, and of new ones."""
     report = WeightSetReport(
-        variant=variant,
+        variant=stored.variant,
         copied_tensors=len(copied),
         copied_parameters=sum(math.prod(entry.shape) for entry in copied),
         dtypes=_count_dtypes([*copied, *fresh]),
         initialised_dtypes=_count_dtypes(fresh),
     )
-    shards = plan_shards([*copied, *fresh], max_bytes, stem=stem, variant=variant)
-    return WeightsPlan(shards, sources, report)
+    shards = plan_shards([*copied, *fresh], max_bytes, stem=names.stem, variant=stored.variant)
+    return WeightsPlan(shards, stored.files, report)
 
 
 def compare_tensors(
-    found: Mapping[str, tuple[int, ...]],
-    expected: Mapping[str, tuple[int, ...]],
-    *,
-    where: str,
-    ignored: Iterable[str] = (),
-    called: Callable[[str], str] = lambda name: name,
+    stored: StoredWeights, expected: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()
 ) -> None:
     """Check that weights are exactly those of a model.
 
     Args:
-        found: Shapes by name.
+        stored: The weights.
         expected: The model's shapes by name.
-        where: Location of the weights, for the error.
         ignored: Parts of names that may be left over.
-        called: Returns the name in the file for a name in the model.
 
     Raises:
         ValueError: If tensors are missing, left over or of another shape; the message names them.
     """
-    missing = [called(name) for name in expected if name not in found]
-    surplus = [called(name) for name in found if name not in expected and not any(part in name for part in ignored)]
+    found = {entry.name: entry.shape for entry in stored.entries}
+    missing = [name for name in expected if name not in found]
+    surplus = [name for name in found if name not in expected and not any(part in name for part in ignored)]
     shapes = [
-        f"{called(name)} {shorten_value(found[name])} instead of {expected[name]}"
-        for name in expected
-        if name in found and found[name] != expected[name]
+        f"{stored.names.get(name, name)} {shorten_value(found[name])} instead of {shape}"
+        for name, shape in expected.items()
+        if found.get(name, shape) != shape
     ]
     kinds = ("lacks", "has tensors that the model does not know:", "has tensors of another shape:")
-    problems = [f"{kind} {shorten_list(names)}" for kind, names in zip(kinds, (missing, surplus, shapes)) if names]
+    named = (missing, [stored.names.get(name, name) for name in surplus], shapes)
+    problems = [f"{kind} {shorten_list(names)}" for kind, names in zip(kinds, named) if names]
     if problems:
-        raise ValueError(f"{where} {'; '.join(problems)}.")
+        raise ValueError(f"{stored.where} {'; '.join(problems)}.")
 
 
 def empty_model(model_class: type, config: Mapping[str, Any]) -> Any:
@@ -302,8 +273,7 @@ def initial_entry(
     module_name, _, relative = name.rpartition(".mhla.")
     module = model.get_submodule(f"{module_name}.mhla")
     shape = tuple(model.get_parameter(name).shape)
-    note = {"shape": list(shape), "values": ""}
-    report.initialised[stored_name or name] = note
+    note = report.initialised[stored_name or name] = {"shape": list(shape), "values": ""}
 
     def load() -> torch.Tensor:
         tensor = module.initial_tensor(relative)

@@ -15,10 +15,10 @@ from huggingface_hub.utils.sha import sha_fileobj
 
 from .. import __version__
 from ..config import MHLAConfig
+from ..models.directory import CONVERSION_RECORD
 from ..models.registry import MHLA_CLASSES
-from ..models.source import CONVERSION_RECORD
+from ..utils.compat import installed_versions
 from ..utils.files import write_staged_json
-from ..utils.machine import installed_versions
 
 
 SCHEMA_VERSION = 2

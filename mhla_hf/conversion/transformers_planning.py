@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ..config import MHLAConfig, parse_layers
+from ..config import MHLAConfig
 from ..integrations.transformers.attaching import convert_transformers_model
 from ..integrations.transformers.configuration import check_layers, check_new_parameters, check_sizes
-from ..integrations.transformers.modules import dispatches, is_cross_attention, window_reason
+from ..integrations.transformers.modules import dispatches, is_cross_attention
 from ..layers.mhla import MHLA
 from ..layers.original import STATE_KEY, STATES
-from ..models.source import Component
+from ..models.directory import ModelDirectory
 from ..models.weight_files import TRANSFORMERS_FILES, WeightSet
 from ..utils.compat.transformers import (
     fp32_patterns,
@@ -31,10 +31,11 @@ from ..utils.compat.transformers import (
 )
 from ..utils.files import read_json
 from ..utils.messages import shorten_text
-from ..utils.tensor_files import TensorEntry, check_floats
+from ..utils.tensor_files import check_floats
 from .planning import (
     ComponentPlan,
     PlanOptions,
+    StoredWeights,
     WeightsPlan,
     cast_entry,
     compare_tensors,
@@ -51,9 +52,7 @@ _OPTIONAL = re.compile(r"(^|\.)pooler\.")
 
 
 def plan_transformers_model(
-    component: Component,
-    mhla: MHLAConfig | Mapping[str, Any] | None,
-    options: PlanOptions,
+    component: ModelDirectory, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions
 ) -> ComponentPlan:
     """Plan the conversion of one model of transformers.
 
@@ -62,96 +61,46 @@ def plan_transformers_model(
     """
     if component.is_mhla:
         raise ValueError(f"{component.folder} is MHLA already; convert the model it was made from.")
-    weight_sets = component.weight_sets(options.variant)
+    found = component.weight_sets(options.variant)
     # Before anything is built: a wrong size may ask for more memory than there is.
     check_sizes(component.config, str(component.folder / "config.json"))
-    model = empty_mhla_model(component, mhla, options.layers)
+    model = _empty_mhla_model(component, mhla if options.layers is None else _with_layers(mhla, options.layers))
     report = _report(component, model)
-    weights = [_plan_weights(weight_set, model, report, options) for weight_set in weight_sets]
-    main = next((plan for plan in weights if plan.report.variant is None), weights[0])
+    plans = [_plan_weights(weights, model, report, options) for weights in found]
+    main = next((plan for plan in plans if plan.report.variant is None), plans[0])
     _set_dtype(model.config, options.dtype, dominant_dtype(entry for shard in main.shards.values() for entry in shard))
-    return ComponentPlan(component.name, _saved_config(model), weights, report, TRANSFORMERS_FILES)
+    return ComponentPlan(component.component, _saved_config(model), plans, report, component.names)
 
 
-def empty_mhla_model(
-    component: Component, mhla: MHLAConfig | Mapping[str, Any] | None, layers: str | Iterable[int] | None = None
-) -> Any:
-    """Build the MHLA version of a softmax model without memory for its parameters.
-
-    Layers that are given replace those in `mhla`.
-
-    Raises:
-        ValueError: If the configuration does not describe a model, or the model cannot be MHLA with these options.
-    """
+def _empty_mhla_model(component: ModelDirectory, mhla: MHLAConfig | Mapping[str, Any] | None) -> Any:
+    """Build the MHLA version of a softmax model without memory for its parameters."""
     model_class, config = component.load_class(), component.load_config()
     try:
         with torch.device("meta"):
-            model = model_class(config)
-            options = mhla if layers is None else _without_layers(mhla)
-            convert_transformers_model(model, options, without_weights=True)
-            if layers is not None:
-                _keep_layers(model, layers)
-    except ValueError as error:
-        # Errors of transformers may have several lines.
-        raise ValueError(shorten_text(str(error), 500)) from error
-    # The error for sizes that do not fit each other depends on the model.
+            model = convert_transformers_model(model_class(config), mhla, without_weights=True)
+    # The error for sizes that do not fit each other depends on the model; those of transformers have several lines.
     except Exception as error:
-        reason = shorten_text(f"{type(error).__name__}: {error}", 300)
-        raise ValueError(f"{component.folder / 'config.json'} does not describe a model ({reason}).") from error
+        reason, where = shorten_text(str(error), 500), component.folder / "config.json"
+        if not isinstance(error, ValueError):
+            reason = f"{where} does not describe a model ({type(error).__name__}: {reason})."
+        raise ValueError(reason) from error
     check_new_parameters(model, model.state_dict())
     return model
 
 
-def _attentions(model: Any) -> list[Any]:
-    """Return the self-attention modules that could be MHLA, in order."""
-    return [
+def _with_layers(mhla: MHLAConfig | Mapping[str, Any] | None, layers: str | Iterable[int]) -> dict[str, Any]:
+    """Replace the choice of layers in options, including those of each tower."""
+    options = mhla.given_options() if isinstance(mhla, MHLAConfig) else dict(mhla or {})
+    towers = {name: value for name, value in options.items() if isinstance(value, (MHLAConfig, Mapping))}
+    if towers:
+        return {**options, **{name: _with_layers(value, layers) for name, value in towers.items()}}
+    return {**options, "layers": layers if isinstance(layers, str) else list(layers)}
+
+
+def _report(component: ModelDirectory, model: Any) -> ComponentReport:
+    attentions = [
         module for name, module in model.named_modules() if dispatches(module) and not is_cross_attention(name, module)
     ]
-
-
-def _without_layers(mhla: MHLAConfig | Mapping[str, Any] | None) -> Any:
-    """Remove the choice of layers from options, including those of each tower."""
-    if isinstance(mhla, MHLAConfig):
-        return mhla.replace(layers=None)
-    options = {name: value for name, value in (mhla or {}).items() if name != "layers"}
-    return {
-        name: _without_layers(value) if isinstance(value, (MHLAConfig, Mapping)) else value
-        for name, value in options.items()
-    }
-
-
-def _keep_layers(model: Any, layers: str | Iterable[int]) -> None:
-    """Keep MHLA in some layers of each tower that has it."""
-    towers: dict[int, list[Any]] = {}
-    for module in _attentions(model):
-        towers.setdefault(id(module.config), []).append(module)
-    wanted = layers if isinstance(layers, str) else list(layers)
-    for modules in towers.values():
-        if not any(hasattr(module, "mhla") for module in modules):
-            continue
-        chosen = _chosen(wanted, modules)
-        modules[0].config.mhla["layers"] = chosen
-        for index, module in enumerate(modules):
-            kept = chosen is None or index in chosen
-            reason = window_reason(module, index) if kept and chosen is not None else None
-            if reason is not None:
-                raise ValueError(f"Layer {index} of {type(model).__name__} cannot be MHLA: {reason}.")
-            if not kept and hasattr(module, "mhla"):
-                del module.mhla
-
-
-def _chosen(layers: str | list[int], modules: list[Any]) -> list[int] | None:
-    indices = parse_layers(layers, len(modules))
-    if indices is not None and isinstance(layers, str) and "/" in layers:
-        # A fraction is of all layers; those with a sliding window always stay softmax.
-        indices = [index for index in indices if window_reason(modules[index], index) is None]
-        if not indices:
-            raise ValueError(f"layers={layers} selects sliding-window layers only, which stay softmax; name layers.")
-    return indices
-
-
-def _report(component: Component, model: Any) -> ComponentReport:
-    attentions = _attentions(model)
     config = model.config
     towers = {name: getattr(getattr(config, name, None), "mhla", None) for name in getattr(config, "sub_configs", {})}
     options = {name: dict(given) for name, given in towers.items() if given is not None}
@@ -166,34 +115,33 @@ def _report(component: Component, model: Any) -> ComponentReport:
     )
 
 
-def _plan_weights(weight_set: WeightSet, model: Any, report: ComponentReport, options: PlanOptions) -> WeightsPlan:
-    dtype = options.dtype
-    where = str(weight_set.files[0].parent)
-    stored = {entry.name: entry for entry in weight_set.entries()}
-    if any(".mhla." in name for name in stored):
+def _plan_weights(found: WeightSet, model: Any, report: ComponentReport, options: PlanOptions) -> WeightsPlan:
+    entries, where = {entry.name: entry for entry in found.entries()}, str(found.files[0].parent)
+    if any(".mhla." in name for name in entries):
         raise ValueError(f"{where} has MHLA weights already; convert the model they were made from.")
-    names = StoredNames(model, list(stored))
-    check_layers(model, (), _unknown(names, model, stored), where)
-    repeated = _equal_copies(names, stored)
-    written = {name: target for name, target in names.written.items() if name not in repeated}
-    found = {target: stored[name].shape for name, target in written.items()}
-    extra = {target: shape for target, shape in found.items() if target not in names.expected}
-    left_out = names.may_be_missing | {name for name in names.expected if _OPTIONAL.search(name)}
-    expected = {name: shape for name, shape in names.expected.items() if name in found or name not in left_out}
-    compare_tensors(found, {**expected, **extra}, where=where)
-    report.dropped = sorted({*report.dropped, *(name for name in stored if name not in written)})
-    kept = _kept_in_fp32(model, dtype)
-    copied = []
+    names = StoredNames(model, list(entries))
+    check_layers(model, (), _unknown(names, model, entries), where)
+    # By the names that the model looks for; tensors that nothing they were made for uses may be missing.
+    known = [replace(entries[name], name=key) for name, key in names.keys.items() if key in names.expected]
+    given = {entry.name for entry in known}
+    expected = {
+        name: shape
+        for name, shape in names.expected.items()
+        if ".mhla." not in name and (name in given or not (name in names.may_be_missing or _OPTIONAL.search(name)))
+    }
+    compare_tensors(StoredWeights(found.variant, found.files, known, where), expected)
+    report.dropped = sorted({*report.dropped, *(name for name in entries if name not in names.keys)})
     # Integers in place of parameters are quantised weights; buffers may be integers.
-    check_floats((stored[name] for name in written if names.is_float(name)), where)
-    for name, target in written.items():
-        copied.append(cast_entry(replace(stored[name], name=target), dtype, kept(names.loaded[name])))
-    new_dtype = dtype or dominant_dtype(copied)
+    check_floats((entries[name] for name in names.keys if names.is_float(name)), where)
+    kept = _kept_in_fp32(model, options.dtype)
+    copied = [cast_entry(entries[name], options.dtype, kept(names.loaded[name])) for name in names.keys]
+    dtype = options.dtype or dominant_dtype(copied)
     fresh = [
-        initial_entry(model, name, new_dtype, kept, report, stored_name) for name, stored_name in names.fresh.items()
+        initial_entry(model, name, dtype, kept, report, next(iter(saved_tensors(model, {name: tensor}))))
+        for name, tensor in model.state_dict().items()
+        if ".mhla." in name
     ]
-    stem = TRANSFORMERS_FILES.stem
-    return plan_files(weight_set.variant, weight_set.files, copied, fresh, options.max_bytes, stem)
+    return plan_files(found, copied, options.max_bytes, fresh, TRANSFORMERS_FILES)
 
 
 def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]:
@@ -204,15 +152,6 @@ def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]
         for name in stored
         if name not in names.loaded and not any(re.search(pattern, name) for pattern in ignored)
     ]
-
-
-def _equal_copies(names: StoredNames, stored: Mapping[str, TensorEntry]) -> set[str]:
-    """Return tensors that equal the one they are tied to; transformers ties only equal ones."""
-    return {
-        name
-        for name, original in names.tied_copies.items()
-        if torch.equal(stored[name].load(), stored[original].load())
-    }
 
 
 def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:
@@ -243,89 +182,52 @@ def _saved_config(model: Any) -> dict[str, Any]:
 
 
 class StoredNames:
-    """Names of the tensors that a conversion reads and writes, with transformers' own rules.
-
-    They are those that `save_pretrained` writes after `from_pretrained` has read the source: a checkpoint with names
-    of an older kind keeps them, one without the prefix of its base model gets it.
+    """What stored tensors become in a model as transformers loads it: renamed, joined, tied.
 
     Args:
-        model: The MHLA model on the meta device.
-        stored: Names of the tensors in the source.
+        model: The model on the meta device.
+        stored: Names of the tensors in the files.
 
     Attributes:
-        expected: Shapes of what a complete source has, by the name in the files written. Tied tensors occur once.
-        loaded: Names of the source's tensors in the model; what the model does not know is left out.
-        renamed: Name in the model for each tensor of the source, known to the model or not.
-        written: Names of the same tensors in the files written.
-        tied_copies: Tensors of the source that the model ties to another one of the source, with that one.
-        fresh: Names of the MHLA parameters in the model, with those in the files written.
+        loaded: Names in the model; what the model does not know is left out.
+        renamed: Name in the model for each tensor, known to the model or not.
+        expected: Shapes of what complete weights have. Tied tensors occur once, and those that are joined in the model
+            under their names in the files.
+        keys: Which of `expected` each known tensor is.
         may_be_missing: Names among `expected` that transformers does without.
     """
 
     def __init__(self, model: Any, stored: Sequence[str]) -> None:
-        self._model = model
         self._state = model.state_dict()
-        self._renaming = renaming_rules(model)
-        self.loaded, merged = self._load_names(stored)
-        # What `from_pretrained` does: rules that were not used on the way in are not used on the way out.
-        keep_used_rules(model, self._renaming)
-        state = {name: tensor for name, tensor in self._state.items() if ".mhla." not in name}
-        unique = without_tied(model, state)
-        ignored = set(ignored_names(model, "save"))
-        unique = {name: tensor for name, tensor in unique.items() if name not in ignored}
-        reverted = saved_tensors(model, dict(unique))
-        self.expected = {name: tuple(tensor.shape) for name, tensor in reverted.items()}
-        self.fresh = self._file_names([name for name in self._state if ".mhla." in name])
-        self._main_name = self._tied_names(state, unique)
-        self._plan(merged)
+        rules, prefix = renaming_rules(model), model.base_model_prefix
+        self.loaded: dict[str, str] = {}
+        self.renamed: dict[str, str] = {}
+        joined = set()
+        for name in stored:
+            target, is_joined = loaded_name(name, rules, prefix, self._state)
+            if target not in self._state and name in self._state:
+                target, is_joined = loaded_name(name, [], prefix, self._state)
+            self.renamed[name] = target
+            if target in self._state:
+                self.loaded[name] = target
+                if is_joined:
+                    joined.add(name)
+        # Rules that were not used on the way in are not used on the way out.
+        keep_used_rules(model, rules)
+        unsaved = set(ignored_names(model, "save"))
+        unique = {name: tensor for name, tensor in without_tied(model, self._state).items() if name not in unsaved}
+        joint = {self.loaded[name] for name in joined}
+        split = saved_tensors(model, {name: unique.pop(name) for name in joint & set(unique)}) if joint else {}
+        self.expected = {name: tuple(tensor.shape) for name, tensor in {**unique, **split}.items()}
+        owners = {id(model.get_parameter_or_buffer(name)): name for name in unique}
+        # A tensor that repeats the one it is tied to counts as that one.
+        self.keys = {
+            name: name if name in joined else owners.get(id(model.get_parameter_or_buffer(target)), target)
+            for name, target in self.loaded.items()
+        }
         patterns = ignored_names(model, "load_missing")
         self.may_be_missing = {name for name in self.expected if any(re.search(part, name) for part in patterns)}
 
     def is_float(self, name: str) -> bool:
         """True where the model has floating-point numbers in the place of a tensor of the source."""
         return self._state[self.loaded[name]].is_floating_point()
-
-    def _load_names(self, stored: Sequence[str]) -> tuple[dict[str, str], set[str]]:
-        """Names in the model by names in the source, and which of the latter are joined or split on the way."""
-        prefix = self._model.base_model_prefix
-        loaded, merged = {}, set()
-        self.renamed: dict[str, str] = {}
-        for name in stored:
-            target, is_merged = loaded_name(name, self._renaming, prefix, self._state)
-            if target not in self._state and name in self._state:
-                target, is_merged = loaded_name(name, [], prefix, self._state)
-            self.renamed[name] = target
-            if target in self._state:
-                loaded[name] = target
-                if is_merged:
-                    merged.add(name)
-        return loaded, merged
-
-    def _file_names(self, names: Sequence[str]) -> dict[str, str]:
-        """Names in the files of tensors that are renamed only. Their shapes tell which became which."""
-        with torch.device("meta"):
-            numbered = {name: torch.empty(index) for index, name in enumerate(names)}
-        renamed = saved_tensors(self._model, numbered) if numbered else {}
-        found = {tensor.shape[0]: name for name, tensor in renamed.items()}
-        return {name: found[index] for index, name in enumerate(names)}
-
-    def _tied_names(self, state: dict[str, torch.Tensor], unique: dict[str, torch.Tensor]) -> dict[str, str]:
-        """For each tensor of the model that is tied to one that is saved, that one."""
-        owners = {id(self._model.get_parameter_or_buffer(name)): name for name in unique}
-        others = {name: id(self._model.get_parameter_or_buffer(name)) for name in state if name not in unique}
-        return {name: owners[tensor] for name, tensor in others.items() if tensor in owners}
-
-    def _plan(self, merged: set[str]) -> None:
-        by_loaded = {target: name for name, target in self.loaded.items() if name not in merged}
-        self.tied_copies: dict[str, str] = {}
-        targets = {}
-        for name, target in self.loaded.items():
-            if name in merged:
-                continue
-            main = self._main_name.get(target)
-            if main is not None and main in by_loaded:
-                self.tied_copies[name] = by_loaded[main]
-            targets[name] = target if main is None or main in by_loaded else main
-        file_names = self._file_names(sorted(set(targets.values())))
-        # Tensors that are joined in the model only stay what they are in the files.
-        self.written = {name: name if name in merged else file_names[targets[name]] for name in self.loaded}

@@ -13,20 +13,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ..models.source import CONVERSION_RECORD, TRAINING_RECORD, Source
+from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
 from ..models.stub import LIBRARY, MODULE
 from ..utils.destinations import Destination
 from ..utils.files import list_files, write_staged_json
 from ..utils.locations import PIPELINE_INDEX
+from ..utils.messages import format_bytes
 from ..utils.model_cards import CARD, carried_metadata
 from ..utils.tensor_files import check_safetensors, write_shards
-from .options import format_bytes
 from .planning import ComponentPlan
 from .report import ConversionReport, describe_file
 
 
 def write_result(
-    source: Source | None,
+    source: ModelDirectory | None,
     plans: list[ComponentPlan],
     report: ConversionReport,
     destination: Destination,
@@ -49,7 +49,7 @@ def write_result(
     Raises:
         ValueError: If the disk is too small, or others filled the destination meanwhile.
     """
-    pipeline = None if source is None else source.pipeline
+    pipeline = None if source is None else source.index
     copies: dict[Path, Path] = {}
     if source is not None:
         others, skipped = other_files(source, {plan.name for plan in plans})
@@ -92,7 +92,7 @@ def write_result(
             finish(staging)
 
 
-def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Path]]:
+def other_files(source: ModelDirectory, replaced: set[str]) -> tuple[list[Path], list[Path]]:
     """List the files of a source to copy: all but the weights and configurations of replaced components.
 
     The model card is not copied: what it says of the original does not hold for the result.
@@ -100,9 +100,9 @@ def other_files(source: Source, replaced: set[str]) -> tuple[list[Path], list[Pa
     Returns:
         Those, and the files left out since they hold the old weights in formats that are not written.
     """
-    components = [component for component in source.components if component.name in replaced]
+    components = [source.select(name) for name in replaced]
     # Of an MHLA directory that is turned back: what was done to it, and how to load it.
-    stale = (TRAINING_RECORD, "report.json", f"{MODULE}.py", f"{LIBRARY}.py") if source.mhla_components else ()
+    stale = (TRAINING_RECORD, "report.json", f"{MODULE}.py", f"{LIBRARY}.py") if source.mhla_models else ()
     files: list[Path] = []
     skipped: list[Path] = []
     for path in list_files(source.root):
@@ -128,10 +128,7 @@ def check_apart(destination: Destination, *sources: Path | None) -> None:
             is in it.
     """
     target = destination.path
-    for source in sources:
-        if source is None:
-            continue
-        source = source.resolve()
+    for source in (path.resolve() for path in sources if path is not None and path.exists()):
         if target == source or target in source.parents or source in target.parents:
             raise ValueError(f"destination {target} overlaps the source {source}.")
     home, working = Path(os.path.expanduser("~")).resolve(), Path(os.path.realpath(os.curdir))

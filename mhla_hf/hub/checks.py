@@ -332,8 +332,8 @@ class DirectoryCheck:
             names = StoredNames(model, list(tensors))
             unknown = [name for name in tensors if name not in names.loaded]
             check_layers(model, (), [names.renamed[name] for name in unknown], str(directory.folder))
-            expected = {**names.expected, **{file: tuple(state[name].shape) for name, file in names.fresh.items()}}
-            found = {target: tensors[name][1] for name, target in names.written.items()}
+            expected = names.expected
+            found = {key: tensors[name][1] for name, key in names.keys.items()}
             optional = {*names.may_be_missing, *filter(_OPTIONAL.search, expected)}
             floats = {name for name in names.loaded if names.is_float(name)}
             ignored = ignored_names(model, "load_unexpected")

@@ -18,7 +18,6 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from ..conversion.options import parse_size
 from ..conversion.writing import byte_progress, check_space
 from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
 from ..models.stub import stub_files
@@ -27,6 +26,7 @@ from ..utils.destinations import take_lock
 from ..utils.files import TEMPORARY_PREFIX, list_files, parse_json, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX, is_hub_id
 from ..utils.model_cards import CARD, is_own_card, read_card
+from ..utils.options import parse_size
 from ..utils.tensor_files import TensorEntry, plan_shards, read_entries, write_shards
 from .card import card_data, card_for_repository, replacing_card
 from .checks import DirectoryCheck

@@ -18,13 +18,12 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from ..config import MHLAConfig, default_window_size
-from ..conversion.options import format_bytes
 from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
 from ..models.registry import MHLA_CLASSES, TRANSFORMERS_FAMILIES
 from ..recovery.report import REPORT, TITLES
 from ..utils.files import read_json
 from ..utils.locations import is_hub_id
-from ..utils.messages import one_line, pluralize, shorten_text
+from ..utils.messages import format_bytes, one_line, pluralize, shorten_text
 from .checks import LAYER_COUNTS
 
 

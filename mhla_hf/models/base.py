@@ -468,9 +468,13 @@ class MHLAModelMixin(MHLAAdapterMixin):
             ValueError: If the class has no such loader in diffusers, the file is missing, damaged, of another model or
                 MHLA already, its configuration cannot be told, an option is wrong, or `quantization_config` is given.
         """
+        from .converting import convert_model
         from .single_file import load_single_file
 
-        return load_single_file(cls, pretrained_model_link_or_path_or_dict, mhla, config, kwargs)
+        model, stored, called = load_single_file(cls, pretrained_model_link_or_path_or_dict, config, kwargs)
+        if stored is not None and not isinstance(mhla, MHLAConfig):
+            mhla = merge_options(stored, mhla or {})
+        return convert_model(model, mhla, called)
 
     def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
         """As upstream, for context parallelism of models that have it.

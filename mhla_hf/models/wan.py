@@ -26,7 +26,7 @@ from ..ops.sharded import TokenShard
 from ..utils.compat.diffusers import context_parallel_plan, declared, skip_attention_in
 from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, attend, tables_of_layer, tables_with_grid
 from .base import shard_of
-from .wan_keys import DEFAULT_HEAD_DIM, authors_name, softmax_names, wan_config
+from .wan_keys import softmax_names, wan_config
 
 
 class MHLAWanAttnProcessor:
@@ -119,10 +119,7 @@ class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
     @classmethod
     def original_config(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """As in [`MHLAModelMixin.original_config`], with heads taken to be 128 wide."""
-        width = next(iter(shapes.get("patch_embedding.bias", ())), DEFAULT_HEAD_DIM)
-        if width % DEFAULT_HEAD_DIM:
-            raise ValueError(f"its width {width} is not a multiple of {DEFAULT_HEAD_DIM}, the width of Wan's heads.")
-        return wan_config({authors_name(name): shape for name, shape in shapes.items()})
+        return wan_config(shapes)
 
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn1 for block in self.blocks]

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..utils.machine import installed_versions, machine_facts
+from ..utils.compat import installed_versions
+from ..utils.machine import machine_facts
 from .backends import (
     ENVIRONMENT_VARIABLE,
     INTERPRETED,

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.options import parse_size
 from ..layers.original import base_parameters, check_mhla, original_values, record_step
 from ..training.matching.layers import (
     AttentionLayer,
@@ -30,6 +29,7 @@ from ..training.matching.layers import (
     run,
     swapped_parameters,
 )
+from ..utils.options import parse_size
 from .fits import HeadsFit, LayerCall, ProjectionFit, TemperatureFit
 
 

@@ -11,15 +11,15 @@ import torch
 
 from ..config import automatic_share
 from ..conversion.convert import plan_model
-from ..conversion.options import parse_dtype
 from ..conversion.planning import PlanOptions
+from ..models.directory import ModelDirectory
 from ..models.registry import family_for
 from ..models.source import Component, Source, open_source
 from ..models.weight_files import check_weights
 from ..training.config import DIGITS, TrainingConfig
 from ..training.processes import TrainingStopped
 from ..utils.locations import is_hub_id
-from ..utils.machine import choose_device
+from ..utils.machine import choose_device, parse_dtype
 from ..utils.messages import check_count, shorten_list, shorten_text
 from .data import DATA_FREE, GENERATED, RecoveryData
 from .recipes import VARIANTS, default_recipe, load_recipe, parse_keep
@@ -164,7 +164,11 @@ def recover(
     }
     is_converted = work.is_run_of(identity) and (work.is_done(CONVERTED) or work.has_result)
     if not is_converted:
-        plan_model(part, chosen.mhla, PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast))
+        plan_model(
+            ModelDirectory.read(opened.root, part.name),
+            chosen.mhla,
+            PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast),
+        )
     if learns and open_source is None:
         given_data = RecoveryData(
             root=opened.root,
@@ -230,7 +234,7 @@ def _transformers_family(component: Component) -> str:
     """`causal`, `encoder` or `vision`, from the options that the model would have."""
     from ..conversion.transformers_planning import plan_transformers_model
 
-    options = plan_transformers_model(component, None, PlanOptions()).report.mhla
+    options = plan_transformers_model(ModelDirectory.read(component.folder), None, PlanOptions()).report.mhla
     if "causal" not in options:
         raise ValueError(
             f"{component.folder} has several towers ({shorten_list(options)}); recover them in Python, with "

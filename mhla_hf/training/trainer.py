@@ -23,10 +23,10 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
+from ..utils.compat import installed_versions
 from ..utils.destinations import lock_output, remove_directory, remove_leftovers
 from ..utils.files import list_files, write_json
 from ..utils.locations import local_origin
-from ..utils.machine import installed_versions
 from ..utils.model_cards import carried_metadata
 from . import checkpoints, parameters
 from .checkpoints import Position

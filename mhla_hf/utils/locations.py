@@ -36,6 +36,14 @@ LOCATION_OPTIONS = (
 )
 """Arguments of `from_pretrained` in diffusers that locate a configuration."""
 
+WEIGHTS = (".safetensors", ".gguf")
+"""Suffixes of files that single files of weights are read from."""
+
+_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+_URLS = ("https://", "http://", "hf.co/", "huggingface.co/")
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repository>[^/]+/[^/]+)/(?:(?:blob|resolve)/main/)?(?P<name>.+)"
+)
 # A first part of dots alone is a path.
 _HUB_ID = re.compile(r"(?!\.+/)[\w.-]+/[\w.-]+")
 # Other formats of the same weights, which are never read.
@@ -76,6 +84,43 @@ def local_directory(location: str | os.PathLike[str], argument: str) -> Path | N
     if not is_hub_id(os.fspath(location)):
         raise SourceNotFoundError(f"{argument} {location} is neither a directory nor a Hub id (owner/name).")
     return None
+
+
+def is_weight_file(location: str | os.PathLike[str]) -> bool:
+    """Tell a file of weights, on this machine or by its address on the Hub, from a directory or repository."""
+    path = Path(location).expanduser()
+    return str(location).startswith(_URLS) or (
+        path.suffix in (*WEIGHTS, ".pt", ".pth", ".bin", ".ckpt") and not path.is_dir()
+    )
+
+
+def find_file(location: str | os.PathLike[str], **options: Any) -> Path:
+    """Return the path of a file of weights; one on the Hub is downloaded.
+
+    Args:
+        location: A path, or an address such as `https://huggingface.co/owner/name/blob/main/file.safetensors`.
+        **options: Those for the download are taken: `revision`, `token`, `cache_dir`, `force_download`,
+            `local_files_only`.
+
+    Raises:
+        ValueError: If there is no such file, it cannot be downloaded, or it may be a pickle.
+    """
+    path, address = Path(location).expanduser(), _ADDRESS.fullmatch(str(location))
+    if not path.is_file() and address is None:
+        raise SourceNotFoundError(f"{location} is neither a file nor the address of one on the Hub.")
+    if path.suffix not in WEIGHTS:
+        raise ValueError(
+            f"{location} is not read: only .safetensors and .gguf files are, since others may run code. Save its "
+            "weights as safetensors first."
+        )
+    if path.is_file():
+        return path
+    from huggingface_hub import hf_hub_download
+
+    assert address is not None
+    hub = {key: options[key] for key in _DOWNLOAD_OPTIONS if key in options}
+    with hub_downloads(address["repository"], hub.get("cache_dir")):
+        return Path(hf_hub_download(address["repository"], address["name"], **hub))
 
 
 def find_directory(

@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that a program runs on, and a record of the machine."""
+"""The device and number types that a program runs with, and a record of the machine."""
 
 from __future__ import annotations
 
 import os
 import platform
-from contextlib import suppress
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .compat import installed_versions
+from .messages import shorten_value
+
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+"""The names `--dtype` takes."""
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -65,10 +77,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def installed_versions(*packages: str) -> dict[str, str | None]:
-    """Return versions of packages by name; `None` for those that are not installed."""
-    versions: dict[str, str | None] = dict.fromkeys(packages)
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Read a floating-point type from its name.
+
+    Raises:
+        ValueError: If it is not float32, bfloat16 or float16.
+    """
+    if dtype is None or dtype in DTYPES.values():
+        return dtype  # type: ignore[return-value]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"dtype={shorten_value(str(dtype))} must be one of {', '.join(DTYPES)}.")
+    return DTYPES[dtype]  # type: ignore[index]

@@ -38,6 +38,15 @@ def pluralize(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def format_bytes(count: float) -> str:
+    """Format a number of bytes: `1.5 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
 def shorten_value(value: Any, length: int = VALUE_LENGTH) -> str:
     """Return the `repr` of a value, without its middle if it is long."""
     try:

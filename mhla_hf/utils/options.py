@@ -10,6 +10,7 @@ import dataclasses
 import json
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
@@ -36,6 +37,7 @@ _NOUNS = {
     "tuple[str, ...]": "texts",
 }
 _MISFIT = object()
+_SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DEVICE_HELP = "cpu, cuda, one of several GPUs such as cuda:1, or auto: a GPU if there is one."
 """Help of every option called `device`."""
 
@@ -139,3 +141,18 @@ def _fit(kind: str, value: Any) -> Any:
     if kind != "float" or not isinstance(value, Real) or not abs(number) <= sys.float_info.max:
         return _MISFIT
     return float(number)
+
+
+def parse_size(size: int | str | None, name: str = "max_shard_size") -> int | None:
+    """Read a number of bytes: an integer, or text such as `"5GB"` or `"512MiB"`.
+
+    Raises:
+        ValueError: If it is not a positive size.
+    """
+    if size is None:
+        return None
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _SIZE_UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise ValueError(f"{name}={size!r:.100} must be a size such as 5GB or 512MiB.")
+    return int(float(match[1]) * unit)

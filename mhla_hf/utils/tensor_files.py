@@ -7,7 +7,6 @@ import json
 import math
 import re
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,12 +51,14 @@ class TensorEntry:
         shape: Its shape.
         dtype: The dtype it is written in.
         load: Returns the values in any floating-point dtype; called once.
+        stored_as: Type in the GGUF file that it was read from, such as `Q4_K`.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
+    stored_as: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -74,24 +75,29 @@ def check_safetensors(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     Raises:
         ValueError: If the file is missing, truncated or not in the safetensors format.
     """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, although the checkpoint needs it.")
     try:
         with safe_open(str(path), framework="np"), path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
     except (SafetensorError, OSError) as error:
-        problem = f"is truncated or not a safetensors file ({shorten_text(str(error), 200)})"
-        if not path.is_file():
-            problem = "is missing, although the checkpoint needs it"
-        raise ValueError(f"{path} {problem}.") from error
+        reason = shorten_text(str(error), 200)
+        raise ValueError(f"{path} is truncated or not a safetensors file ({reason}).") from error
     return {name: header[name] for name in sorted(header) if name != "__metadata__"}, 8 + length
 
 
 def read_entries(path: Path) -> list[TensorEntry]:
-    """Read the header of a safetensors file; values are read on demand, and written as they are stored.
+    """Read the tensors of a safetensors or GGUF file, values on demand.
+
+    Those of a safetensors file are written as they are stored. Those of a GGUF file are dequantised to float32, and
+    written in bfloat16, plain floats in their own dtype.
 
     Raises:
-        ValueError: See [`check_safetensors`], or if a tensor has a type that is not known.
+        ValueError: If the file is missing or damaged, has a type that is not known, or `gguf` is not installed.
     """
+    if path.suffix == ".gguf":
+        return _read_gguf(path)
     header, begin = check_safetensors(path)
     _refuse_quantized(path, {entry["dtype"] for entry in header.values()} - set(_TYPES))
     return [
@@ -105,7 +111,7 @@ def read_entries(path: Path) -> list[TensorEntry]:
     ]
 
 
-def check_floats(entries: Iterable[TensorEntry], where: Any) -> None:
+def check_floats(entries: Iterable[TensorEntry | torch.Tensor], where: Any) -> None:
     """Refuse quantised weights.
 
     Args:
@@ -159,16 +165,7 @@ def _read_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.d
     return tensor
 
 
-def gguf_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
-    """Read the tensors of a GGUF file, dequantised to float32 on demand.
-
-    Returns:
-        The tensors, to be written in their own dtype if they are plain floats and in bfloat16 if they are quantised,
-        and the number of tensors by GGUF type, such as `Q4_K`.
-
-    Raises:
-        ValueError: If the file is damaged, has a type that cannot be dequantised, or `gguf` is not installed.
-    """
+def _read_gguf(path: Path) -> list[TensorEntry]:
     try:
         import numpy as np
         from gguf import GGML_QUANT_SIZES, GGUFReader
@@ -179,22 +176,23 @@ def gguf_entries(path: Path) -> tuple[list[TensorEntry], dict[str, int]]:
     def load(tensor: Any, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor(dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
 
-    entries, kinds = [], Counter[str]()
+    entries = []
     try:
-        for tensor in GGUFReader(path).tensors:
-            if tensor.tensor_type.name not in kinds:
-                # Raises for a type that it does not know.
-                dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.tensor_type][1]), np.uint8), tensor.tensor_type)
-            kinds[tensor.tensor_type.name] += 1
+        tensors = GGUFReader(path).tensors
+        for kind in {tensor.tensor_type for tensor in tensors}:
+            # Raises for a type that it does not know.
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        for tensor in tensors:
+            kind = tensor.tensor_type.name
             # The innermost axis comes first in the file.
             shape = tuple(reversed(tensor.shape.tolist()))
-            dtype = _TYPES.get(tensor.tensor_type.name, torch.bfloat16)
-            entries.append(TensorEntry(tensor.name, shape, dtype, partial(load, tensor, shape)))
+            dtype = _TYPES.get(kind, torch.bfloat16)
+            entries.append(TensorEntry(tensor.name, shape, dtype, partial(load, tensor, shape), kind))
     # A damaged header ends in any kind of error.
     except Exception as error:
         reason = shorten_text(str(error) or type(error).__name__, 200)
         raise ValueError(f"{path} is damaged, truncated or not a GGUF file ({reason}).") from error
-    return entries, dict(kinds)
+    return entries
 
 
 def plan_shards(

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Wan models as their authors, ComfyUI and GGUF store them: one file under other names."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from mhla_hf.models.wan_keys import authors_name
 from tests import tiny
 
 
@@ -21,6 +21,43 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")
+
+# Written down from the authors' code, independently of the table in diffusers that the import uses.
+AUTHORS_NAMES = [
+    (r"^condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
+    (r"^condition_embedder\.time_embedder\.linear_2", "time_embedding.2"),
+    (r"^condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
+    (r"^condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
+    (r"^condition_embedder\.time_proj", "time_projection.1"),
+    (r"^condition_embedder\.image_embedder\.norm1", "img_emb.proj.0"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj", "img_emb.proj.1"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2", "img_emb.proj.3"),
+    (r"^condition_embedder\.image_embedder\.norm2", "img_emb.proj.4"),
+    (r"^condition_embedder\.image_embedder\.pos_embed", "img_emb.emb_pos"),
+    (r"^scale_shift_table", "head.modulation"),
+    (r"^proj_out", "head.head"),
+    (r"\.scale_shift_table", ".modulation"),
+    (r"\.norm2\.", ".norm3."),
+    (r"\.ffn\.net\.0\.proj", ".ffn.0"),
+    (r"\.ffn\.net\.2", ".ffn.2"),
+    (r"\.attn1\.mhla\.mixing", ".self_attn.block_attn.conv.weight"),
+    (r"\.attn1\.mhla\.output_norm", ".self_attn.g_norm"),
+    (r"\.attn1\.mhla\.gate", ".self_attn.g"),
+    (r"\.attn1\.mhla\.lepe", ".self_attn.lepe"),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_out\.0\.", ".o."),
+    (r"\.to_([qkv])\.", r".\1."),
+    (r"\.add_([kv])_proj\.", r".\1_img."),
+    (r"\.norm_added_k\.", ".norm_k_img."),
+]
+
+
+def authors_name(name: str) -> str:
+    """The authors' name of a weight of diffusers."""
+    for pattern, theirs in AUTHORS_NAMES:
+        name = re.sub(pattern, theirs, name)
+    return name
 
 
 def original_weights(model: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 """GGUF files: dequantised within the error of their types, converted by command, and refused when damaged."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained
 from mhla_hf.cli.main import app
-from mhla_hf.utils.tensor_files import gguf_entries
+from mhla_hf.utils.tensor_files import read_entries
 from tests import tiny
 from tests.conversion.original_cases import PREFIXES, SIZES, original_weights, write_gguf
 from tests.models.model_case import assert_same_parameters, relative_error
@@ -47,11 +48,11 @@ def output_of(model):
 @pytest.mark.parametrize("kind", ERRORS)
 def test_dequantised_weights_are_within_the_error_of_the_type(kind, tmp_path):
     exact = original_weights(softmax_model())
-    entries, kinds = gguf_entries(write_gguf(tmp_path / "wan.gguf", exact, kind))
+    entries = read_entries(write_gguf(tmp_path / "wan.gguf", exact, kind))
     assert {entry.name: entry.shape for entry in entries} == {
         name: tuple(tensor.shape) for name, tensor in exact.items()
     }
-    assert set(kinds) == {kind, "F32"}
+    assert {entry.stored_as for entry in entries} == {kind, "F32"}
     for entry in entries:
         tensor, loaded = exact[entry.name], entry.load()
         if tensor.ndim != 2 or not entry.name.endswith(".weight"):
@@ -94,7 +95,8 @@ def test_types_and_record_of_a_conversion(wan_gguf, tmp_path):
     """Quantised weights become bfloat16, plain floats stay, unless a type is given."""
     report = convert_pretrained(wan_gguf, tmp_path / "mhla", MHLA, progress=False)
     stored = load_file(tmp_path / "mhla" / WEIGHTS)
-    entries, kinds = gguf_entries(wan_gguf)
+    entries = read_entries(wan_gguf)
+    kinds = dict(Counter(entry.stored_as for entry in entries))
     query = next(entry for entry in entries if entry.name == "blocks.0.self_attn.q.weight")
     assert stored["blocks.0.attn1.to_q.weight"].dtype == torch.bfloat16
     assert torch.equal(stored["blocks.0.attn1.to_q.weight"], query.load().bfloat16())

@@ -14,39 +14,10 @@ from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.conversion import import_official
 from mhla_hf.conversion.official import widen_kernel
 from tests import GOLDEN, tiny
+from tests.conversion.original_cases import authors_name
 
 
 WANS = ("wan_hybrid_gated", "wan_full_plain")
-
-# Written down from the authors' code, independently of the table in diffusers that the import uses.
-AUTHORS_NAMES = [
-    (r"^condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
-    (r"^condition_embedder\.time_embedder\.linear_2", "time_embedding.2"),
-    (r"^condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
-    (r"^condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
-    (r"^condition_embedder\.time_proj", "time_projection.1"),
-    (r"^condition_embedder\.image_embedder\.norm1", "img_emb.proj.0"),
-    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj", "img_emb.proj.1"),
-    (r"^condition_embedder\.image_embedder\.ff\.net\.2", "img_emb.proj.3"),
-    (r"^condition_embedder\.image_embedder\.norm2", "img_emb.proj.4"),
-    (r"^condition_embedder\.image_embedder\.pos_embed", "img_emb.emb_pos"),
-    (r"^scale_shift_table", "head.modulation"),
-    (r"^proj_out", "head.head"),
-    (r"\.scale_shift_table", ".modulation"),
-    (r"\.norm2\.", ".norm3."),
-    (r"\.ffn\.net\.0\.proj", ".ffn.0"),
-    (r"\.ffn\.net\.2", ".ffn.2"),
-    (r"\.attn1\.mhla\.mixing", ".self_attn.block_attn.conv.weight"),
-    (r"\.attn1\.mhla\.output_norm", ".self_attn.g_norm"),
-    (r"\.attn1\.mhla\.gate", ".self_attn.g"),
-    (r"\.attn1\.mhla\.lepe", ".self_attn.lepe"),
-    (r"\.attn1\.", ".self_attn."),
-    (r"\.attn2\.", ".cross_attn."),
-    (r"\.to_out\.0\.", ".o."),
-    (r"\.to_([qkv])\.", r".\1."),
-    (r"\.add_([kv])_proj\.", r".\1_img."),
-    (r"\.norm_added_k\.", ".norm_k_img."),
-]
 
 
 def authors_checkpoint(model):
@@ -56,9 +27,7 @@ def authors_checkpoint(model):
         tensor = tensor.clone()
         if name.endswith(".mixing"):
             tensor = tensor[:, :, None, None]
-        for pattern, theirs in AUTHORS_NAMES:
-            name = re.sub(pattern, theirs, name)
-        weights[name] = tensor.contiguous()
+        weights[authors_name(name)] = tensor.contiguous()
     return weights
 
 
@@ -246,16 +215,16 @@ def refused(change, message, tmp_path, golden="wan_hybrid_gated", **options):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "in_diffusers"),
     [
-        "blocks.2.self_attn.g.bias",
-        "blocks.0.cross_attn.norm_k.weight",
-        "head.modulation",
-        "patch_embedding.weight",
+        ("blocks.2.self_attn.g.bias", "blocks.2.attn1.mhla.gate.bias"),
+        ("blocks.0.cross_attn.norm_k.weight", "blocks.0.attn2.norm_k.weight"),
+        ("head.modulation", "scale_shift_table"),
+        ("patch_embedding.weight", "patch_embedding.weight"),
     ],
 )
-def test_names_what_is_missing(name, tmp_path):
-    refused(lambda weights: weights.pop(name), f"lacks {re.escape(name)}", tmp_path)
+def test_names_what_is_missing(name, in_diffusers, tmp_path):
+    refused(lambda weights: weights.pop(name), f"lacks {re.escape(in_diffusers)}", tmp_path)
 
 
 def test_mixing_matrices_must_agree(tmp_path):
@@ -278,11 +247,11 @@ class Innocent:
     [
         ({"state_dict": {"weight": torch.zeros(1)}, "hook": Innocent()}, "could run code when read"),
         (torch.zeros(3), "holds no state dict"),
-        ({"weight": torch.zeros(1), "step": 3}, "holds a int under 'step'"),
-        ({"weight": torch.zeros(1, dtype=torch.int8)}, "holds torch.int8 under 'weight'"),
-        ({"weight": torch.ones(1).expand(10**6, 10**6)}, "repeats stored numbers"),
-        ({"weight": torch.eye(3).to_sparse()}, "sparse"),
-        ({"weight": torch.ones(10**6, 10**6, device="meta")}, "meta"),
+        ({"weight": torch.zeros(1), "step": 3}, "holds step; only plain tensors"),
+        ({"weight": torch.zeros(1, dtype=torch.int8)}, "holds weight; only plain tensors"),
+        ({"weight": torch.ones(1).expand(10**6, 10**6)}, "repeat stored numbers"),
+        ({"weight": torch.eye(3).to_sparse()}, "holds weight; only plain tensors"),
+        ({"weight": torch.ones(10**6, 10**6, device="meta")}, "holds weight; only plain tensors"),
     ],
     ids=["code", "no dict", "a number", "quantised", "expanded", "sparse", "meta"],
 )
@@ -298,7 +267,7 @@ def test_refuses_broken_directories(tmp_path):
     weights = load_file(GOLDEN / "wan_full_plain/model.safetensors")
     save_file(weights, folder / "a.safetensors")
     save_file({"head.head.bias": weights["head.head.bias"]}, folder / "b.safetensors")
-    with pytest.raises(ValueError, match="holds head.head.bias twice"):
+    with pytest.raises(ValueError, match="holds head.head.bias, which another file holds"):
         run(folder, tmp_path / "out")
     (folder / "x.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="has no weight_map"):

@@ -21,9 +21,9 @@ from accelerate.utils import send_to_device
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ...conversion.options import format_bytes
 from ...utils.destinations import remove_directory
 from ...utils.files import atomic_file
+from ...utils.messages import format_bytes
 from .layers import CallArguments, LayerCall
 
 

@@ -21,11 +21,12 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ...conversion.options import parse_dtype, parse_size
 from ...layers.original import check_mhla, original_name, record_step
 from ...utils.destinations import lock_output, remove_leftovers
 from ...utils.files import read_json, write_json
+from ...utils.machine import parse_dtype
 from ...utils.messages import check_choice, check_count
+from ...utils.options import parse_size
 from ..config import TrainingConfig
 from ..data.batches import DataOrder
 from ..data.folders import add_tensor, evenly_spaced, model_fingerprint

@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -149,3 +150,12 @@ def unsplit_classes(model: Any) -> set[str]:
     Models of transformers and diffusers declare them in `_no_split_modules`; empty for others.
     """
     return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def installed_versions(*packages: str) -> dict[str, str | None]:
+    """Return versions of packages by name; `None` for those that are not installed."""
+    versions: dict[str, str | None] = dict.fromkeys(packages)
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
