@@ -342,18 +342,19 @@ def _train(
     track_every: int | None,
 ) -> None:
     from ..training.data.cache import make_cache
-    from ..training.loading import PipelineSource
+    from ..training.families import check_run, family_of_class, open_pipeline
     from ..training.processes import make_accelerator
 
     accelerator, source = make_accelerator(config), None
     if config.model is not None:
         with accelerator.main_process_first():
-            source = PipelineSource.find(config.model, config.component, config.teacher)
-            source.check_family(family)
+            source = open_pipeline(config.model, config.component)
+            if (own := family_of_class(source.class_name).name) != family:
+                raise ValueError(f"model is a {source.class_name}: use `mhla-hf train {own}`")
             if not cache_only:
-                source.check_run(config)
+                check_run(source, config)
     if source is not None and cache_config.data is not None:
-        make_cache(config, cache_config, accelerator, source.model)
+        make_cache(config, cache_config, accelerator, source)
     if cache_only:
         return
 
@@ -404,13 +405,13 @@ def cache_command(
             raise ValueError(f"{name} must be given")
 
     from ..training.data.cache import make_cache
-    from ..training.loading import PipelineSource
+    from ..training.families import open_pipeline
     from ..training.processes import make_accelerator
 
     accelerator = make_accelerator(run)
     with accelerator.main_process_first():
-        source = PipelineSource.find(str(run.model), run.component, run.teacher)
-    make_cache(run, cache, accelerator, source.model)
+        source = open_pipeline(str(run.model), run.component)
+    make_cache(run, cache, accelerator, source)
 
 
 for _family, _command in COMMANDS.items():

@@ -17,6 +17,7 @@ from accelerate.utils import send_to_device
 from PIL import Image
 from torch import nn
 
+from ..models.directory import ModelDirectory
 from ..utils.files import atomic_file
 from .checkpoints import MetricsFile, Position
 from .config import TrainingConfig
@@ -24,8 +25,8 @@ from .data.batches import LatentSamples, evaluation_batches
 from .data.cache import LatentDataset
 from .data.images import image_grid
 from .data.videos import write_video
-from .families import load_encoders, objective_for
-from .loading import PipelineSource
+from .families import family_of_class, objective_for
+from .loading import load_encoders
 from .matching.layers import evaluating
 from .processes import gathered_root
 from .stages.objectives import LatentBatch, Objective
@@ -251,18 +252,18 @@ class Validator:
     """
 
     def __init__(
-        self, source: PipelineSource, config: TrainingConfig, dataset: LatentDataset, device: torch.device
+        self, source: ModelDirectory, config: TrainingConfig, dataset: LatentDataset, device: torch.device
     ) -> None:
         self.config = config
         self.device = device
-        self.family = source.family
-        pipeline = load_encoders(source.model)
+        self.family = family_of_class(source.class_name)
+        pipeline = load_encoders(source)
         if "text_encoder" in self.family.prompt_encoders:
             pipeline.text_encoder.to(device)
         length = dataset.settings["max_sequence_length"]
         with torch.no_grad():
             self.inputs = self.family.validation_inputs(
-                pipeline, source.model, config, dataset.sizes[0], length, dataset.manifest["classes"]
+                pipeline, source, config, dataset.sizes[0], length, dataset.manifest["classes"]
             )
         self.pipeline_class = type(pipeline)
         self.vae, self.scheduler = pipeline.vae, pipeline.scheduler
@@ -337,7 +338,7 @@ class Validator:
 
 
 def make_validator(
-    source: PipelineSource | None, config: TrainingConfig, dataset: LatentSamples, accelerator: Accelerator
+    source: ModelDirectory | None, config: TrainingConfig, dataset: LatentSamples, accelerator: Accelerator
 ) -> Validator | None:
     """The validator of a run; None where it makes no samples, and in processes that do not.
 
@@ -355,7 +356,7 @@ def make_validator(
         return None
     if (
         source is None
-        or (source.model.index or {}).get("boundary_ratio") is not None
+        or (source.index or {}).get("boundary_ratio") is not None
         or config.output is None
         or not isinstance(dataset, LatentDataset)
     ):

@@ -15,37 +15,30 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate import init_empty_weights
 
 from ..models.directory import ModelDirectory
 from ..models.registry import FAMILIES as MODEL_FAMILIES
-from ..models.registry import MHLA_CLASSES, family_for
-from ..models.weight_files import check_weights, damage_named
+from ..models.registry import MHLA_CLASSES, family_for, mhla_class_for
+from ..models.weight_files import check_weights
 from ..utils.compat.diffusers import call_default
-from ..utils.files import Types, check_fields, read_json
-from .config import COMPONENTS, DIGITS, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
+from ..utils.files import check_fields, read_json
+from ..utils.locations import find_pipeline
+from .config import DIGITS, UNCONVERTED, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
 from .data.images import find_label, pipeline_labels
+from .loading import check_conversion, read_scheduler
+from .parameters import check_takes_adapters
 from .stages.objectives import DiTObjective, Objective, SanaObjective, WanObjective
 
 
 # The factor of a VAE or a patch, or the side of an image in latents, is far below.
 _MOST = 4096
 _MOST_STAGES = 12
-_MOST_TIMESTEPS = 100_000
-_NUMBERS: Types = (float, type(None))
-_SCHEDULER_FIELDS: dict[str, Types] = {
-    "_class_name": str,
-    "prediction_type": str,
-    "beta_schedule": str,
-    "num_train_timesteps": int,
-    "trained_betas": (list, type(None)),
-    **dict.fromkeys(("flow_shift", "shift", "beta_start", "beta_end"), _NUMBERS),
-}
 # Entries of a scheduler's configuration that the noise of DiT depends on.
 _NOISE_ENTRIES = (
     "beta_start", "beta_end", "beta_schedule", "num_train_timesteps", "prediction_type", "trained_betas",
     "rescale_betas_zero_snr", "use_flow_sigmas", "_class_name",
 )  # fmt: skip
-_LAYER_COUNTS = ("num_layers", "num_hidden_layers", "num_decoder_layers", "layers_per_block")
 # Shift of models that come without a pipeline.
 _DEFAULT_SHIFT = 3.0
 _DIGIT_VIDEO = "64,64,17"
@@ -423,6 +416,41 @@ def family_of_class(class_name: str, what: str = "model") -> Family:
     return FAMILIES[known.name]
 
 
+def open_pipeline(location: str, component: str = "transformer") -> ModelDirectory:
+    """Open a pipeline to train; of a Hub repository, only the pipeline's own files are downloaded.
+
+    Args:
+        location: A directory or a Hub id.
+        component: Name of the transformer to train.
+
+    Raises:
+        ValueError: If there is no pipeline, or its transformer cannot be trained here.
+    """
+    directory = ModelDirectory.read(find_pipeline(location, "model"), component, location=location)
+    family_of_class(directory.class_name, f"component: {component} of {location}").check_model(directory.config)
+    return directory
+
+
+def check_run(directory: ModelDirectory, config: TrainingConfig) -> None:
+    """Check the options of a run against the pipeline's files, before data are encoded for it.
+
+    Raises:
+        ValueError: If options, pipeline and teacher do not fit together.
+    """
+    family_of_class(directory.class_name).make_objective(config, directory)
+    for name in (directory.component, "vae", "text_encoder"):
+        check_weights(directory.root / name)
+    check_conversion(directory, config.mhla)
+    model_class = directory.load_class() if config.mhla == UNCONVERTED else mhla_class_for(directory.class_name)
+    if config.train == "lora":
+        check_takes_adapters(model_class)
+    if isinstance(config.mhla, dict):
+        with init_empty_weights():
+            model_class.from_config({**directory.config, "mhla": config.mhla})
+    if config.transfer_steps or config.distill_steps:
+        directory.original(config.teacher, "teacher")
+
+
 def objective_for(
     model: Any, directory: ModelDirectory | str | os.PathLike[str] | None = None, config: TrainingConfig | None = None
 ) -> Objective:
@@ -464,51 +492,6 @@ def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:
     mean = torch.tensor(vae.config.latents_mean, device=encoded.device).view(1, -1, 1, 1, 1)
     deviation = torch.tensor(vae.config.latents_std, device=encoded.device).view(1, -1, 1, 1, 1)
     return (encoded - mean) / deviation
-
-
-def read_scheduler(directory: ModelDirectory) -> dict[str, Any]:
-    """Read the scheduler's configuration of a pipeline; empty for a pipeline without scheduler.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
-    path = directory.root / "scheduler" / "scheduler_config.json"
-    # A link that leads nowhere is an error, and no missing file.
-    if not os.path.lexists(path):
-        return {}
-    config = read_json(path, "the scheduler's configuration", optional=_SCHEDULER_FIELDS)
-    if not 1 <= config.get("num_train_timesteps", 1) <= _MOST_TIMESTEPS:
-        raise ValueError(
-            f"the scheduler's configuration {path}: 'num_train_timesteps' must be from 1 to {_MOST_TIMESTEPS:,}."
-        )
-    return config
-
-
-def load_encoders(directory: ModelDirectory) -> Any:
-    """Load a pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU.
-
-    Raises:
-        ValueError: If diffusers has no such pipeline, or its files are damaged; the message names them.
-    """
-    import diffusers
-
-    root, index = directory.root, directory.index or {}
-    transformers = {name: None for name in COMPONENTS if name in index}
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.name in {*index} - {*transformers}):
-        tensors = check_weights(folder)
-        for path in sorted(folder.glob("*.json")):
-            content = read_json(path, "the pipeline's file")
-            for name in _LAYER_COUNTS if tensors and path.name == "config.json" else ():
-                # A layer has a tensor at least, and building millions of layers takes hours.
-                if isinstance(content.get(name), int) and content[name] > tensors:
-                    raise ValueError(f"the pipeline's file {path}: {name!r} is above the {tensors} tensors beside it.")
-    with damage_named(root):
-        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(root, **transformers)
-    pipeline.set_progress_bar_config(disable=True)
-    for component in pipeline.components.values():
-        if isinstance(component, torch.nn.Module):
-            component.requires_grad_(False).eval()
-    return pipeline
 
 
 def _flow_noise(config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
 
+from ..models.directory import ModelDirectory
 from ..utils.destinations import atomic_directory
 from .config import TRANSFORMERS, TrainingConfig, check_options
 from .data.batches import DataOrder, LatentSamples, check_null_condition, first_of_buckets, make_batch
 from .data.cache import LatentDataset
 from .data.folders import folder_fingerprint, samples_fingerprint
 from .evaluation import ModelTracker, Validator, make_validator
-from .families import objective_for
-from .loading import PipelineSource, TransformersSource
+from .families import objective_for, open_pipeline
 from .matching.layers import Batch
 from .matching.teacher import Teacher
 from .parameters import MHLA_FILE, mhla_state_dict, save_adapter
@@ -57,9 +57,9 @@ class DiffusionTrainer(Trainer):
         ValueError: If options, model and data do not fit together.
     """
 
-    source_class = PipelineSource
+    open_source = staticmethod(open_pipeline)
     stage_class = DiffusionStage
-    source: PipelineSource | None
+    source: ModelDirectory | None
     dataset: LatentSamples
 
     def __init__(
@@ -72,7 +72,7 @@ class DiffusionTrainer(Trainer):
         null_condition: Tensors | None = None,
         callback: Callback | None = None,
         accelerator: Accelerator | None = None,
-        source: PipelineSource | None = None,
+        source: ModelDirectory | None = None,
         tracker: ModelTracker | None = None,
     ) -> None:
         super().__init__(config, model, teacher, callback, accelerator, tracker, source)
@@ -86,7 +86,7 @@ class DiffusionTrainer(Trainer):
         self.null_condition = getattr(dataset, "null_condition", None) if null_condition is None else null_condition
         check_null_condition(config.condition_dropout, self.null_condition)
         self._load_model()
-        self.objective = objective_for(self.model, self.source and self.source.model, config)
+        self.objective = objective_for(self.model, self.source, config)
         for index in first_of_buckets(dataset):
             self.objective.check_data(self.model, dataset[index], self.null_condition)
 
@@ -118,8 +118,8 @@ class DiffusionTrainer(Trainer):
         for name in ("vae", "text_encoder", "tokenizer"):
             # The latents come from the cache's, the validation samples and the exported pipeline from the source's.
             parts = [str(dataset.settings.get(name, ""))] if isinstance(dataset, LatentDataset) else []
-            if self.source is not None and (self.source.directory / name).is_dir():
-                parts.append(folder_fingerprint(self.source.directory / name))
+            if self.source is not None and (self.source.root / name).is_dir():
+                parts.append(folder_fingerprint(self.source.root / name))
             if any(parts):
                 inputs[name] = " ".join(parts)
         return inputs
@@ -154,9 +154,8 @@ class TransformersTrainer(Trainer):
         ValueError: If options, model and data do not fit together.
     """
 
-    source_class = TransformersSource
     stage_class = TransformersStage
-    source: TransformersSource | None
+    source: ModelDirectory | None
     dataset: BatchesByStep
 
     def __init__(
@@ -178,12 +177,20 @@ class TransformersTrainer(Trainer):
         check_options(config, TRANSFORMERS)
         super().__init__(config, model, teacher, callback, accelerator, tracker)
         if self.source is not None and config.distill_steps and teacher is None:
-            _ = self.source.teacher
+            _ = self.original
         if len(batches) < 1:
             raise ValueError("the data set is empty")
         self.dataset = batches
         self._load_model()
         self.objective = TransformersObjective.of(self.model, config.distill_target, config.distill_temperature)
+
+    @staticmethod
+    def open_source(location: str, component: str) -> ModelDirectory:
+        """Open a model of transformers."""
+        directory = ModelDirectory.open(location)
+        if not directory.is_transformers:
+            raise ValueError(f"model: {location} is not a model of transformers")
+        return directory
 
     def _batches(self) -> BatchesByStep:
         return self.dataset

@@ -11,9 +11,10 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
+from ..models.directory import ModelDirectory
 from ..utils.compat import installed_versions
 from ..utils.destinations import lock_output, remove_directory, remove_leftovers
 from ..utils.files import list_files, write_json
@@ -35,7 +37,7 @@ from .data.batches import DataOrder, stable_seed
 from .data.cache import LatentDataset
 from .data.folders import folder_fingerprint, model_fingerprint
 from .evaluation import Callback, ModelTracker, Reports, Validator
-from .loading import TrainingSource
+from .loading import export_model, load_model
 from .matching.layers import mhla_layers
 from .matching.matching import STAGE as MATCHING
 from .matching.matching import match_stage, matching_bar
@@ -91,8 +93,8 @@ class Trainer(ABC):
         objective: The task of the model.
     """
 
-    source_class: ClassVar[type[TrainingSource]]
     stage_class: ClassVar[type[PredictionStage]]
+    open_source: ClassVar[Callable[[str, str], ModelDirectory]]
     source: Any
     model: Any
     dataset: Any
@@ -106,10 +108,10 @@ class Trainer(ABC):
         callback: Callback | None,
         accelerator: Accelerator | None,
         tracker: ModelTracker | None,
-        source: TrainingSource | None = None,
+        source: ModelDirectory | None = None,
     ) -> None:
         if model is None and config.model is None:
-            raise ValueError(f"model must be given: a {self.source_class.kind} directory or a Hub id")
+            raise ValueError("model must be given: a directory or a Hub id")
         self.config, self.model, self.own_model = config, model, model is None
         self.output = Path(config.output) if config.output is not None else None
         self.owns_accelerator = accelerator is None
@@ -118,10 +120,15 @@ class Trainer(ABC):
         self.teacher, self.callback, self.tracker, self.source = teacher, callback, tracker, source
         if source is None and config.model is not None:
             with self.accelerator.main_process_first():
-                self.source = self.source_class.find(config.model, config.component, config.teacher)
+                self.source = self.open_source(config.model, config.component)
         if self.source is not None and self.output is not None:
             # The finished pipeline gets a copy of them.
-            list_files(self.source.directory)
+            list_files(self.source.root)
+
+    @cached_property
+    def original(self) -> ModelDirectory:
+        """The ordinary model behind that of the source."""
+        return self.source.original(self.config.teacher, "teacher")
 
     def _load_model(self) -> None:
         """Load the model of the source unless there is one, and add LoRA where it trains."""
@@ -129,7 +136,7 @@ class Trainer(ABC):
         if self.own_model:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(stable_seed(config.seed, "parameters"))
-                self.model = self.source.load_model(config.mhla)
+                self.model = load_model(self.source, config.mhla)
         if config.train == "lora" and not hasattr(self.model, "peft_config"):
             parameters.add_lora(self.model, config.lora_rank, config.lora_alpha, stable_seed(config.seed, "lora"))
 
@@ -196,7 +203,7 @@ class Trainer(ABC):
             return {}
         inputs = self._data_fingerprints()
         if self.own_model:
-            inputs["base weights"] = folder_fingerprint(self.source.model.folder)
+            inputs["base weights"] = folder_fingerprint(self.source.folder)
         else:
             # Parameters that train come from a checkpoint.
             trained = set(parameters.trainable_names(self.model, config.train))
@@ -206,7 +213,7 @@ class Trainer(ABC):
         elif (config.transfer_steps or config.distill_steps) and self.source is not None:
             # A run that is past these stages is resumed without its teacher.
             with suppress(OSError, ValueError):
-                inputs["teacher"] = folder_fingerprint(self.source.teacher.folder)
+                inputs["teacher"] = folder_fingerprint(self.original.folder)
         return inputs
 
     def _make_stages(self) -> list[Stage]:
@@ -278,7 +285,7 @@ class Trainer(ABC):
 
     def _keep_original_weights(self) -> None:
         """Make a model with its original weights its own teacher, before a stage or a checkpoint changes them."""
-        is_original = self.own_model and self.config.teacher is None and not self.source.model.is_mhla
+        is_original = self.own_model and self.config.teacher is None and not self.source.is_mhla
         if self.teacher is None and is_original:
             self.teacher = SharedTeacher(self.model)
         if isinstance(self.teacher, SharedTeacher):
@@ -290,7 +297,7 @@ class Trainer(ABC):
         if teacher is None:
             if self.source is None:
                 raise ValueError(f"{option} needs teacher: the model before its conversion")
-            teacher = share_weights(self.model, self.source.teacher.load())
+            teacher = share_weights(self.model, self.original.load())
         if isinstance(teacher, nn.Module):
             teacher = teacher.requires_grad_(False).eval()
         self.teacher = teacher if option == "transfer_steps" and self.config.distill_steps else None
@@ -597,16 +604,16 @@ class Trainer(ABC):
         model.requires_grad_(True).eval()
         result.model = model
         if self.output is not None and self.source is not None:
-            result.pipeline = self.output / self.source.kind
+            result.pipeline = self.output / ("model" if self.source.index is None else "pipeline")
             if main:
-                self.source.export(result.pipeline, model, self._record(result))
+                export_model(self.source, result.pipeline, model, self._record(result))
         self.accelerator.wait_for_everyone()
         if self.owns_accelerator:
             self.accelerator.end_training()
 
     def _record(self, result: TrainingResult) -> dict[str, Any]:
         """Contents of `training.json`."""
-        directory, location = self.source.directory, str(self.config.model)
+        directory, location = self.source.root, str(self.config.model)
         origin = {"location": location}
         if Path(location).is_dir():
             origin = {"location": str(directory.resolve()), **local_origin(directory)}

@@ -8,7 +8,7 @@ import pytest
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.checkpoints import MetricsFile, read_metrics
 from mhla_hf.training.data.images import pipeline_labels
-from mhla_hf.training.loading import PipelineSource
+from mhla_hf.training.families import check_run, family_of_class, open_pipeline
 
 from .. import tiny, tiny_images
 
@@ -46,10 +46,10 @@ def directory(pipelines, tmp_path):
 
 def check(directory):
     """What the command checks before it loads anything."""
-    source = PipelineSource(directory)
-    source.check_run(TrainingConfig(model=str(directory), output="x", mhla="none"))
-    if source.family.sizes(source.model).num_classes:
-        pipeline_labels(source.model.index.get("id2label"))
+    source = open_pipeline(str(directory))
+    check_run(source, TrainingConfig(model=str(directory), output="x", mhla="none"))
+    if family_of_class(source.class_name).sizes(source).num_classes:
+        pipeline_labels(source.index.get("id2label"))
 
 
 INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"

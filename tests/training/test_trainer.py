@@ -12,9 +12,10 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from mhla_hf import MHLAWanTransformer3DModel, convert
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import DiffusionTrainer, TrainingConfig, evaluate
 from mhla_hf.training.checkpoints import list_checkpoints, read_metrics
-from mhla_hf.training.loading import PipelineSource
+from mhla_hf.training.loading import load_model
 from mhla_hf.training.matching.layers import find_projections, mhla_layers
 from mhla_hf.training.matching.teacher import shared_teacher
 from mhla_hf.training.parameters import (
@@ -68,7 +69,6 @@ def pipeline_directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cache_directory(tmp_path_factory, pipeline_directory):
     """A cache with random latents: the encoders have tests of their own."""
-    from mhla_hf.models.directory import ModelDirectory
     from mhla_hf.training.config import CacheConfig
     from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, CachePlan, write_tensors
     from mhla_hf.utils.files import write_json
@@ -401,30 +401,30 @@ class TestFiles:
         # The softmax model behind the result is recorded, and found on this machine, but no path of others is read.
         record = json.loads((result.pipeline / "training.json").read_text())
         assert record["source"]["location"] == record["source"].pop("path") == str(pipeline_directory.resolve())
-        assert PipelineSource(result.pipeline).teacher.folder.parent == pipeline_directory.resolve()
+        assert ModelDirectory.open(result.pipeline).original().folder.parent == pipeline_directory.resolve()
         (result.pipeline / "training.json").write_text(json.dumps(record))
         with pytest.raises(ValueError, match=re.escape(f"comes from {pipeline_directory.resolve()}, which")):
-            _ = PipelineSource(result.pipeline).teacher
+            ModelDirectory.open(result.pipeline).original(argument="teacher")
         with pytest.raises(ValueError, match="teacher"):
-            _ = PipelineSource(pipeline_directory, teacher_location=str(result.pipeline)).teacher
+            ModelDirectory.open(pipeline_directory).original(result.pipeline, "teacher")
         with pytest.raises(ValueError, match="MHLA already"):
-            PipelineSource(result.pipeline).load_model(MHLA)
-        assert type(PipelineSource(result.pipeline).load_model()) is MHLAWanTransformer3DModel
+            load_model(ModelDirectory.open(result.pipeline), MHLA)
+        assert type(load_model(ModelDirectory.open(result.pipeline))) is MHLAWanTransformer3DModel
 
     def test_the_teacher_is_found_beside_what_was_converted(self, pipeline_directory, tmp_path):
         from mhla_hf.conversion import convert_pretrained
 
         shutil.copytree(pipeline_directory, tmp_path / "softmax")
         convert_pretrained(tmp_path / "softmax", tmp_path / "converted", MHLA, progress=False)
-        assert PipelineSource(tmp_path / "converted").teacher.folder.parent == tmp_path / "softmax"
+        assert ModelDirectory.open(tmp_path / "converted").original().folder.parent == tmp_path / "softmax"
         # A trained copy has the conversion's record too, but finds the directory through its own.
         trained = tmp_path / "trained"
         shutil.copytree(tmp_path / "converted", trained)
         (trained / "training.json").write_text(json.dumps({"source": {"location": str(tmp_path / "converted")}}))
-        assert PipelineSource(trained).teacher.folder.parent == tmp_path / "softmax"
+        assert ModelDirectory.open(trained).original().folder.parent == tmp_path / "softmax"
         # A directory that is called like its source is not its own source.
         (tmp_path / "converted").rename(tmp_path / "other")
         shutil.rmtree(tmp_path / "softmax")
         (tmp_path / "other").rename(tmp_path / "softmax")
         with pytest.raises(ValueError, match="comes from softmax, which is neither on the Hub"):
-            _ = PipelineSource(tmp_path / "softmax").teacher
+            ModelDirectory.open(tmp_path / "softmax").original(argument="teacher")

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from mhla_hf import load_pipeline
 from mhla_hf.conversion import convert_pretrained, import_official
-from mhla_hf.training.loading import PipelineSource
+from mhla_hf.models.directory import ModelDirectory
+from mhla_hf.training.loading import export_model
 from mhla_hf.utils.files import list_files
 from tests import tiny
 
@@ -101,7 +102,7 @@ def test_links_out_of_the_source(where, pipeline, tmp_path):
     path.symlink_to(secret)
     refused(pipeline, rf"{where} leads by a link to .*victim.*, outside .*source; put a copy there or remove the link")
     with pytest.raises(ValueError, match="leads by a link"):
-        PipelineSource(pipeline).export(tmp_path / "out", torch.nn.Linear(1, 1), {})
+        export_model(ModelDirectory.open(pipeline), tmp_path / "out", torch.nn.Linear(1, 1), {})
     assert not (tmp_path / "out").exists()
 
 

@@ -24,7 +24,6 @@ from mhla_hf.training.data.images import (
 )
 from mhla_hf.training.evaluation import make_validator
 from mhla_hf.training.families import FAMILIES
-from mhla_hf.training.loading import PipelineSource
 
 from ... import tiny_images
 
@@ -199,8 +198,8 @@ class TestValidation:
             directories[family], tmp_path, **{"validation_inference_steps": 2, "validation_guidance": 3.0, **changes}
         )
         cache_config = CacheConfig(data="digits", num_samples=6, **(cache or {}))
-        source, accelerator = PipelineSource(directories[family]), Accelerator(cpu=True)
-        dataset = LatentDataset(make_cache(config, cache_config, accelerator, source.model))
+        source, accelerator = ModelDirectory.open(directories[family]), Accelerator(cpu=True)
+        dataset = LatentDataset(make_cache(config, cache_config, accelerator, source))
         return make_validator(source, config, dataset, accelerator)
 
     def test_images_are_those_of_the_pipeline(self, directories, pipelines, tmp_path):

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from mhla_hf import convert
 from mhla_hf.cli.main import app
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import LatentDataset, evaluate, objective_for
 from mhla_hf.training.checkpoints import read_metrics
-from mhla_hf.training.loading import PipelineSource
+from mhla_hf.training.loading import load_model
 
 from ... import tiny_images
 
@@ -95,7 +96,7 @@ def test_a_trained_pipeline_is_whole_and_better(family, sources, tmp_path):
     assert record["source"]["location"] == str((sources[family] / "source").resolve())
 
     digits = LatentDataset(sources[family] / "cache")
-    start = PipelineSource(sources[family] / "source").load_model("none")
+    start = load_model(ModelDirectory.open(sources[family] / "source"), "none")
     objective = objective_for(start, sources[family] / "source")
     before, after = (
         evaluate(model, digits, draws_per_sample=4, objective=objective) for model in (start, pipeline.transformer)

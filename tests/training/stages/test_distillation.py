@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 
 from mhla_hf.conversion import convert_pretrained
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import DiffusionTrainer, DiTObjective, TrainingConfig
 from mhla_hf.training.data.batches import DataOrder, make_batch
-from mhla_hf.training.loading import PipelineSource
+from mhla_hf.training.loading import export_model, load_model
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.parameters import is_mhla_parameter
@@ -212,13 +213,13 @@ class TestFiles:
         """A converted pipeline whose output projections are not the original's, as after a calibration."""
         converted = softmax.parent / "converted"
         convert_pretrained(softmax, converted, {"blocks": (1, 2, 2)}, progress=False)
-        model = PipelineSource(converted).load_model()
+        model = load_model(ModelDirectory.open(converted))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "attn1.to_out.0" in name or is_mhla_parameter(name):
                     parameter.add_(0.02)
         destination = softmax.parent / "changed"
-        PipelineSource(converted).export(destination, model, {"source": {"location": str(converted)}})
+        export_model(ModelDirectory.open(converted), destination, model, {"source": {"location": str(converted)}})
         return destination
 
     def data(self):
@@ -234,7 +235,7 @@ class TestFiles:
     def test_weights_that_were_changed_come_from_the_source(self, softmax, changed):
         config = options(model=changed, train="mhla", distill_steps=3)
         within = DiffusionTrainer(config, dataset=self.data()).run()
-        apart = PipelineSource(softmax).load_model("none")
+        apart = load_model(ModelDirectory.open(softmax), "none")
         expected = DiffusionTrainer(config, dataset=self.data(), teacher=apart).run()
         assert within.losses["distill"] == pytest.approx(expected.losses["distill"], rel=1e-3)
         projections = [parameter for name, parameter in apart.named_parameters() if "attn1.to_out.0" in name]

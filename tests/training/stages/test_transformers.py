@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhla_hf
 from mhla_hf.conversion import convert_pretrained
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import TrainingConfig, TransformersTrainer
 from mhla_hf.training.data.batches import DataOrder
-from mhla_hf.training.loading import TransformersSource
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.stages.transformers import (
@@ -242,7 +242,7 @@ class TestFiles:
             record["teacher_memory_bytes"] == result.teacher_memory
             and record["objective"]["distill_target"] == "logits"
         )
-        assert TransformersSource(tmp_path / "converted").teacher.folder == softmax
+        assert ModelDirectory.open(tmp_path / "converted").original().folder == softmax
         with pytest.raises(ValueError, match="already holds"):
             TransformersTrainer(config.replace(distill_steps=4), source).run()
         # Converted on load, from the ordinary directory: the same run without a record.
@@ -256,4 +256,4 @@ class TestFiles:
         with pytest.raises(ValueError, match="is an ordinary model; say how to convert it"):
             TransformersTrainer(options(model=tmp_path / "gone"), source)
         with pytest.raises(ValueError, match="has no softmax model for model of"):
-            _ = TransformersSource(tmp_path / "elsewhere", teacher_location=str(tmp_path / "elsewhere")).teacher
+            ModelDirectory.open(tmp_path / "elsewhere").original(tmp_path / "elsewhere", "teacher")
