@@ -34,7 +34,7 @@ from .hub.records import read_records
 from .models.directory import ModelDirectory
 from .models.registry import MHLA_CLASSES
 from .pipelines import load_pipeline
-from .recovery.directories import calibrate_directory
+from .recovery.calibration import calibrate_directory
 from .recovery.recipes import default_recipe
 from .training.data.probes import PROMPTS, sample_size
 from .training.matching.layers import mhla_layers

@@ -68,6 +68,11 @@ class _Run:
     seed: common.Seed = 0
     device: Device = "auto"
     save_every: int = option("Steps between checkpoints.", default=100)
+    keep_stages: bool = option(
+        "Keep the result of every stage in OUTPUT/work.",
+        "--keep-stages",
+        default=False,
+    )
 
 
 _BLOCKS = [each for each in common.CONVERSION if each.name in ("blocks", "block_size")]
@@ -175,7 +180,7 @@ def calibrate_command(
 
 def run_calibration(model: Path, output: Path | None, quiet: bool, **options: Any) -> "CalibrationReport":
     """Calibrate a directory with a progress bar, write its card and show the errors; options of the function."""
-    from ..recovery.directories import calibrate_directory
+    from ..recovery.calibration import calibrate_directory
 
     with progress_bars(not quiet) as progress:
         report = calibrate_directory(model, output=output, progress=partial(progress, "calibrating"), **options)
@@ -243,7 +248,7 @@ def select_layers_command(
 
 def run_selection(source: str, fields: dict[str, Any], quiet: bool, **options: Any) -> "SelectionReport":
     """Select layers with a progress bar; options of the function."""
-    from ..recovery.directories import select_layers_of
+    from ..recovery.selection import select_layers_of
 
     with progress_bars(not quiet) as progress:
         return select_layers_of(source, fields, progress=partial(progress, "selecting layers"), **options)

@@ -11,12 +11,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..layers.original import base_parameters, check_mhla, original_values, record_step
+from ..layers.original import (
+    STATE_KEY,
+    STATES,
+    base_parameters,
+    check_mhla,
+    original_values,
+    record_step,
+    record_weights,
+)
+from ..models.directory import CONVERSION_RECORD, ModelDirectory
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
@@ -29,7 +39,12 @@ from ..training.matching.layers import (
     run,
     swapped_parameters,
 )
+from ..utils.destinations import claim_destination
+from ..utils.files import link_or_copy, list_files, read_json, write_json
+from ..utils.messages import shorten_text
 from ..utils.options import parse_size
+from ..utils.tensor_files import FLOATS, read_entries
+from .data import open_probe
 from .fits import HeadsFit, LayerCall, ProjectionFit, TemperatureFit
 
 
@@ -424,3 +439,106 @@ def _write(changes: Changes) -> None:
         for parameter, value in before.items():
             parameter.copy_(value)
         raise
+
+
+def calibrate_directory(
+    directory: str | Path,
+    *,
+    output: str | Path | None = None,
+    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    force: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    **probe: Any,
+) -> CalibrationReport:
+    """Calibrate a converted directory; see [`calibrate`][mhla_hf.calibrate].
+
+    Weights are calibrated in fp32 and written in the types that their files have; all other files are kept. The
+    directory is replaced only when the result is complete.
+
+    Args:
+        directory: A converted pipeline of diffusers, or a converted model of diffusers or transformers.
+        output: Another directory to write.
+        memory_limit: See [`calibrate`][mhla_hf.calibrate].
+        force: Take a model that has been trained or calibrated for one that has not.
+        overwrite: Replace `output`.
+        progress: See [`calibrate`][mhla_hf.calibrate].
+        **probe: The probe; arguments of [`open_probe`][mhla_hf.recovery.data.open_probe].
+
+    Returns:
+        The changes; the same is written to `conversion.json` under `calibration`.
+
+    Raises:
+        ValueError: If the directory is no MHLA model or was trained, data are missing, or an argument is wrong.
+    """
+    root = Path(directory).expanduser()
+    parts = ModelDirectory.read(root, location=str(directory)).select_mhla()
+    for part in () if force else parts:
+        state = part.config.get(STATE_KEY, "trained")
+        if state != STATES[0]:
+            raise ValueError(
+                f"{part.folder} has been {shorten_text(str(state))}: its projections are not those of the original, "
+                "which tell what to aim at. Convert the original again, or pass force=True (--force) to take it for "
+                "untrained."
+            )
+    destination = root if output is None else Path(output).expanduser()
+    with claim_destination(destination, overwrite=output is None or overwrite) as claimed:
+        models, batches, origin = open_probe(parts, **probe)
+        report = CalibrationReport(probe=origin)
+        for name, model in models.items():
+            if force:
+                record_weights(model)
+            own = calibrate(model, batches[name], memory_limit=memory_limit, progress=progress)
+            report.add(own, f"{name}." if len(models) > 1 else "")
+        with claimed.staging() as staging:
+            write_models(parts[0], staging, models, {"calibration": report.to_dict()})
+    return report
+
+
+def write_models(
+    source: ModelDirectory, destination: Path, models: Mapping[str, nn.Module], record: Mapping[str, Any]
+) -> None:
+    """Write a copy of a converted directory with the weights of other models.
+
+    Args:
+        source: A model of the converted directory, on the same disk.
+        destination: Empty directory to fill.
+        models: Models by component; moved to the CPU and cast to the types that their files have.
+        record: Added to `conversion.json`.
+    """
+    parts = [part for part in source.models if part.component in models]
+
+    def is_written(path: Path) -> bool:
+        folder = (source.root / path).parent
+        own = [part for part in parts if part.folder == folder]
+        return path == Path(CONVERSION_RECORD) or any(
+            path.name == "config.json" or part.names.match(path) for part in own
+        )
+
+    for part in parts:
+        model: Any = models[part.component].to("cpu")
+        files = sorted(part.folder.glob("*.safetensors"))
+        _cast_as_stored(model, files)
+        # The same number of files, up to the order of the weights.
+        shard_size = max(path.stat().st_size for path in files)
+        model.save_pretrained(destination / part.folder.relative_to(source.root), max_shard_size=shard_size)
+    # After the models: `save_pretrained` would write through links, such as that to a generation_config.json.
+    for path in list_files(source.root):
+        if not is_written(path):
+            (destination / path).parent.mkdir(parents=True, exist_ok=True)
+            (destination / path).unlink(missing_ok=True)
+            link_or_copy(source.root / path, destination / path)
+    stored = source.root / CONVERSION_RECORD
+    content = read_json(stored, "the record") if stored.is_file() else {}
+    write_json(destination / CONVERSION_RECORD, {**content, **record})
+
+
+def _cast_as_stored(model: nn.Module, files: Sequence[Path]) -> None:
+    """Cast parameters to the types that they have in files."""
+    stored = {entry.name: entry.dtype for path in files for entry in read_entries(path) if entry.dtype in FLOATS}
+    # Names in the file differ from the model's where transformers maps them.
+    kinds = sorted(stored.values(), key=str)
+    usual = max(kinds, key=kinds.count) if kinds else torch.float32
+    for name, parameter in model.named_parameters():
+        fallback = torch.float32 if ".mhla." in name else usual
+        parameter.data = parameter.data.to(stored.get(name, fallback))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,17 @@ from torch import nn
 
 from ..models.directory import ModelDirectory
 from ..models.registry import is_mhla_class
-from ..models.source import Component
-from ..training.config import CacheConfig, TrainingConfig
+from ..training.config import DIGITS, CacheConfig, TrainingConfig
 from ..training.data.batches import BatchSource, Latents, RecordedCalls
 from ..training.data.cache import CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.images import image_batches, open_images
-from ..training.data.probes import pipeline_batches
+from ..training.data.probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES, pipeline_batches
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
 from ..training.families import objective_for
 from ..training.matching.layers import Batch, mhla_layers
-from ..utils.locations import PIPELINE_INDEX
+from ..utils.locations import PIPELINE_INDEX, is_hub_id
+from ..utils.machine import choose_device
+from ..utils.messages import check_count
 from .recipes import TEXT, TRANSFORMERS, Recipe
 
 
@@ -30,13 +32,42 @@ DATA_FREE = ("pixart",)
 calibrate and match on."""
 
 
+_TEXTS = "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
+_IMAGES = "a folder of images with captions, 'digits', or prompts (--prompts FILE) for the original to make"
+_DATA = {
+    "causal": _TEXTS,
+    "encoder": _TEXTS,
+    "vision": "a folder of images, or 'digits'",
+    "wan": "a folder of videos with captions, 'digits', or prompts (--prompts FILE) for the original to make",
+}
+
+
+def data_or_default(data: Any, family: str, has_prompts: bool) -> Any:
+    """Return the data of a recovery: what was given, else samples that the original makes where it can.
+
+    Raises:
+        ValueError: If data are needed and the original cannot make them.
+    """
+    can_generate = family in ("dit", "causal") or (has_prompts and family in ("wan", "sana"))
+    if data == "" or (data is None and not can_generate and family not in DATA_FREE):
+        raise ValueError(f"data must be given: {_DATA.get(family, _IMAGES)}")
+    return GENERATED if data is None and family not in DATA_FREE else data
+
+
+def origin_of(data: str | None) -> dict[str, str]:
+    """Return the part of the data's origin that may be published: ids and names, never a user's paths."""
+    if data is None or Path(data).expanduser().exists():
+        return {}
+    known = data in (GENERATED, DIGITS) or is_hub_id(data.partition(":")[0])
+    return {"origin": data} if known else {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecoveryData:
     """The data of a recovery.
 
     Attributes:
-        root: Directory of the original.
-        component: The model that is recovered.
+        directory: The original.
         recipe: The recipe.
         data: The user's data; `generated` for samples of the original, `None` where the family takes nothing else.
         converted: The converted directory.
@@ -46,8 +77,7 @@ class RecoveryData:
         prompts: Text file with one prompt a line, for samples of the original.
     """
 
-    root: Path
-    component: Component
+    directory: ModelDirectory
     recipe: Recipe
     data: str | None
     converted: Path
@@ -75,16 +105,15 @@ class RecoveryData:
         if family == "causal" and data == GENERATED:
             return
         if family in TEXT:
-            config = self.component.load_config()
-            corpus, _, _ = open_texts(config, self.root, data, options.max_length, options.text_field)
+            config = self.directory.load_config()
+            corpus, _, _ = open_texts(config, self.directory.root, data, options.max_length, options.text_field)
             # Reads the first of them: a wrong field, or a data set that the Hub does not have.
             next(corpus.documents(), None)
         elif family == "vision":
-            open_images(self.component.load_config(), self.root, data)
+            open_images(self.directory.load_config(), self.directory.root, data)
         else:
             _, cache_config = self._cache_options("cpu")
-            directory = ModelDirectory.read(self.root, self.component.name)
-            CachePlan.make(directory, cache_config)
+            CachePlan.make(self.directory, cache_config)
 
     def open(self, model: nn.Module) -> BatchSource:
         """Prepare the data once, as tokens or as latents and embeddings, and open them for the converted model.
@@ -101,11 +130,11 @@ class RecoveryData:
         amounts: dict[str, Any] = {"samples": options.samples, "held_out": options.held_out, "seed": self.seed}
         if family in TEXT:
             amounts |= {"length": options.max_length, "text_field": options.text_field}
-            return text_batches(model, self.root, data, cache=self.cache, **amounts)
+            return text_batches(model, self.directory.root, data, cache=self.cache, **amounts)
         if family == "vision":
-            return image_batches(model, self.root, data, **amounts)
+            return image_batches(model, self.directory.root, data, **amounts)
         self._make_cache(model)
-        return _latents(model, self.root, self.cache, options.held_out, TrainingConfig(seed=self.seed))
+        return _latents(model, self.directory.root, self.cache, options.held_out, TrainingConfig(seed=self.seed))
 
     def _make_cache(self, model: nn.Module) -> None:
         """Encode images or videos to latents and embeddings."""
@@ -113,14 +142,13 @@ class RecoveryData:
 
         device = "cpu" if next(model.parameters()).device.type == "cpu" else "auto"
         config, cache_config = self._cache_options(device)
-        directory = ModelDirectory.read(self.root, self.component.name)
-        make_cache(config, cache_config, make_accelerator(config), directory)
+        make_cache(config, cache_config, make_accelerator(config), self.directory)
 
     def _cache_options(self, device: str) -> tuple[TrainingConfig, CacheConfig]:
         options = self.recipe.data
         config = TrainingConfig(
-            model=str(self.root),
-            component=self.component.name,
+            model=str(self.directory.root),
+            component=self.directory.component,
             cache=str(self.cache),
             mhla="none",
             device=device,
@@ -140,7 +168,7 @@ class RecoveryData:
         """Record inputs of the model while the pipeline samples with the original attention."""
         from diffusers import DiffusionPipeline
 
-        options, name = self.recipe.data, self.component.name
+        options, name = self.recipe.data, self.directory.component
         pipeline = DiffusionPipeline.from_pretrained(self.converted, **{name: model})
         calls = pipeline_batches(
             pipeline.to(next(model.parameters()).device),
@@ -157,10 +185,67 @@ class RecoveryData:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         options = self.recipe.data
-        original = AutoModelForCausalLM.from_pretrained(self.component.folder).to(next(model.parameters()).device)
+        original = AutoModelForCausalLM.from_pretrained(self.directory.folder).to(next(model.parameters()).device)
         rows, length = options.samples + options.held_out, options.max_length or ROW_LENGTH
         table = generate_text(original, self.cache, rows=rows, length=length, seed=self.seed)
-        return PackedText(table, options.held_out, self.seed, AutoTokenizer.from_pretrained(self.root).decode)
+        return PackedText(
+            table, options.held_out, self.seed, AutoTokenizer.from_pretrained(self.directory.root).decode
+        )
+
+
+def open_probe(
+    parts: Sequence[ModelDirectory],
+    mhla: dict[str, Any] | None = None,
+    *,
+    data: str | None = None,
+    samples: int = DEFAULT_SAMPLES,
+    batch_size: int = 4,
+    seed: int = 0,
+    device: str | None = None,
+    **call_options: Any,
+) -> tuple[dict[str, nn.Module], Mapping[str, Sequence[Batch]], dict[str, Any]]:
+    """Load the models of a directory in fp32, and make batches for each.
+
+    Args:
+        parts: Models of one directory.
+        mhla: Options to convert them with; `None` for models that are MHLA.
+        data: See [`probe_batches`][mhla_hf.recovery.data.probe_batches]. Pipelines need none.
+        samples: Samples of the probe, from 4 (2 of `data`) to 65,536.
+        batch_size: Samples of a batch, of `data`, at most 65,536.
+        seed: Seed of the probe.
+        device: Name of a device, by default a GPU if there is one.
+        **call_options: `prompts` of a pipeline's probe, and arguments of its call, such as `height` and `width`.
+
+    Returns:
+        The models and their batches, by component, and a record of the probe.
+
+    Raises:
+        ValueError: If data are missing, or an argument is wrong.
+    """
+    check_count("samples", samples, LEAST_SAMPLES if data is None else 2, MOST_SAMPLES)
+    check_count("batch_size", batch_size, 1, MOST_SAMPLES)
+    torch_device, root = choose_device(device), parts[0].root
+    origin = {"data": data or "samples of the pipeline", "samples": samples, "seed": seed}
+    if data is not None:
+        unused = sorted(name for name, value in call_options.items() if value is not None)
+        if unused:
+            raise ValueError(f"{', '.join(unused)}: of no use beside data.")
+        models = {part.component: part.load(mhla).to(torch_device).eval() for part in parts}
+        options: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": seed}
+        probes = {name: probe_batches(model, root, data, component=name, **options) for name, model in models.items()}
+        return models, probes, origin
+    if parts[0].index is None:
+        raise ValueError(
+            f"data must be given (--data): {root} is a model without a pipeline, which cannot generate samples."
+        )
+    from ..pipelines import load_pipeline
+
+    chosen: dict[str, Any] = {"attn_implementation": None}
+    if mhla is not None:
+        chosen = {"mhla": {part.component: mhla for part in parts}}
+    pipeline = load_pipeline(root, torch_dtype=torch.float32, **chosen).to(torch_device)
+    models = {part.component: getattr(pipeline, part.component) for part in parts}
+    return models, pipeline_batches(pipeline, samples=samples, seed=seed, **call_options), origin
 
 
 def probe_batches(

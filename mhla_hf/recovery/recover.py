@@ -1,48 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`recover`: convert, calibrate, match and distill a model in one resumable run."""
+"""`recover`: convert, calibrate, match and distill a model in one resumable run.
+
+OUT/work/run.json          the options of the run, and what it reads
+OUT/work/converted/        the converted model in `model`, and `done.json`
+OUT/work/data/             tokens, or latents and embeddings
+OUT/work/<stage>/          what a stage that is under way keeps: checkpoints, activations; of a finished one the report
+                           so far as `done.json`, written last, and the weights that the stage changed
+OUT/work/result/           the finished directory, on its way into OUT
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from ..config import automatic_share
+from ..conversion import convert_pretrained
 from ..conversion.convert import plan_model
 from ..conversion.planning import PlanOptions
 from ..models.directory import ModelDirectory
 from ..models.registry import family_for
-from ..models.source import Component, Source, open_source
 from ..models.weight_files import check_weights
-from ..training.config import DIGITS, TrainingConfig
+from ..training.config import TrainingConfig
+from ..training.data.batches import BatchSource
+from ..training.matching.layers import find_projections, mhla_layers, on_device
+from ..training.matching.teacher import SharedTeacher
 from ..training.processes import TrainingStopped
-from ..utils.locations import is_hub_id
-from ..utils.machine import choose_device, parse_dtype
-from ..utils.messages import check_count, shorten_list, shorten_text
-from .data import DATA_FREE, GENERATED, RecoveryData
-from .recipes import VARIANTS, default_recipe, load_recipe, parse_keep
-from .report import RecoveryReport
-from .run import MakeSource, RecoveryRun
-from .work_folder import CONVERTED, DATA, WorkFolder
+from ..utils.destinations import LOCK, atomic_directory, lock_output, remove_directory, remove_leftovers
+from ..utils.files import atomic_file, read_json, write_json
+from ..utils.machine import choose_device, machine_facts, parse_dtype
+from ..utils.messages import check_count, shorten_list, shorten_text, shorten_value
+from .calibration import write_models
+from .data import RecoveryData, data_or_default, origin_of
+from .recipes import VARIANTS, Recipe, default_recipe, load_recipe, parse_keep
+from .report import REPORT, RecoveryReport, write_plot
+from .selection import select_layers
+from .stages import STAGES, Quality, StageSettings
 
 
+logger = logging.getLogger(__name__)
+
+WORK = "work"
+RUN, CONVERTED, MODEL, DATA, RESULT = "run.json", "converted", "model", "data", "result"
+DONE, WEIGHTS = "done.json", "weights.safetensors"
+# What makes a directory loadable comes last.
+_MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
+# Batches that layers are tried on when they are selected.
+_TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 8, 4
 _SAVE_EVERY = 100
-_TEXTS = "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
-_IMAGES = "a folder of images with captions, 'digits', or prompts (--prompts FILE) for the original to make"
-_DATA = {
-    "causal": _TEXTS,
-    "encoder": _TEXTS,
-    "vision": "a folder of images, or 'digits'",
-    "wan": "a folder of videos with captions, 'digits', or prompts (--prompts FILE) for the original to make",
-}
 
 
 def recover(
     source: str | Path,
     output: str | Path,
-    data: str | Path | MakeSource | None = None,
+    data: str | Path | OpenData | None = None,
     *,
     prompts: str | Path | None = None,
     recipe: str | Path | None = None,
@@ -60,6 +82,7 @@ def recover(
     seed: int = 0,
     device: str = "auto",
     save_every: int = _SAVE_EVERY,
+    keep_stages: bool = False,
     progress: bool = True,
     on_stage: Callable[[str], None] | None = None,
     **hub: Any,
@@ -100,6 +123,8 @@ def recover(
         seed: Of everything random.
         device: `cpu`, `cuda`, one of several GPUs such as `cuda:1`, or `auto`: a GPU if there is one.
         save_every: Steps between checkpoints.
+        keep_stages: Keep the result of every stage in `output/work`. By default that of a stage is deleted when the
+            next one is finished, and the last one with the run.
         progress: Show progress.
         on_stage: Called with the name of each stage when it begins.
         **hub: `revision`, `token`, `cache_dir` and `local_files_only` for sources on the Hub.
@@ -119,10 +144,10 @@ def recover(
     cast = parse_dtype(dtype)
     variant = str(recipe) if recipe in VARIANTS else None
     given = load_recipe(recipe) if recipe is not None and variant is None else None
-    opened, part, family = find_model(source, component, **hub)
+    part, family = find_model(source, component, **hub)
     if given is not None and given.family != family:
         raise ValueError(
-            f"{given.name} is for models of the family {given.family}, and {opened.location} is of {family}"
+            f"{given.name} is for models of the family {given.family}, and {part.location} is of {family}"
         )
     if layers is not None and keep is not None:
         raise ValueError("layers and keep are both given; give one of them")
@@ -143,18 +168,12 @@ def recover(
     learns = bool(chosen.stages()) or share is not None
     if not learns and (data is not None or prompts is not None):
         raise ValueError("data and prompts have no effect: the recipe has no stage, and its layers are named")
-    can_generate = family in ("dit", "causal") or (prompts is not None and family in ("wan", "sana"))
-    needs_data = learns and family not in DATA_FREE
-    if data == "" or (data is None and needs_data and not can_generate):
-        raise ValueError(f"data must be given: {_DATA.get(family, _IMAGES)}")
-    if data is None and needs_data:
-        data = GENERATED
-    work = WorkFolder(Path(output).expanduser())
-    open_source: MakeSource | None = data if callable(data) else None
+    if learns:
+        data = data_or_default(data, family, prompts is not None)
     named = None if data is None or callable(data) else str(data)
     identity = {
         "source": str(Path(source).resolve()) if Path(source).is_dir() else str(source),
-        "component": part.name,
+        "component": part.component,
         # Samples that a program makes are told from others by their fingerprint alone.
         "data": named,
         "prompts": None if prompts is None else str(prompts),
@@ -162,79 +181,80 @@ def recover(
         "dtype": None if cast is None else str(cast).removeprefix("torch."),
         "recipe": {**chosen.to_dict(), "description": None, "expected": None, "model": None},
     }
-    is_converted = work.is_run_of(identity) and (work.is_done(CONVERTED) or work.has_result)
+    run = Recovery(
+        part,
+        WorkFolder(Path(output).expanduser()),
+        chosen,
+        seed,
+        place,
+        save_every,
+        keep_stages,
+        progress,
+        hub,
+        on_stage,
+        cast,
+    )
+    is_converted = run.work.is_run_of(identity) and (run.work.is_done(CONVERTED) or run.work.has_result)
     if not is_converted:
         plan_model(
-            ModelDirectory.read(opened.root, part.name),
-            chosen.mhla,
-            PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast),
+            part, chosen.mhla, PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast)
         )
-    if learns and open_source is None:
+    open_data: OpenData | None = data if callable(data) else None
+    if learns and open_data is None:
         given_data = RecoveryData(
-            root=opened.root,
-            component=part,
+            directory=part,
             recipe=chosen,
             data=named,
-            converted=work.path / CONVERTED,
+            converted=run.work.path / CONVERTED / MODEL,
             prompts=None if prompts is None else str(prompts),
-            cache=work.path / DATA,
+            cache=run.work.path / DATA,
             seed=seed,
             progress=progress,
         )
         if not is_converted:
             given_data.check()
-        open_source = given_data.open
-    with work.claimed(identity, resume):
-        run = RecoveryRun(opened, part, work, chosen, seed, place, save_every, progress, hub, on_stage, cast)
+        open_data = given_data.open
+    with run.work.claimed(identity, resume):
         try:
-            return run.run(open_source, _origin(named))
+            return run.run(open_data, origin_of(named))
         except TrainingStopped as stop:
             done = shorten_text(str(stop).partition(";")[0], 200) or "stopped"
             raise TrainingStopped(
-                f"{done}; the same command with --resume continues from there ({work.output})", stop.exit_code - 128
+                f"{done}; the same command with --resume continues from there ({run.work.output})",
+                stop.exit_code - 128,
             ) from None
 
 
-def _origin(data: str | None) -> dict[str, str]:
-    """Return the part of the data's origin that may be published: ids and names, never a user's paths."""
-    if data is None or Path(data).expanduser().exists():
-        return {}
-    known = data in (GENERATED, DIGITS) or is_hub_id(data.partition(":")[0])
-    return {"origin": data} if known else {}
-
-
-def find_model(location: str | Path, component: str | None = None, **hub: Any) -> tuple[Source, Component, str]:
+def find_model(location: str | Path, component: str | None = None, **hub: Any) -> tuple[ModelDirectory, str]:
     """Find the model to recover, without loading weights.
 
     Args:
         location: A pipeline of diffusers or a model of transformers, directory or Hub id.
         component: Which transformer of a pipeline; `transformer` by default.
-        **hub: Options of [`open_source`][mhla_hf.models.source.open_source].
+        **hub: Options of [`ModelDirectory.open`][mhla_hf.models.directory.ModelDirectory.open].
 
     Returns:
-        The directory, the model in it, and its family; see `recipes.FAMILIES`.
+        The model and its family; see `recipes.FAMILIES`.
 
     Raises:
         ValueError: If it is no such thing, has no version with MHLA, is MHLA already, or of a kind that takes its
             inputs from several places.
     """
-    source = open_source(location, **hub)
-    part = source.component(component)
-    if not part.is_transformers and (part.is_mhla or source.pipeline is None):
+    part = ModelDirectory.open(location, component, **hub)
+    if part.kind == "diffusers" or (part.kind == "pipeline" and part.is_mhla):
         problem = "is a transformer alone; give the pipeline that it belongs to"
         if part.is_mhla:
             problem = "is MHLA already; recover from the model that it was converted from"
         raise ValueError(f"{location} {problem}")
     check_weights(part.folder)
-    family = _transformers_family(part) if part.is_transformers else family_for(part.class_name).name
-    return source, part, family
+    return part, _transformers_family(part) if part.is_transformers else family_for(part.class_name).name
 
 
-def _transformers_family(component: Component) -> str:
+def _transformers_family(component: ModelDirectory) -> str:
     """`causal`, `encoder` or `vision`, from the options that the model would have."""
     from ..conversion.transformers_planning import plan_transformers_model
 
-    options = plan_transformers_model(ModelDirectory.read(component.folder), None, PlanOptions()).report.mhla
+    options = plan_transformers_model(component, None, PlanOptions()).report.mhla
     if "causal" not in options:
         raise ValueError(
             f"{component.folder} has several towers ({shorten_list(options)}); recover them in Python, with "
@@ -244,3 +264,321 @@ def _transformers_family(component: Component) -> str:
     if grid is not None and len(grid) == 2:
         return "vision"
     return "causal" if options["causal"] else "encoder"
+
+
+OpenData = Callable[[nn.Module], BatchSource]
+
+
+@dataclass
+class Recovery:
+    """One call of [`recover`][mhla_hf.recovery.recover.recover]; whatever is finished is not done again."""
+
+    source: ModelDirectory
+    work: WorkFolder
+    recipe: Recipe
+    seed: int
+    device: torch.device
+    save_every: int
+    keep_stages: bool
+    progress: bool
+    hub: Mapping[str, Any]
+    on_stage: Callable[[str], None] | None = None
+    dtype: torch.dtype | None = None
+
+    def run(self, open_data: OpenData | None, origin: Mapping[str, Any]) -> RecoveryReport:
+        """Run whatever is not done yet.
+
+        Args:
+            open_data: Opens the data for the converted model; `None` where stages and layers need none.
+            origin: What the report says of where the data come from.
+        """
+        work, stages = self.work, self.recipe.stages()
+        if not work.has_result:
+            self._convert(open_data)
+            model, report = self._load(), work.read(CONVERTED)
+            if stages:
+                assert open_data is not None
+                data = open_data(model)
+                begun = next((work.read(name).fingerprint for name in reversed(stages) if work.is_done(name)), None)
+                begun = begun or report.fingerprint
+                if begun and begun != data.fingerprint:
+                    if work.has_progress:
+                        raise ValueError(
+                            f"data: what {work.output} was begun with has changed since; give the same data, or "
+                            "another output"
+                        )
+                    # Layers were selected on the other data.
+                    work.clear(RUN, DATA)
+                    return self.run(open_data, origin)
+                report = self._stages(model, data, report, origin)
+            self._write(model, report)
+        work.publish()
+        if not self.keep_stages:
+            work.clear(RUN)
+        return RecoveryReport.read(work.output)
+
+    def _write(self, model: nn.Module, report: RecoveryReport) -> None:
+        """Write the recovered directory, to be published."""
+        content = report.to_dict()
+        record = {"recovery": {key: value for key, value in content.items() if key != "recipe"}}
+        if "calibrate" in report.stages:
+            record["calibration"] = report.stages["calibrate"]
+        with atomic_directory(self.work.path / RESULT) as temporary:
+            write_models(self._converted(), temporary, {self.source.component: model}, record)
+            write_json(temporary / REPORT, content)
+            write_plot(temporary, content)
+
+    def _convert(self, open_data: OpenData | None) -> None:
+        """Convert the source unless that is done, after selecting layers if the recipe asks for it."""
+        if self.work.is_done(CONVERTED):
+            return
+        report = RecoveryReport(self.work.output, self.recipe.family, recipe=self.recipe.to_dict(), seed=self.seed)
+        share = automatic_share(self.recipe.layers)
+        with _timed() as seconds:
+            if share is None:
+                self._convert_with(self.recipe.layers)
+            else:
+                assert open_data is not None
+                indices, count_all = self._convert_with("all")
+                record, count = {}, max(1, round(share * count_all))
+                chosen = indices
+                if count < len(indices):
+                    model = self._load()
+                    data = open_data(model)
+                    batches = data.batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
+                    selection = select_layers(model, batches, keep=len(indices) - count)
+                    chosen, report.fingerprint = selection.mhla_layers, data.fingerprint
+                    record = {"selection": {**selection.to_dict(), "calibration": None}}
+                report.stages[CONVERTED] = {**record, "layers": chosen}
+                self._convert_with(chosen)
+        report.seconds[CONVERTED] = seconds
+        self.work.finish(CONVERTED, report)
+
+    def _convert_with(self, layers: str | list[int]) -> tuple[list[int], int]:
+        """Write the converted directory; return the indices of its MHLA layers, and the number of all layers."""
+        report = convert_pretrained(
+            self.source.location,
+            self.work.path / CONVERTED / MODEL,
+            dict(self.recipe.mhla),
+            component=self.source.component if self.source.kind == "pipeline" else None,
+            layers=layers,
+            dtype=self.dtype,
+            overwrite=True,
+            progress=self.progress,
+            **self.hub,
+        )
+        part = report.components[self.source.component]
+        return part.mhla_layers, part.num_layers
+
+    def _converted(self) -> ModelDirectory:
+        return ModelDirectory.read(self.work.path / CONVERTED / MODEL, self.source.component)
+
+    def _load(self) -> nn.Module:
+        return self._converted().load().to(self.device).eval()
+
+    def _stages(
+        self, model: nn.Module, data: BatchSource, report: RecoveryReport, origin: Mapping[str, Any]
+    ) -> RecoveryReport:
+        """Run the remaining stages; the model ends with the weights of the last."""
+        names, work = self.recipe.stages(), self.work
+        done = [name for name in names if work.is_done(name)]
+        pending = names[names.index(done[-1]) + 1 :] if done else names
+        if done:
+            report = work.read(done[-1])
+        if pending:
+            quality = Quality(model, data)
+            if not done:
+                report.figures = {"softmax": quality.original, CONVERTED: quality.measure(model)}
+                report.data, report.machine = {**data.describe(), **origin}, machine_facts(self.device)
+                report.fingerprint = data.fingerprint
+            # Before anything changes: the original's values of what later stages train.
+            teacher = SharedTeacher(model)
+            layers = find_projections(model, mhla_layers(model), on_device(data.batch("start", 0, 1), model))
+            of_layers = {name for layer in layers for name in layer.parameters()}
+            everything = {name for name, _ in model.named_parameters()}
+            # The names of the parameters that a stage may change; a later stage those of an earlier one, too.
+            changes = {name: of_layers if name in ("calibrate", "match") else everything for name in names}
+            teacher.keep(sorted(set().union(*changes.values())))
+        if done:
+            work.load_weights(done[-1], model)
+        for name in pending:
+            if self.on_stage is not None:
+                self.on_stage(name)
+            with _timed() as seconds:
+                settings = StageSettings(
+                    folder=work.path / name,
+                    save_every=self.save_every,
+                    seed=self.seed,
+                    device=self.device,
+                    progress=self.progress,
+                )
+                details = STAGES[name](model, teacher, data, getattr(self.recipe, name), settings)
+            report.figures[name], report.seconds[name], report.stages[name] = quality.measure(model), seconds, details
+            work.finish(name, report, {key: each for key, each in model.named_parameters() if key in changes[name]})
+            logger.info("%s: %s in %.0f s", name, report.figures[name], seconds["seconds"])
+            for earlier in () if self.keep_stages else names[: names.index(name)]:
+                work.remove(earlier)
+        model.requires_grad_(True).eval()
+        return report
+
+
+@contextmanager
+def _timed() -> Iterator[dict[str, float]]:
+    """Yield a dict that holds the seconds when the block ends."""
+    seconds: dict[str, float] = {}
+    began, cpu = time.perf_counter(), time.process_time()
+    yield seconds
+    seconds["seconds"] = round(time.perf_counter() - began, 2)
+    seconds["cpu_seconds"] = round(time.process_time() - cpu, 2)
+
+
+class WorkFolder:
+    """The work folder of an output directory.
+
+    Args:
+        output: The output directory.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.path = output / WORK
+
+    @contextmanager
+    def claimed(self, identity: Mapping[str, Any], resume: bool) -> Iterator[None]:
+        """Claim the folder: within the context only this run writes here.
+
+        A run without progress is replaced by one with other options, and resumes without `resume`.
+
+        Args:
+            identity: Options that distinguish this run from others, as plain JSON values.
+            resume: Resume the stored run.
+
+        Raises:
+            ValueError: If there is something else here, a run with progress and `resume` is not asked for, or the
+                run with progress is another one; the message names what differs.
+        """
+        others = [entry for entry in _entries(self.output) if entry.name != WORK]
+        others += [entry for entry in _entries(self.path) if entry.name != LOCK]
+        if self._identity() is None and others:
+            raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
+        with lock_output(self.path) or nullcontext():
+            remove_leftovers(self.path)
+            # Read with the lock: another process may have been here meanwhile.
+            stored = self._identity() or {}
+            different = _differences(stored, identity)
+            if self.has_progress and (different or not resume):
+                problem = f"with {different}; give the same options" if different else "already; --resume resumes it"
+                raise ValueError(f"output {self.output} holds a run {problem}, or choose another output")
+            if different:
+                if stored:
+                    logger.warning("%s: restarted, since a run with %s finished no stage", self.output, different)
+                self.clear()
+                write_json(self.path / RUN, dict(identity))
+            yield
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether a stage is finished or has left a checkpoint, or the result is there."""
+        return any(any((self.path / name).rglob("*.safetensors")) for name in STAGES) or self.has_result
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the result is complete, published or not."""
+        return (self.path / RESULT).is_dir() or (self.output / REPORT).is_file()
+
+    def is_run_of(self, identity: Mapping[str, Any]) -> bool:
+        """Whether the run here has these options."""
+        return not _differences(self._identity() or {}, identity)
+
+    def clear(self, *kept: str) -> None:
+        """Remove the files of a run, except those named in `kept`."""
+        for entry in _entries(self.path):
+            if entry.name not in (LOCK, *kept):
+                self.remove(entry.name)
+
+    def remove(self, name: str) -> None:
+        """Remove a folder or file, if it is there."""
+        path = self.path / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def _identity(self) -> dict[str, Any] | None:
+        return read_json(self.path / RUN, "the record") if (self.path / RUN).is_file() else None
+
+    def is_done(self, name: str) -> bool:
+        """Return whether a stage is finished."""
+        return (self.path / name / DONE).is_file()
+
+    def read(self, name: str) -> RecoveryReport:
+        """Read the report up to a finished stage."""
+        return RecoveryReport.read(self.output, self.path / name / DONE)
+
+    def finish(self, name: str, report: RecoveryReport, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write the result of a stage, then remove what it needed while it was under way.
+
+        Args:
+            name: The stage.
+            report: The report so far.
+            weights: The weights that it changed.
+
+        Raises:
+            OSError: If there is no room; the stage's own checkpoints are still there.
+        """
+        folder = self.path / name
+        folder.mkdir(exist_ok=True)
+        if weights is not None:
+            with atomic_file(folder / WEIGHTS) as temporary:
+                save_file({key: value.detach().cpu().contiguous() for key, value in weights.items()}, temporary)
+        write_json(folder / DONE, {**report.to_dict(), "fingerprint": report.fingerprint})
+        for entry in _entries(folder):
+            if entry.name not in (DONE, WEIGHTS, MODEL):
+                self.remove(f"{name}/{entry.name}")
+
+    def load_weights(self, name: str, model: nn.Module) -> None:
+        """Load the weights of a finished stage into the model."""
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for key, value in load_file(self.path / name / WEIGHTS).items():
+                parameters[key].copy_(value)
+
+    def publish(self) -> None:
+        """Move the result, if it is not there yet, into the output; the files that make it loadable last."""
+        result = self.path / RESULT
+        if not result.is_dir():
+            return
+        for path in sorted(_entries(result), key=lambda entry: (entry.name in _MOVED_LAST, entry.name)):
+            destination = self.output / path.name
+            if destination.is_dir():
+                remove_directory(destination)
+            os.replace(path, destination)
+            # Renaming a hard link to another one of the same file, from a publication that was killed, leaves both.
+            path.unlink(missing_ok=True)
+        result.rmdir()
+
+
+def _entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
+def _differences(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    """Describe the options that differ, with both values; empty if there are none."""
+    before, now = _flat(stored), _flat(identity)
+    changes = [
+        f"{name} {shorten_value(before.get(name), 60)} (now {shorten_value(now.get(name), 60)})"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+    return ", ".join(changes)
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested objects to values by path; lists count as values."""
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        elif value is not None:
+            flat[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return flat

@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import __version__
 from ..utils.figures import new_figure, save_figure
+from ..utils.files import read_json
 
 
 REPORT, PLOT = "report.json", "report.png"
@@ -49,6 +50,7 @@ class RecoveryReport:
         recipe: The recipe that was followed.
         seed: Seed of everything random.
         machine: Date, device and versions when it began.
+        fingerprint: Fingerprint of the data while the recovery runs.
     """
 
     output: Path
@@ -60,10 +62,21 @@ class RecoveryReport:
     recipe: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     machine: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str | None = None
+
+    @classmethod
+    def read(cls, output: Path, path: Path | None = None) -> RecoveryReport:
+        """Read the report of an output directory, or that of a stage of it."""
+        content = read_json(path or output / REPORT, "the report")
+        known = {item.name: content[item.name] for item in fields(cls) if item.name in content}
+        # Files are sorted by name.
+        figures = {name: content["figures"][name] for name in TITLES if name in content["figures"]}
+        return cls(output, **{**known, "figures": figures})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without `output`."""
-        content = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "output"}
+        """Plain JSON values, without `output` and the fingerprint."""
+        names = [item.name for item in fields(self) if item.name not in ("output", "fingerprint")]
+        content = {name: getattr(self, name) for name in names}
         return {**content, "version": __version__}
 
 

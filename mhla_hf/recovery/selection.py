@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..layers.original import base_parameters, original_attention, original_values
+from ..models.directory import ModelDirectory
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
@@ -28,6 +30,7 @@ from ..training.matching.layers import (
 )
 from ..utils.machine import synchronize
 from .calibration import CalibrationReport, calibrate_model, check_batches
+from .data import open_probe
 from .recipes import parse_share
 
 
@@ -193,6 +196,37 @@ def select_layers(
     if progress is not None:
         progress(done, done)
     return report
+
+
+def select_layers_of(
+    source: str | Path,
+    mhla: Mapping[str, Any] | None = None,
+    *,
+    component: str | None = None,
+    hub: Mapping[str, Any] | None = None,
+    probe: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> SelectionReport:
+    """Select layers of a softmax model on disk; it is converted in memory, and nothing is written.
+
+    Args:
+        source: A pipeline of diffusers or a model of transformers, directory or Hub id.
+        mhla: Options of the conversion.
+        component: Which transformer of a pipeline.
+        hub: `revision`, `token` and `cache_dir`.
+        probe: The probe; arguments of [`open_probe`].
+        **options: Arguments of [`select_layers`][mhla_hf.recovery.selection.select_layers].
+
+    Raises:
+        ValueError: If the source cannot be converted, data are missing, or an argument is wrong.
+    """
+    part = ModelDirectory.open(source, component, **(hub or {}))
+    if component is None and len(part.configs) > 1:
+        raise ValueError(
+            f"component must be given, for {source} has {', '.join(part.configs)}: select layers of each separately."
+        )
+    models, batches, _ = open_probe([part], dict(mhla or {}), **(probe or {}))
+    return select_layers(models[part.component], batches[part.component], **options)
 
 
 def _projection(layer: AttentionLayer) -> Changes:

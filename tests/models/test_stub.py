@@ -14,7 +14,7 @@ from transformers import AutoConfig, BertConfig, BertModel, CLIPConfig, CLIPMode
 from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.models.stub import LIBRARY, MODULE, STUB, add_stub, stub_files
-from mhla_hf.recovery.directories import calibrate_directory
+from mhla_hf.recovery.calibration import calibrate_directory
 from tests import tiny
 from tests.integrations.transformers.shrinking import tiny_config
 from tests.recovery.sources import model_directory, text_folder

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
-from mhla_hf.recovery.directories import calibrate_directory
+from mhla_hf.recovery.calibration import calibrate_directory
 from mhla_hf.training.data.probes import mhla_components, pipeline_batches
 from tests import tiny, tiny_images
 from tests.recovery.sources import model_directory, text_folder

@@ -3,6 +3,7 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 import mhla_hf
 from mhla_hf.cli.main import app
-from mhla_hf.recovery import run as module
+from mhla_hf.recovery import recover as module
 from tests import tiny, tiny_images
 
 from .sources import model_directory, text_folder
@@ -127,14 +128,37 @@ def test_recover(kind, sources, tmp_path):
     assert again.figures == report.figures
 
 
+def test_results_of_stages_are_kept_where_asked_for(sources, tmp_path, monkeypatch):
+    """A stage's result is deleted when the next one is finished; `keep_stages` keeps them all."""
+
+    def look(*arguments):
+        kept.append({path.parent.name for path in (tmp_path / "out" / "work").glob("*/done.json")})
+        return distill(*arguments)
+
+    distill, kept = module.STAGES["distill"], []
+    monkeypatch.setitem(module.STAGES, "distill", look)
+    recover("bert", sources, tmp_path / "out")
+    assert kept == [{"converted", "match"}]
+    monkeypatch.undo()
+    recover("bert", sources, tmp_path / "kept", keep_stages=True)
+    work = tmp_path / "kept" / "work"
+    changed = {
+        name: load_file(work / name / "weights.safetensors").keys() for name in ("calibrate", "match", "distill")
+    }
+    assert changed["match"] < changed["distill"] and any(name.endswith("mhla.mixing") for name in changed["match"])
+    assert json.loads((work / "match" / "done.json").read_text())["figures"].keys() == {
+        "softmax", "converted", "calibrate", "match",
+    }  # fmt: skip
+
+
 def test_a_run_without_a_finished_stage_gives_way(sources, tmp_path, monkeypatch, caplog):
     """Neither the corrected command nor the same one needs --resume, and the same one converts once."""
 
-    def stop(name, run):
+    def stop(*arguments):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "run_stage", stop)
+        patched.setitem(module.STAGES, "calibrate", stop)
         with pytest.raises(KeyboardInterrupt):
             recover("bert", sources, tmp_path / "out", stages=("calibrate",))
         with pytest.raises(KeyboardInterrupt):
@@ -152,18 +176,18 @@ def test_a_run_without_a_finished_stage_gives_way(sources, tmp_path, monkeypatch
 def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
     """Each stage goes on from what the one before left, and the end is the same."""
     whole = recover(kind, sources, tmp_path / "whole")
-    run_stage = module.run_stage
 
-    def one_more(name, run):
+    def one_more(stage, *arguments):
         if calls:
             raise KeyboardInterrupt
-        calls.append(name)
-        return run_stage(name, run)
+        calls.append(stage)
+        return stage(*arguments)
 
     for _ in range(3):
         calls: list[str] = []
         with monkeypatch.context() as patched:
-            patched.setattr(module, "run_stage", one_more)
+            for name, stage in module.STAGES.items():
+                patched.setitem(module.STAGES, name, partial(one_more, stage))
             try:
                 parts = recover(kind, sources, tmp_path / "parts", resume=True)
             except KeyboardInterrupt:

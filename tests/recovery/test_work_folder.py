@@ -3,7 +3,7 @@
 
 import pytest
 
-from mhla_hf.recovery.work_folder import WorkFolder
+from mhla_hf.recovery.recover import WorkFolder
 
 
 def test_files_of_others_are_not_taken_for_a_run(tmp_path):

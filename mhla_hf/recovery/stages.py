@@ -1,24 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quality of a model on held-out data, compared to the original: one figure for each kind of model."""
+"""The stages of a recovery, and the measure of quality between them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..training.config import TrainingConfig
 from ..training.data.batches import BatchSource, Latents, RecordedCalls
 from ..training.data.texts import PackedText
 from ..training.evaluation import evaluate_batches
+from ..training.libraries import DiffusionTrainer, TransformersTrainer
 from ..training.matching.layers import Batch, evaluating, mhla_layers, on_device, original_heads, run
+from ..training.matching.matching import match_layers, matching_bar
+from ..training.matching.teacher import SharedTeacher
+from .calibration import calibrate_model
+from .recipes import CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions
 
 
+_WARMUP_STEPS = 10
+# As in matching: the runs are short.
+_SECOND_BETA = 0.99
 _BATCH_SIZE = 16
 # Tokens of a batch beyond which the logits of a large vocabulary fill the memory.
 _MOST_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """What stages need besides the model, the teacher, the data and the recipe.
+
+    Attributes:
+        folder: Folder of the stage, for checkpoints and activations.
+        save_every: Steps between checkpoints.
+        seed: Seed of everything random.
+        device: Device of the model.
+        progress: Show progress.
+    """
+
+    folder: Path
+    save_every: int
+    seed: int
+    device: torch.device
+    progress: bool
+
+
+def calibrate(
+    model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: CalibrateOptions, settings: StageSettings
+) -> dict[str, Any]:
+    """Fit the linear parts of the layers in closed form."""
+    return calibrate_model(model, data.batches("calibrate", options.batches, options.batch_size)).to_dict()
+
+
+def match(
+    model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: MatchOptions, settings: StageSettings
+) -> dict[str, Any]:
+    """Train each layer towards the output of the one that it replaced."""
+    report = match_layers(
+        model,
+        lambda index: data.batch("match", index, options.batch_size),
+        num_batches=options.batches,
+        steps=options.steps,
+        learning_rate=options.learning_rate,
+        mhla_learning_rate=options.mhla_learning_rate,
+        # Calibration has changed projections; the original is recorded.
+        original_parameters=teacher.weights,
+        cache=options.cache,
+        output=settings.folder,
+        save_every=settings.save_every,
+        seed=settings.seed,
+        progress=matching_bar(settings.progress, len(mhla_layers(model)) * options.steps),
+    )
+    return report.to_dict()
+
+
+def distill(
+    model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: DistillOptions, settings: StageSettings
+) -> dict[str, Any]:
+    """Train the whole model towards the original's prediction."""
+    chosen = {
+        "distill_steps": options.steps,
+        "distill_ratio": options.ratio,
+        "max_steps": 0,
+        "lr_schedule": "cosine",
+    }
+    if not isinstance(data, Latents):
+        chosen["distill_target"] = options.target
+        if options.temperature is not None:
+            chosen["distill_temperature"] = options.temperature
+    return _train(model, teacher, data, options, settings, chosen)
+
+
+def finetune(
+    model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: FinetuneOptions, settings: StageSettings
+) -> dict[str, Any]:
+    """Train the whole model on the data by its own objective."""
+    return _train(model, None, data, options, settings, {"max_steps": options.steps, "lr_schedule": "constant"})
+
+
+STAGES: dict[str, Callable[..., dict[str, Any]]] = {
+    "calibrate": calibrate,
+    "match": match,
+    "distill": distill,
+    "finetune": finetune,
+}
+"""The stages in their order. Each goes on from its last checkpoint if there is one, changes the model in place, and
+returns its details for the report, as plain JSON values."""
+
+
+def _train(
+    model: nn.Module,
+    teacher: SharedTeacher | None,
+    data: BatchSource,
+    options: DistillOptions | FinetuneOptions,
+    settings: StageSettings,
+    chosen: dict[str, Any],
+) -> dict[str, Any]:
+    """Run a stage with the trainers of `mhla_hf.training`."""
+    config = TrainingConfig(
+        output=str(settings.folder),
+        resume="latest",
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        mhla_learning_rate=options.mhla_learning_rate,
+        warmup_steps=min(_WARMUP_STEPS, options.steps),
+        adam_beta2=_SECOND_BETA,
+        weight_decay=0.0,
+        condition_dropout=data.condition_dropout if isinstance(data, Latents) else 0.1,
+        checkpointing_steps=settings.save_every,
+        checkpoints_total_limit=2,
+        device="cpu" if settings.device.type == "cpu" else "auto",
+        seed=settings.seed,
+        progress=settings.progress,
+        **chosen,
+    )
+    trainer: DiffusionTrainer | TransformersTrainer
+    if isinstance(data, Latents):
+        trainer = DiffusionTrainer(config, model, data.samples, teacher=teacher, null_condition=data.null_condition)
+        # That of the pipeline's scheduler; the trainer knows the model alone.
+        trainer.objective = data.objective
+    else:
+        trainer = TransformersTrainer(config, data, model, teacher=teacher)
+    (losses,) = trainer.run().losses.values()
+    last = losses[-max(1, len(losses) // 10) :]
+    return {"steps": len(losses), "first": losses[0], "last": losses[-1], "last_tenth": sum(last) / len(last)}
 
 
 class Quality:
