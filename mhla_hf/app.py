@@ -27,8 +27,8 @@ from . import __version__
 from .analysis import mixing_figure, mixing_summary, reference_layout
 from .analysis.statistics import middle_block
 from .conversion import convert_pretrained
-from .demo import BLOCKS, GRID, DemoConfig, base_pipeline_directory
-from .demo import PROMPTS as DEMO_PROMPTS
+from .demo.config import BLOCKS, GRID, DemoConfig, base_pipeline_directory
+from .demo.config import PROMPTS as DEMO_PROMPTS
 from .hub.card import TAGS, card_data
 from .hub.records import read_records
 from .models.directory import ModelDirectory

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..demo import DemoConfig
+from ..demo.config import DemoConfig
 from . import options as common
 from .options import Device, Overwrite, Quiet, argument, given, option, options_from, options_of, with_options
 from .output import JsonFile, progress_bars, say, show_table, write_report
@@ -34,8 +34,7 @@ def demo_command(
     """
     config = DemoConfig(output=str(output), progress=not quiet, **given(options, _DEMO))
 
-    from ..demo.report import STAGE_TITLES, TITLES
-    from ..demo.run import run_demo
+    from ..demo.run import STAGE_TITLES, TITLES, run_demo
 
     report = run_demo(config)
     write_report(json_file, report)

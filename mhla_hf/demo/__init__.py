@@ -1,75 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: a small Wan pipeline of moving handwritten digits, converted to MHLA, recovered and compared.
 
-Importing this module loads no models and no torch, so that the command line starts quickly.
+Names are loaded when first used.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..utils import lazy_names
-from ..utils.options import Options, option
 
 
 if TYPE_CHECKING:
     from ..training.data.digits import MovingDigits as MovingDigits
     from ..training.data.digits import MovingDigitsConfig as MovingDigitsConfig
+    from .config import DemoConfig as DemoConfig
+    from .config import base_pipeline_directory as base_pipeline_directory
     from .run import run_demo as run_demo
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, "DemoConfig", "base_pipeline_directory")
-
-GRID, BLOCKS = (5, 8, 8), (5, 4, 4)
-"""Tokens of a video and blocks of the MHLA copies, along frames, rows and columns."""
-
-PROMPTS = ("a zero moves down", "a one moves right", "a six moves up")
-"""Captions of the videos that the demo generates."""
-
-
-def base_pipeline_directory() -> Path:
-    """Directory of the pretrained softmax pipeline that comes with the package."""
-    return Path(__file__).resolve().parent.parent / "assets" / "digits_wan"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoConfig(Options):
-    """Options of the demo; their help describes them.
-
-    Raises:
-        ValueError: If a value is not allowed; the message names the option.
-    """
-
-    output: str = option("demo-output", "Directory to write.")
-    base: str | None = option(
-        None,
-        "Directory of a pretrained softmax pipeline, as `python -m conversion.digits` makes them. Default: the one in "
-        "the package.",
-    )
-    seed: int = option(0, "Seed of all random numbers.", minimum=0, maximum=2**31 - 1)
-    resume: bool = option(True, "Resume a stopped demo, or start again.")
-    layers: str = option("2/3", "Layers to convert in all copies, in the syntax of `mhla-hf convert`.")
-    match_steps: int | None = option(None, "Steps that match each layer's output to softmax.", minimum=1)
-    distill_steps: int | None = option(None, "Steps that match the model's prediction.", minimum=1)
-    train_videos: int = option(160, "Videos to train on.", minimum=1)
-    held_out_videos: int = option(48, "Videos of held-out scans to compare on.", minimum=1)
-    prompts: tuple[str, ...] = option(PROMPTS, "Captions to generate.")
-    inference_steps: int = option(20, "Denoising steps.", minimum=1)
-    guidance: float = option(4.0, "Guidance scale.", minimum=0)
-    progress: bool = option(True, "Show progress on standard error.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.prompts or not all(self.prompts):
-            raise ValueError(f"prompts must be captions, got {self.prompts!r:.100}.")
-
-    @property
-    def directory(self) -> Path:
-        """The directory to write."""
-        return Path(self.output).expanduser()
-
-    @property
-    def base_directory(self) -> Path:
-        """The softmax pipeline to start from."""
-        return base_pipeline_directory() if self.base is None else Path(self.base).expanduser()
+__getattr__, __dir__, __all__ = lazy_names(__name__)
