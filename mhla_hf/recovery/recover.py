@@ -196,9 +196,7 @@ def recover(
     )
     is_converted = run.work.is_run_of(identity) and (run.work.is_done(CONVERTED) or run.work.has_result)
     if not is_converted:
-        plan_model(
-            part, chosen.mhla, PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast)
-        )
+        plan_model(part, chosen.mhla, PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast))
     open_data: OpenData | None = data if callable(data) else None
     if learns and open_data is None:
         given_data = RecoveryData(
