@@ -67,6 +67,7 @@ from .modules import (
     uses_rotary,
     window_reason,
 )
+from .patch import has_mhla
 
 
 logger = logging.get_logger(__name__)
@@ -144,11 +145,6 @@ def _refuse(model: PreTrainedModel, message: str) -> None:
     raise ValueError(f"{message}{other if of_whole(model.config) else ''}")
 
 
-def has_mhla(model: nn.Module) -> bool:
-    """Return whether a model has MHLA layers."""
-    return any(isinstance(module, MHLA) for module in model.modules())
-
-
 def _keep_softmax(model: PreTrainedModel, config: Any, reason: str) -> None:
     keep_softmax(type(model).__name__, config, _softmax_of(model), reason.rstrip("."))
 
@@ -199,10 +195,15 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
         reason = unsupported_reason(module) or packed_reason(model)
         if reason is None and not keywords_reach(model, name):
             reason = "its layers drop keyword arguments in this version of transformers"
+        if (
+            reason is None
+            and may_keep_softmax(config)
+            and not config.mhla.is_text
+            and not is_tested(config.model_type)
+        ):
+            reason = "it was not tested with MHLA, and becomes MHLA only where it is asked by name"
         if reason is not None:
             raise ValueError(f"{model_name}{_REFUSED}{reason}.")
-    if may_keep_softmax(config) and not config.mhla.is_text and not is_tested(config.model_type):
-        raise ValueError(f"{model_name} was not tested with MHLA, and becomes MHLA only where it is asked by name")
     indices = [_layer_index(module, position) for position, (_, module) in enumerate(attentions)]
     windows = {index: window_reason(module, index) for index, (_, module) in zip(indices, attentions)}
     options = _resolve(model, config, attentions[0][1])
@@ -217,7 +218,7 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
         if index not in chosen:
             continue
         _check_rotary(module, options)
-        module.mhla = MHLA(options, num_prefix_tokens=prefix, **vars(heads_of(module)))
+        module.mhla = MHLA(options, num_prefix_tokens=prefix, **heads_of(module))
         module.register_forward_pre_hook(LayerInputsHook(module, index, only_mhla), with_kwargs=True)
     model.register_forward_pre_hook(ModelInputsHook(model), with_kwargs=True)
     config.mhla = options.to_dict()
@@ -229,7 +230,7 @@ def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAC
     return resolve_sequence(
         config.mhla,
         causal=bool(getattr(attention, "is_causal", True)),
-        head_dim=heads_of(attention).head_dim,
+        head_dim=heads_of(attention)["head_dim"],
         positions=max_positions(config),
         rope=default_rope(config.model_type),
     )
@@ -249,10 +250,9 @@ def _chosen_layers(
             )
         return chosen
     for index in options.layers:
-        if index not in indices:
-            raise ValueError(f"layers names {index}, but {model_name} has layers {indices[0]} to {indices[-1]}.")
-        if windows[index] is not None:
-            raise ValueError(f"Layer {index} of {model_name} cannot be MHLA: {windows[index]}.")
+        reason = windows.get(index, f"the model has layers {indices[0]} to {indices[-1]}")
+        if reason is not None:
+            raise ValueError(f"Layer {index} of {model_name} cannot be MHLA: {reason}.")
     return set(options.layers)
 
 
@@ -348,11 +348,13 @@ def convert_transformers_model(
         raise ValueError(
             f"This {type(model).__name__} is MHLA already; load its softmax original to convert it again."
         )
-    if not without_weights and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("Parts of this model are offloaded; load it without offloading, or convert its directory.")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    is_elsewhere = any(
+        hasattr(one, "device_mesh") or (one.is_meta and not without_weights) for one in model.parameters()
+    )
+    if is_elsewhere:
         raise ValueError(
-            "This model is split over processes. Convert the checkpoint first (mhla-hf convert) and load the result."
+            "Parts of this model are offloaded or split over processes. Convert the checkpoint first "
+            "(mhla-hf convert) and load the result."
         )
     shared = _copy_configs(model)
     before = remember(model.config)

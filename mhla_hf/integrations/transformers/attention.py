@@ -95,13 +95,6 @@ def mhla_attention_forward(
         )
     _check_mask(module, attention_mask, given.model)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if query.shape[2] != mhla.num_heads or key.shape[2] != mhla.num_key_value_heads:
-        parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
-        raise ValueError(
-            f"{type(module).__name__} has {query.shape[2]} and {key.shape[2]} heads here, but its mhla is for "
-            f"{mhla.num_heads} and {mhla.num_key_value_heads}."
-            + (" A plan for tensor parallelism must split its projections 'colwise'." if parallel else "")
-        )
     rotary = None
     if given.position_embeddings is not None and mhla.config.rope == "after_feature_map":
         rotation = make_rotation(module, given.position_embeddings, query)
@@ -298,23 +291,20 @@ def make_rotation(attention: nn.Module, position_embeddings: Any, query: torch.T
         ValueError: If the embeddings are not cosine and sine `[B, T, R]`, or rotating back and forth does not return
             the query.
     """
-    name, apply = type(attention).__name__, rotation_of(attention)
-    pair = isinstance(position_embeddings, (tuple, list)) and len(position_embeddings) == 2
-    if apply is None or not pair or any(part.dim() != 3 for part in position_embeddings):
-        raise ValueError(
-            f"{name} has rotary embeddings that cannot be undone; use mhla={{'rope': 'before_feature_map'}}."
-        )
-    rotation = Rotation(apply, *position_embeddings)
-    if type(attention) not in _CHECKED and not torch.compiler.is_compiling() and not query.is_meta:
+    apply = rotation_of(attention)
+    is_pair = isinstance(position_embeddings, (tuple, list)) and len(position_embeddings) == 2
+    undone = apply is not None and is_pair and all(part.dim() == 3 for part in position_embeddings)
+    if undone and type(attention) not in _CHECKED and not torch.compiler.is_compiling() and not query.is_meta:
         sample = query[:1, :, :1].detach().float()
         partial = Rotation(apply, *(part[:1].detach() for part in position_embeddings))
-        if not torch.allclose(partial.rotate(partial.undo(sample)), sample, rtol=1e-3, atol=1e-4):
-            raise ValueError(
-                f"The rotary embeddings of {name} are not undone by their inverse; "
-                "use mhla={'rope': 'before_feature_map'}."
-            )
-        _CHECKED.add(type(attention))
-    return rotation
+        undone = torch.allclose(partial.rotate(partial.undo(sample)), sample, rtol=1e-3, atol=1e-4)
+    if not undone:
+        raise ValueError(
+            f"{type(attention).__name__} has rotary embeddings that cannot be undone; "
+            "use mhla={'rope': 'before_feature_map'}."
+        )
+    _CHECKED.add(type(attention))
+    return Rotation(apply, *position_embeddings)
 
 
 AttentionInterface.register(NAME, mhla_attention_forward)

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import (
-    Cache,
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     EncoderDecoderCache,
-    QuantizedCache,
     StaticLayer,
 )
 
@@ -97,15 +95,9 @@ class MHLACacheLayer(CacheLayerMixin):
     def values(self, tensor: torch.Tensor | None) -> None:
         self._refuse_assignment(tensor)
 
-    def __getattr__(self, name: str) -> Any:
-        # There is none before the first token, which callers find out by `hasattr`.
-        if name == "batch_size" and self.__dict__.get("_last"):
-            return next(iter(self._last.values())).shape[0]
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Notes dtype and device; the state itself is made by the first attention."""
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         if self.max_cache_len is not None:
             self._seen = torch.zeros((), dtype=torch.long, device=self.device)
         self.is_initialized = True
@@ -120,7 +112,7 @@ class MHLACacheLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._last and self.batch_size != key_states.shape[0]:
+        if self.batch_size != key_states.shape[0]:
             raise ValueError(f"The cache has a batch of {self.batch_size}, but the input has {key_states.shape[0]}.")
         new = key_states.shape[-2]
         self._before = self._length
@@ -161,6 +153,8 @@ class MHLACacheLayer(CacheLayerMixin):
         self._seen, self._before, self._oldest = None, 0, 0
         self._hidden, self._may_hide = None, False
         self.is_initialized = False
+        # Callers find out by `hasattr` whether there is one.
+        self.__dict__.pop("batch_size", None)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Rearranges the batch for beam search."""
@@ -181,19 +175,16 @@ class MHLACacheLayer(CacheLayerMixin):
             tokens_to_remove: Minus their number.
 
         Raises:
-            ValueError: If it is positive, or there are more than the last 64 tokens.
+            ValueError: If there are more than the last 64 tokens.
         """
-        count = -int(tokens_to_remove)
-        if count < 0:
-            raise ValueError("crop takes a negative number: minus the number of tokens to remove.")
+        count, length = -int(tokens_to_remove), int(self._length)
         if count == 0 or self.state is None:
             return
-        length = int(self._length)
         if count >= length:
             self.reset()
             return
         rewindable = int(self._rewindable)
-        if count > rewindable or self._mixing is None:
+        if not 0 < count <= rewindable or self._mixing is None:
             raise ValueError(
                 f"An MHLA cache can take back its last {REWINDABLE_TOKENS} tokens, of which {rewindable} "
                 f"are left, not {count}: it keeps summaries. Assisted decoding must draft fewer (num_assistant_tokens "
@@ -272,16 +263,16 @@ class MHLACacheLayer(CacheLayerMixin):
         summary_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else None
         return DecodingState(blocks, self.window_state, max(room, 2), summary_dtype, REWINDABLE_TOKENS)
 
-    def hide(self, mask: torch.Tensor) -> None:
-        """Takes tokens out of the state that a mask hides and the one that they were passed with did not.
+    def hide(self, mask: torch.Tensor) -> bool:
+        """Take tokens out of the state that a mask hides and the one that they were passed with did not.
 
         The others keep their keys and values, as in a cache of softmax attention.
 
         Args:
             mask: BoolTensor `[B, N]` that begins with the tokens seen, False for padding.
 
-        Raises:
-            ValueError: If the mask hides more than some of the last 64 tokens, or shows others that were hidden.
+        Returns:
+            Whether that is possible: the mask may hide some of the last 64 tokens, and show none that were hidden.
         """
         length = int(self._length)
         columns = torch.arange(length - int(self._rewindable), length, device=self.device)
@@ -291,10 +282,11 @@ class MHLACacheLayer(CacheLayerMixin):
         kept = valid & mask.index_select(1, columns)
         hidden = _hash_of_hidden(mask[:, :length], torch.arange(length, device=self.device))
         if self._mixing is None or not torch.equal(self._hidden, hidden - _hash_of_hidden(kept | ~valid, columns)):
-            raise ValueError(_OTHER_MASK)
+            return False
         self._take_out(columns, valid, kept)
         self._last["valid"].index_copy_(1, columns % REWINDABLE_TOKENS, kept)
         self._hidden = hidden
+        return True
 
     def store(self, state: DecodingState, valid: torch.Tensor | None, hidden: torch.Tensor | None = None) -> None:
         """Keeps the state after the tokens of this call, and what taking the last tokens back needs.
@@ -388,6 +380,7 @@ class MHLACacheLayer(CacheLayerMixin):
             changed = {name: function(getattr(self.window_state, name)) for name in _WINDOW_TENSORS}
             self.window_state = dataclasses.replace(self.window_state, **changed)
         self._last = {name: function(tensor) for name, tensor in self._last.items()}
+        self.batch_size = self._last["model_key"].shape[0]
         if self._hidden is not None:
             self._hidden = function(self._hidden)
 
@@ -440,23 +433,17 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
-    if not isinstance(cache, Cache):
-        raise ValueError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}.")
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
     if isinstance(layer, MHLACacheLayer):
         return layer
-    if isinstance(cache, QuantizedCache):
-        raise ValueError(
-            "A quantised cache keeps keys and values, MHLA keeps summaries. Leave out "
-            "cache_implementation='quantized' and cache_config; model.to(torch.bfloat16) halves the summaries."
-        )
     if type(layer) not in (DynamicLayer, StaticLayer):
         raise ValueError(
             f"{type(layer).__name__} (layer {index} of {type(cache).__name__}) cannot keep MHLA state. "
-            "Use cache_implementation='dynamic', 'static' or 'offloaded', or pass past_key_values=MHLACache(...)."
+            "Use cache_implementation='dynamic', 'static' or 'offloaded', or pass past_key_values=MHLACache(...); "
+            "model.to(torch.bfloat16) halves the state."
         )
     if layer.is_initialized and int(layer.get_seq_length()) > 0:
         raise ValueError(
@@ -513,11 +500,9 @@ def follow_mask(layers: list[MHLACacheLayer], mask: torch.Tensor | None, new_tok
     if not can_be_read(agree):
         torch._assert_async(agree, _OTHER_MASK)
     elif not agree:
-        if mask is None:
+        is_long_enough = mask is not None and mask.shape[1] >= int(past) + new_tokens
+        if mask is None or (is_long_enough and not all(layer.hide(mask) for layer in layers)):
             raise ValueError(_OTHER_MASK)
-        if mask.shape[1] >= int(past) + new_tokens:
-            for layer in layers:
-                layer.hide(mask)
     return after
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ...config import CHOICES, MHLAConfig
+from ...config import MHLAConfig
 from ...layers.mixing import resolve_blocks, with_window_size
 from ...models.options import MAX_LAYERS, check_new_size
 from ...models.stub import REFUSAL
@@ -113,19 +113,19 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
     defaults |= {"rope": rope, "feature_map": "hedgehog", "mixing_constraint": "nonnegative"}
     options = {} if given is None else given
     check_names("mhla", options, _ALL_OPTIONS)
-    if options.get("blocks") is not None:
-        raise ValueError(
-            "blocks has no meaning for sequences: block boundaries must not move with the length. Give block_size."
-        )
-    if options.get("causal") not in (None, causal):
-        direction = "looks back only" if causal else "attends in both directions"
-        raise ValueError(f"causal={options['causal']} contradicts the model, which {direction}.")
-    if options.get("resize") not in (None, "auto", "extend"):
-        raise ValueError(f"resize={options['resize']!r} has no meaning for sequences, which allow 'extend' alone.")
-    normalizer = options.get("normalizer")
-    if normalizer in CHOICES["normalizer"] and normalizer not in SEQUENCE_NORMALIZERS:
-        allowed = " and ".join(map(repr, SEQUENCE_NORMALIZERS))
-        raise ValueError(f"normalizer={normalizer!r} needs blocks of equal size; sequences allow {allowed}.")
+    allowed = {
+        "blocks": (None,),
+        "causal": (None, causal),
+        "resize": (None, "auto", "extend"),
+        "normalizer": (None, *SEQUENCE_NORMALIZERS),
+    }
+    for name, values in allowed.items():
+        if options.get(name) not in values:
+            direction = "looks back only" if causal else "attends in both directions"
+            raise ValueError(
+                f"{name}={options[name]!r:.100} contradicts the model, which has blocks of a fixed block_size and "
+                f"{direction}: allowed is {' or '.join(map(repr, values))}."
+            )
     # Every option of a sequence has a default but these, whose None means something.
     merged = {**defaults, **{name: value for name, value in options.items() if value is not None or name in _NULLABLE}}
     if merged.get("mixing_init") == "uniform" and "mixing_range" not in options:
@@ -356,10 +356,11 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
             value = int(entry) if isinstance(entry, float) and entry.is_integer() else entry
             is_number = isinstance(value, int) and not isinstance(value, bool)
             # Other models may mean something else by names like those of counts, but no large number.
-            if is_size and entry is not None and (not is_number or value < (0 if is_count else 1)):
-                raise ValueError(f"{where}: {name}={shorten_value(value)} must be a positive integer.")
-            if (is_size or is_count or name == "num_labels") and is_number and value > largest:
-                raise ValueError(f"{where}: {name}={shorten_value(value)} is more than {largest}.")
+            wrong = is_size and entry is not None and (not is_number or value < (0 if is_count else 1))
+            if wrong or ((is_size or is_count or name == "num_labels") and is_number and value > largest):
+                raise ValueError(
+                    f"{where}: {name}={shorten_value(value)} must be a positive integer, at most {largest}."
+                )
         if isinstance(part, Mapping) and name.endswith("_config"):
             check_sizes(part, f"{where}: {name}")
 
@@ -381,21 +382,17 @@ def check_layers(model: Any, missing: Iterable[str], surplus: Iterable[str], whe
     masked = {_NUMBER.sub("#", name) for name in names}
     # A checkpoint may have been written with the prefix of the base model or without it.
     masked |= {f"{base}{name}" for name in masked} | {name.removeprefix(base) for name in masked}
-    left_out = {_layer(name) for name in surplus if ".mhla." not in name and _NUMBER.sub("#", name) in masked}
-    if left_out - {None}:
-        raise ValueError(
-            f"{where}: the weights have {_listed(left_out)}, which {_said(model)} leaves out: the two do not belong "
-            "together."
-        )
-    absent = {name for name in missing if ".mhla." not in name}
-    present = {_layer(name) for name in names if name not in absent}
-    lacking = {_layer(name) for name in absent} - present
+    more = {_layer(name) for name in surplus if ".mhla." not in name and _NUMBER.sub("#", name) in masked} - {""}
+    present, absent = {_layer(name) for name in {*names} - {*missing}}, {_layer(name) for name in missing} - {""}
     # Of a list that the weights know nothing of, all is new, as it may be in the head of another task.
-    known = {_NUMBER.sub("#", layer) for layer in present if layer is not None}
-    lacking = {layer for layer in lacking if layer is not None and _NUMBER.sub("#", layer) in known}
-    if lacking:
+    known = {_NUMBER.sub("#", layer) for layer in present}
+    less = {layer for layer in absent - present if _NUMBER.sub("#", layer) in known}
+    if more or less:
+        have, does = ("have", "leaves out") if more else ("lack", "asks for")
+        count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+        said = "the configuration" if count is None else f"the configuration (num_hidden_layers={count})"
         raise ValueError(
-            f"{where}: the weights lack {_listed(lacking)}, which {_said(model)} asks for: the two do not belong "
+            f"{where}: the weights {have} {shorten_list(more or less)}, which {said} {does}: the two do not belong "
             "together."
         )
 
@@ -431,17 +428,7 @@ def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
         check_new_size({name: shape for name, shape in shapes.items() if ".mhla." not in name}, shapes)
 
 
-def _layer(name: str) -> str | None:
-    """A tensor's name up to the first number in it."""
+def _layer(name: str) -> str:
+    """Return a tensor's name up to the first number in it; empty without one."""
     match = _NUMBER.search(name)
-    return None if match is None else name[: match.end()]
-
-
-def _listed(layers: set[str | None]) -> str:
-    return shorten_list(layer for layer in layers if layer is not None)
-
-
-def _said(model: Any) -> str:
-    config = model.config.get_text_config()
-    count = getattr(config, "num_hidden_layers", None)
-    return "the configuration" if count is None else f"the configuration (num_hidden_layers={count})"
+    return "" if match is None else name[: match.end()]

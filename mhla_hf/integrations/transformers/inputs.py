@@ -180,36 +180,30 @@ def _padding(mask: Any, cache: Any, causal: bool) -> torch.Tensor | None:
     if mask is None:
         return None
     if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
-        return _padding_of_full_mask(mask, cache, causal)
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        raise ValueError(_refused_mask(mask))
+        padding = mask[:, 0, -1]
+        followed = mask.shape[2] == 1 if torch.compiler.is_compiling() else _shows_only(mask, padding, cache, causal)
+    else:
+        followed = isinstance(mask, torch.Tensor) and mask.dim() == 2
+    if not followed:
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask must be a padding mask [batch, tokens], got {shape}: MHLA cannot follow any other mask."
+        )
+    if mask.dim() == 4:
+        return padding
     mask = mask.bool()
     # Reading the mask once saves every layer the work on padding that is not there, as transformers does for SDPA.
-    if can_be_read(mask) and bool(mask.all()):
-        return None
-    return mask
+    return None if can_be_read(mask) and bool(mask.all()) else mask
 
 
-def _padding_of_full_mask(mask: torch.Tensor, cache: Any, causal: bool) -> torch.Tensor:
-    """The padding that a mask `[B, 1, T, all tokens]` shows, as transformers makes them for softmax layers."""
-    padding = mask[:, 0, -1]
-    if torch.compiler.is_compiling():
-        if mask.shape[2] > 1:
-            raise ValueError(_refused_mask(mask))
-        return padding
+def _shows_only(mask: torch.Tensor, padding: torch.Tensor, cache: Any, causal: bool) -> bool:
+    """Return whether a mask `[B, 1, T, all tokens]`, as transformers makes them for softmax, is mere padding."""
     expected = padding[:, None].expand(-1, mask.shape[2], -1)
     if causal:
         past = 0 if cache is None else int(cache.get_seq_length())
         rows = torch.arange(mask.shape[2], device=mask.device)
         expected = expected & (torch.arange(mask.shape[3], device=mask.device) <= past + rows[:, None])
-    if not torch.equal(mask, expected[:, None].expand_as(mask)):
-        raise ValueError(_refused_mask(mask))
-    return padding
-
-
-def _refused_mask(mask: Any) -> str:
-    shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-    return f"attention_mask must be a padding mask [batch, tokens], got {shape}: MHLA cannot follow any other mask."
+    return torch.equal(mask, expected[:, None].expand_as(mask))
 
 
 def _documents(given: dict[str, Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, int]:
@@ -217,15 +211,9 @@ def _documents(given: dict[str, Any], kwargs: dict[str, Any]) -> tuple[torch.Ten
     lengths = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))
     if lengths is not None:
         ends = lengths[1:].to(torch.long)
-        total = next(
-            (kwargs[name].shape[1] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None
-        )
-        positions = given.get("position_ids")
-        if total is None and positions is not None:
-            total = positions.shape[-1]
-        if total is None:
-            raise ValueError("cu_seq_lens needs input_ids, inputs_embeds or position_ids passed by keyword.")
-        tokens = torch.arange(total, device=ends.device)
+        rows = [given.get(name) for name in ("input_ids", "inputs_embeds", "position_ids")]
+        total = next((row.shape[-1 if row.dim() == 2 else 1] for row in rows if row is not None), None)
+        tokens = torch.arange(int(ends[-1]) if total is None else total, device=ends.device)
         return torch.searchsorted(ends, tokens, right=True).clamp(max=ends.shape[0] - 1)[None], ends.shape[0]
     positions = given.get("position_ids")
     if positions is None or given.get("attention_mask") is not None or given.get("past_key_values") is not None:

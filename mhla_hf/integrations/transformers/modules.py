@@ -14,7 +14,6 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -143,31 +142,14 @@ def is_cross_attention(name: str, module: nn.Module) -> bool:
     return any(part.startswith("cross") or part in ("encoder_attn", "EncDecAttention") for part in name.split("."))
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Widths of an attention module.
-
-    Attributes:
-        num_heads: H.
-        num_key_value_heads: H_kv.
-        head_dim: K, also the width of the values.
-        hidden_size: Width of its input.
-    """
-
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    hidden_size: int
-
-
-def heads_of(module: nn.Module) -> Heads:
-    """Reads the widths off an attention module and its configuration.
+def heads_of(module: nn.Module) -> dict[str, int]:
+    """Read `num_heads`, `num_key_value_heads`, `head_dim` and `hidden_size` off an attention module.
 
     Raises:
         ValueError: If they are not to be found.
     """
     config: Any = module.config
-    names = ("num_heads", "num_attention_heads", "n_heads", "num_attention_heads")
+    names = ("num_heads", "num_attention_heads", "n_heads")
     num_heads = _first(module, names) or _first(config, ("num_attention_heads", "n_heads", "n_head"))
     head_dim = _first(module, ("head_dim", "attention_head_size", "head_size", "hidden_size_per_head"))
     hidden_size = _first(config, ("hidden_size", "dim", "n_embd", "d_model")) or _first(module, ("embed_dim",))
@@ -176,10 +158,9 @@ def heads_of(module: nn.Module) -> Heads:
     if not (num_heads and head_dim and hidden_size):
         raise ValueError(f"Cannot tell the number and width of the heads of {type(module).__name__}.")
     groups = _first(module, ("num_key_value_groups",))
-    if groups:
-        return Heads(num_heads, num_heads // groups, head_dim, hidden_size)
     grouped = _first(module, ("num_key_value_heads",)) or _first(config, ("num_key_value_heads",)) or num_heads
-    return Heads(num_heads, grouped if num_heads % grouped == 0 else num_heads, head_dim, hidden_size)
+    shared = num_heads // groups if groups else grouped if num_heads % grouped == 0 else num_heads
+    return {"num_heads": num_heads, "num_key_value_heads": shared, "head_dim": head_dim, "hidden_size": hidden_size}
 
 
 def unsupported_reason(module: nn.Module) -> str | None:

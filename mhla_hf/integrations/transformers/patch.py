@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,7 +17,7 @@ from typing import Any
 
 from ...config import MHLAConfig, with_overrides
 from ...utils.compat import attribute, unwrap, wrap
-from ...utils.compat.transformers import initialize_once, reported_names
+from ...utils.compat.transformers import attention_of, initialize_once, reported_names
 
 
 # Attributes of models: whether they were MHLA when they were saved, and which names their checkpoint lacked.
@@ -131,11 +132,29 @@ def refuse(module: ModuleType, reason: ImportError) -> None:
     wrap("transformers", module.PreTrainedModel, "__init__", build)
 
 
+def is_mhla(module: Any) -> bool:
+    """Return whether a module is an MHLA layer, without importing what there is none of."""
+    layers = sys.modules.get("mhla_hf.layers.mhla")
+    return layers is not None and isinstance(module, layers.MHLA)
+
+
+def has_mhla(model: Any) -> bool:
+    """Return whether a model has MHLA layers."""
+    return any(map(is_mhla, model.modules()))
+
+
+def _asks(config: Any) -> bool:
+    """Return whether a configuration, or that of a tower, asks for MHLA."""
+    towers = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    is_asked = getattr(config, "mhla", None) is not None or attention_of(config) == "mhla"
+    return is_asked or any(_asks(tower) for tower in towers if tower is not None)
+
+
 def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     from transformers import PreTrainedConfig
 
     stored = False
-    if isinstance(config, PreTrainedConfig):
+    if isinstance(config, PreTrainedConfig) and _asks(config):
         from .attaching import prepare
 
         stored = prepare(model, config)
@@ -145,13 +164,14 @@ def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) ->
 
 
 def _finish(original: Any, model: Any) -> None:
-    from .attaching import attach, has_mhla, record
-    from .configuration import wants_mhla
+    if _asks(model.config):
+        from .attaching import attach
 
-    if wants_mhla(model.config) or getattr(model.config, "sub_configs", None):
         attach(model)
     original(model)
     if has_mhla(model):
+        from .attaching import record
+
         distributed = getattr(model.config, "distributed_config", None)
         if getattr(distributed, "tp_plan", None) is not None or (getattr(distributed, "tp_size", None) or 1) > 1:
             from .tensor_parallel import plan_heads
@@ -162,22 +182,22 @@ def _finish(original: Any, model: Any) -> None:
 
 
 def _initialize(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-    from .attaching import MHLA, initialize, record
+    if is_mhla(module):
+        from .attaching import initialize
 
-    if isinstance(module, MHLA):
         initialize_once(module, initialize)
     else:
         original(model, module, *args, **kwargs)
     # The model itself comes last, when every parameter has its value.
     if module is model and _MISSING in vars(model):
+        from .attaching import record
+
         record(model, vars(model).pop(_MISSING))
 
 
 def _load(
     original: Any, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    from .attaching import has_mhla
-
     if not has_mhla(model):
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     from ...models.weight_files import check_loaded_files
@@ -202,19 +222,19 @@ def _load(
 
 
 def _choose(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    from .attaching import has_mhla, switching
-
     if not has_mhla(model):
         return original(model, *args, **kwargs)
+    from .attaching import switching
+
     with switching(model, args[0] if args else kwargs.get("attn_implementation")):
         return original(model, *args, **kwargs)
 
 
 def _save(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    from .attaching import has_mhla, saving
-
     if not has_mhla(model):
         return original(model, *args, **kwargs)
+    from .attaching import saving
+
     given = {**inspect.signature(original).bind_partial(model, *args).arguments, **kwargs}
     with saving(model, given.get("state_dict")) as state_dict:
         return original(**{**given, "state_dict": state_dict})

@@ -161,7 +161,7 @@ def test_hybrids_keep_their_softmax_layers(tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(first_output(again, **GIVEN), first_output(model, **GIVEN))
-    with pytest.raises(ValueError, match="layers names 3, but LlamaModel has layers 0 to 2"):
+    with pytest.raises(ValueError, match="Layer 3 of LlamaModel cannot be MHLA: the model has layers 0 to 2"):
         mhla_model("llama", layers=[3])
     with pytest.raises(ValueError, match="Layer 0 of Gemma3TextModel cannot be MHLA: .* sliding attention"):
         mhla_model("gemma3", layers=[0])
@@ -274,11 +274,11 @@ def test_a_bias_that_only_shows_in_the_call_is_refused():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("llama", {"blocks": [4]}, "blocks has no meaning for sequences"),
+        ("llama", {"blocks": [4]}, "blocks=\\[4\\] contradicts the model, .* allowed is None"),
         ("llama", {"block_size": [4, 4]}, "must have one entry per axis each"),
-        ("llama", {"causal": False}, "contradicts the model, which looks back only"),
-        ("bert", {"causal": True}, "contradicts the model, which attends in both directions"),
-        ("llama", {"normalizer": "block_query"}, "needs blocks of equal size"),
+        ("llama", {"causal": False}, "contradicts the model, .* looks back only"),
+        ("bert", {"causal": True}, "contradicts the model, .* attends in both directions"),
+        ("llama", {"normalizer": "block_query"}, "normalizer=.block_query. contradicts the model.*'query'"),
         ("llama", {"lepe_kernel": 3}, "lepe_kernel must be None"),
         ("llama", {"wrong": 1}, "Unknown mhla option.*wrong.*Known options"),
         ("vit", {"causal": True, "block_size": 4}, "are for sequences"),
