@@ -102,7 +102,7 @@ def prepare(model: PreTrainedModel, config: Any) -> bool:
     if wants_mhla(config) and not can_dispatch(type(model)):
         if may_keep_softmax(config):
             _keep_softmax(model, config, _NOT_DISPATCHING)
-        elif text_part(config) is config:
+        elif text_part(config) is config or not towers_of(config):
             raise ValueError(f"{type(model).__name__}{_REFUSED}{_NOT_DISPATCHING}")
         else:
             # Its towers are asked when they are built; what it has beside them is not meant.
@@ -301,7 +301,9 @@ def _sees_inputs(model: nn.Module) -> bool:
 
 def _is_whole(model: nn.Module) -> bool:
     """Returns whether a model would hold all attention of its configuration, and is no mere part of it."""
-    return "input_ids" in forward_parameters(model) or (_has_attention(model) and _sees_inputs(model))
+    parameters = forward_parameters(model)
+    is_called = _sees_inputs(model) or getattr(model, "main_input_name", "") in parameters
+    return "input_ids" in parameters or (is_called and _has_attention(model))
 
 
 def _layer_index(module: nn.Module, position: int) -> int:

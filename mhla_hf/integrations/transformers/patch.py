@@ -20,7 +20,7 @@ from ...utils.compat import attribute, unwrap, wrap
 from ...utils.compat.transformers import attention_of, initialize_once, reported_names
 
 
-# Attributes of models: whether they were MHLA when they were saved, and which names their checkpoint lacked.
+# Attributes of models: whether those that were asked for MHLA were saved as such, and which names a checkpoint lacked.
 _STORED, _MISSING = "_was_stored_as_mhla", "_missing_in_checkpoint"
 
 
@@ -153,14 +153,14 @@ def _asks(config: Any) -> bool:
 def _build(original: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     from transformers import PreTrainedConfig
 
-    stored = False
     if isinstance(config, PreTrainedConfig) and _asks(config):
         from .attaching import prepare
 
         stored = prepare(model, config)
-    original(model, config, *args, **kwargs)
-    if stored:
-        setattr(model, _STORED, True)
+        original(model, config, *args, **kwargs)
+        vars(model)[_STORED] = stored
+    else:
+        original(model, config, *args, **kwargs)
 
 
 def _finish(original: Any, model: Any) -> None:
@@ -199,6 +199,11 @@ def _load(
     original: Any, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if not has_mhla(model):
+        if vars(model).pop(_STORED, None) is not None:
+            raise ValueError(
+                f"{type(model).__name__} cannot use attn_implementation='mhla': none of its attention can be MHLA. "
+                "mhla_hf.supported_models() lists models that were tested."
+            )
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     from ...models.weight_files import check_loaded_files
     from .configuration import check_layers, check_new_parameters, refuse_on_disk

@@ -3,8 +3,10 @@
 
 Each is built tiny from its configuration class, asked for MHLA and compared with itself: a cache with recomputing,
 a text with a changed end, with padding on the left, with two texts packed into a row. What fails with softmax as well
-is the model's own doing and becomes a note. `python -m tests.integrations.transformers.family_sweep` writes what it
-finds into the list that `mhla-hf models` shows.
+is the model's own doing and becomes a note. A model that loads has to call each of its MHLA layers; one that is
+refused since it does not go through the attention interface must not call a function that is registered there.
+`python -m tests.integrations.transformers.family_sweep` writes what it finds into the list that `mhla-hf models`
+shows.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -63,6 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "nemotron": {"num_key_value_heads": 2},
+    "swinv2": {"image_size": 32, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -119,6 +123,8 @@ def sweep(kind: str, name: str) -> Outcome:
     try:
         return _asked(kind, model_class, config, softmax, "after_feature_map")
     except ValueError as error:
+        if "does not go through" in str(error) and _reaches_functions(kind, model_class, softmax):
+            return Outcome("wrong", "it is refused, and calls registered attention functions")
         if "before_feature_map" not in str(error):
             return Outcome("refused", _line(error))
     try:
@@ -152,12 +158,17 @@ def _asked(kind: str, model_class: Any, config: Any, softmax: Any, rope: str) ->
     if any(part.config._attn_implementation != "mhla" for part in _parts(model) if _attends(part)):
         return Outcome("wrong", "it has MHLA layers and attends with softmax")
     unsettle(model)
+    called: set[int] = set()
+    for module in mhla_modules(model):
+        module.register_forward_hook(lambda module, *_: called.add(id(module)))
     attending = [module for part in _parts(model) for _, module in _attentions(part)]
     if any(not hasattr(module, "mhla") for module in attending):
         notes.append("sliding-window layers stay softmax")
     own = None
     for check in CHECKS[kind]:
         found = _passes(check, model)
+        if check is CHECKS[kind][0] and not isinstance(found, Exception) and len(called) < len(mhla_modules(model)):
+            return Outcome("wrong", "its attention never reaches MHLA")
         if found is True:
             continue
         own = own or _build(model_class, copy.deepcopy(softmax))
@@ -180,6 +191,28 @@ def _build(model_class: Any, config: Any) -> Any:
     model = model_class(config).eval()
     sharpen(model)
     return model
+
+
+_CALLERS: list[Any] = []
+
+
+def _note_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    _CALLERS.append(module.config)
+    return AttentionInterface()["sdpa"](module, *args, **kwargs)
+
+
+AttentionInterface.register("noted", _note_call)
+AttentionMaskInterface.register("noted", AttentionMaskInterface()["sdpa"])
+
+
+def _reaches_functions(kind: str, model_class: Any, config: Any) -> bool:
+    """Whether the text, or all, of a softmax model calls an attention function registered by name."""
+    model = _build(model_class, copy.deepcopy(config))
+    text = model.config.get_text_config()
+    text._attn_implementation_internal = "noted"
+    _CALLERS.clear()
+    _passes(CHECKS[kind][0], model)
+    return any(caller is text for caller in _CALLERS)
 
 
 def _parts(model: Any) -> list[Any]:

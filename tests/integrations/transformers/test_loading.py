@@ -11,10 +11,13 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from mhla_hf import MHLAConfig, convert
 
+from .family_sweep import SETTINGS
 from .mhla_models import IMAGE_OPTIONS, TEXT_OPTIONS, first_output, mhla_model, mhla_modules
+from .shrinking import tiny_config
 from .tiny_models import DECODER, FAMILIES, TEXT, VISION, inputs, softmax_model
 
 
@@ -238,13 +241,8 @@ def test_the_name_alone_is_not_enough():
 
 
 SMALL = {**TEXT, "pad_token_id": 0}
-FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
-BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
 REFUSED = {
-    "Falcon": (FALCON, "does not go through"),
-    "Bloom": (BLOOM, "does not go through"),
-    "MPNet": (SMALL, "does not go through"),
     "Gemma2": ({**DECODER, "head_dim": 8}, "soft-capped"),
     "Mistral": ({**DECODER, "sliding_window": 8}, "sliding window"),
     "GptOss": ({**DECODER, "head_dim": 8, "num_local_experts": 2}, "attention sinks"),
@@ -261,6 +259,46 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(name):
     config.mhla = {}
     with pytest.raises(ValueError, match=f"cannot use attn_implementation='mhla'.*{reason}"):
         AutoModel.from_config(config)
+
+
+NOT_DISPATCHING = (
+    "Falcon",
+    "Bloom",
+    "GPTJ",
+    "Mpt",
+    "CodeGen",
+    "GPTNeo",
+    "Deberta",
+    "LayoutLMv3",
+    "MPNet",
+    "Swinv2",
+    "Longformer",
+)
+
+
+@pytest.mark.parametrize("name", NOT_DISPATCHING)
+def test_models_that_do_not_dispatch_are_refused_when_they_are_loaded(name, tmp_path):
+    model_class = getattr(transformers, f"{name}Model")
+    config = tiny_config(model_class.config_class, **SETTINGS.get(model_class.config_class.model_type, {}))
+    model_class(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="cannot use attn_implementation='mhla': its attention does not go through"):
+        model_class.from_pretrained(tmp_path, attn_implementation="mhla")
+    with pytest.raises(ValueError, match="cannot use attn_implementation='mhla': its attention does not go through"):
+        convert(model_class.from_pretrained(tmp_path))
+
+
+class OwnAttention(LlamaAttention):
+    def forward(self, hidden_states, *args, **kwargs):
+        return self.o_proj(self.v_proj(hidden_states).repeat(1, 1, 2)), None
+
+
+def test_attention_modules_of_ones_own_that_do_not_dispatch_are_refused():
+    config = LlamaConfig(**DECODER)
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OwnAttention
+    with pytest.raises(ValueError, match="its attention does not go through"):
+        convert(model)
 
 
 def test_a_bias_that_only_shows_in_the_call_is_refused():
