@@ -28,6 +28,7 @@ from ...layers.original import (
 from ...models.registry import default_rope, is_tested
 from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
+from . import modules
 from .configuration import (
     NAME,
     check_sizes,
@@ -49,24 +50,6 @@ from .configuration import (
     wants_mhla,
 )
 from .inputs import LayerInputsHook, ModelInputsHook
-from .modules import (
-    can_dispatch,
-    dispatches,
-    heads_of,
-    is_cross_attention,
-    is_image_model,
-    keywords_reach,
-    looks_ahead_in_images,
-    num_prefix_tokens,
-    packed_reason,
-    patch_grid,
-    rotates_sometimes,
-    rotation_of,
-    settings_without_windows,
-    unsupported_reason,
-    uses_rotary,
-    window_reason,
-)
 from .patch import has_mhla
 
 
@@ -99,7 +82,7 @@ def prepare(model: PreTrainedModel, config: Any) -> bool:
     forget_stub(config)
     stored = any(is_complete(getattr(part, "mhla", None)) for part in (config, *towers_of(config).values()))
     prepare_config(config)
-    if wants_mhla(config) and not can_dispatch(type(model)):
+    if wants_mhla(config) and not modules.can_dispatch(type(model)):
         if may_keep_softmax(config):
             _keep_softmax(model, config, _NOT_DISPATCHING)
         elif text_part(config) is config or not towers_of(config):
@@ -178,7 +161,7 @@ def check_text(model: PreTrainedModel, config: Any) -> None:
 
 def _text_looks_ahead(model: PreTrainedModel, config: Any) -> bool:
     text = text_part(config)
-    return text is not None and text is not config and looks_ahead_in_images(model, text)
+    return text is not None and text is not config and modules.looks_ahead_in_images(model, text)
 
 
 def _nothing_served(model: PreTrainedModel) -> str:
@@ -191,46 +174,43 @@ def _nothing_served(model: PreTrainedModel) -> str:
 def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) -> None:
     config: Any = attentions[0][1].config
     model_name = type(model).__name__
+    is_optional = may_keep_softmax(config) and not config.mhla.is_text
     for name, module in attentions:
-        reason = unsupported_reason(module) or packed_reason(model)
-        if reason is None and not keywords_reach(model, name):
+        reason = modules.unsupported_reason(module) or modules.packed_reason(model)
+        if reason is None and not modules.keywords_reach(model, name):
             reason = "its layers drop keyword arguments in this version of transformers"
-        if (
-            reason is None
-            and may_keep_softmax(config)
-            and not config.mhla.is_text
-            and not is_tested(config.model_type)
-        ):
+        if reason is None and is_optional and not is_tested(config.model_type):
             reason = "it was not tested with MHLA, and becomes MHLA only where it is asked by name"
         if reason is not None:
             raise ValueError(f"{model_name}{_REFUSED}{reason}.")
-    indices = [_layer_index(module, position) for position, (_, module) in enumerate(attentions)]
-    windows = {index: window_reason(module, index) for index, (_, module) in zip(indices, attentions)}
+    given = [getattr(module, "layer_idx", None) for _, module in attentions]
+    indices = [position if index is None else int(index) for position, index in enumerate(given)]
+    windows = {index: modules.window_reason(module, index) for index, (_, module) in zip(indices, attentions)}
     options = _resolve(model, config, attentions[0][1])
     chosen = _chosen_layers(model_name, options, indices, windows, attentions[0][1])
     if isinstance(options.layers, str):
         options = options.replace(layers=sorted(chosen))
     if not is_tested(config.model_type):
         logger.warning_once(f"{model_name} was not tested with MHLA; mhla_hf.supported_models() lists those that are.")
-    prefix = num_prefix_tokens(model) if not options.is_sequence else 0
+    prefix = modules.num_prefix_tokens(model) if not options.is_sequence else 0
     only_mhla = len(chosen) == len(indices)
     for index, (_, module) in zip(indices, attentions):
         if index not in chosen:
             continue
         _check_rotary(module, options)
-        module.mhla = MHLA(options, num_prefix_tokens=prefix, **heads_of(module))
+        module.mhla = MHLA(options, num_prefix_tokens=prefix, **modules.heads_of(module))
         module.register_forward_pre_hook(LayerInputsHook(module, index, only_mhla), with_kwargs=True)
     model.register_forward_pre_hook(ModelInputsHook(model), with_kwargs=True)
     config.mhla = options.to_dict()
 
 
 def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAConfig:
-    if is_image_model(config):
-        return resolve_image(config.mhla, patch_grid(config))
+    if modules.is_image_model(config):
+        return resolve_image(config.mhla, modules.patch_grid(config))
     return resolve_sequence(
         config.mhla,
         causal=bool(getattr(attention, "is_causal", True)),
-        head_dim=heads_of(attention)["head_dim"],
+        head_dim=modules.heads_of(attention)["head_dim"],
         positions=max_positions(config),
         rope=default_rope(config.model_type),
     )
@@ -258,7 +238,7 @@ def _chosen_layers(
 
 def _without_windows(attention: nn.Module) -> str:
     """Advice for models whose layers all have windows, as the end of a message; empty where none helps."""
-    settings = settings_without_windows(attention)
+    settings = modules.settings_without_windows(attention)
     if not settings:
         return ""
     types = settings.get("layer_types", [])
@@ -271,9 +251,9 @@ def _without_windows(attention: nn.Module) -> str:
 
 
 def _check_rotary(attention: nn.Module, options: MHLAConfig) -> None:
-    if options.rope != "after_feature_map" or not uses_rotary(attention):
+    if options.rope != "after_feature_map" or not modules.uses_rotary(attention):
         return
-    if rotation_of(attention) is None or rotates_sometimes(attention):
+    if modules.rotation_of(attention) is None or modules.rotates_sometimes(attention):
         raise ValueError(
             f"{type(attention).__name__} rotates its queries in a way that cannot be undone; "
             "use mhla={'rope': 'before_feature_map'}."
@@ -290,7 +270,9 @@ def _attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, module)
         for name, module in model.named_modules()
-        if dispatches(module) and module.config is model.config and not is_cross_attention(name, module)
+        if modules.dispatches(module)
+        and module.config is model.config
+        and not modules.is_cross_attention(name, module)
     ]
 
 
@@ -304,11 +286,6 @@ def _is_whole(model: nn.Module) -> bool:
     parameters = forward_parameters(model)
     is_called = _sees_inputs(model) or getattr(model, "main_input_name", "") in parameters
     return "input_ids" in parameters or (is_called and _has_attention(model))
-
-
-def _layer_index(module: nn.Module, position: int) -> int:
-    index = getattr(module, "layer_idx", None)
-    return index if isinstance(index, int) else position
 
 
 def _has_attention(model: nn.Module) -> bool:
@@ -444,14 +421,14 @@ def _parts(model: PreTrainedModel) -> dict[str, Any]:
 
     A part is what shares a configuration: the whole model, or a tower.
     """
-    modules = dict(model.named_modules())
+    named = dict(model.named_modules())
     parts: dict[str, Any] = {}
-    for name, attention in modules.items():
+    for name, attention in named.items():
         if not isinstance(attention._modules.get("mhla"), nn.Module):
             continue
         steps = name.split(".")
         above = [".".join(steps[:count]) for count in range(len(steps))]
-        models = [(other, modules[other]) for other in above if isinstance(modules[other], PreTrainedModel)]
+        models = [(other, named[other]) for other in above if isinstance(named[other], PreTrainedModel)]
         # A model may have been given another configuration than its attention modules have.
         sharing = [other for other, module in models if module.config is attention.config]
         part = sharing[0] if sharing else models[-1][0]

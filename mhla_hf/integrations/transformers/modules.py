@@ -24,8 +24,9 @@ from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import can_choose_attention
 
 
-# Attributes that mean that queries and keys are not what the projections and RoPE give.
-_UNSUPPORTED_CONFIG = {
+# Entries of configurations that mean that queries and keys are not what the projections and RoPE give.
+_UNSUPPORTED = {
+    "is_encoder_decoder": "encoder-decoder models are not supported",
     "attn_logit_softcapping": "its attention logits are soft-capped",
     "alibi": "it uses ALiBi biases",
     "add_cross_attention": "it attends to an encoder as well (cross-attention)",
@@ -34,18 +35,9 @@ _UNSUPPORTED_CONFIG = {
     "cross_attention_layers": "some of its layers attend to an image (cross-attention)",
     "keep_window_size": "it chooses the tokens to attend to (dynamic masks)",
 }
-# Attributes of attention modules, and arguments of their `forward`, that mean as much.
-_UNSUPPORTED_ATTRIBUTES = {
-    "sinks": "it uses attention sinks",
-    "lambda_q1": "it subtracts one attention from another (differential attention)",
-}
-_UNSUPPORTED_ARGUMENTS = {
-    "position_bias": "it uses position biases",
-    "cycle_offset": "its layers run several times for each token, and keep a cache for each time",
-}
 # Arguments of towers that are given inputs of several sizes in one row.
 _PACKED = ("grid_thw", "image_sizes", "spatial_shapes", "target_sizes", "feature_lens", "merge_sizes")
-_RELATIVE = ("relative_key", "relative_key_query")
+_RELATIVE = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias")
 _PREFIX_PARAMETERS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
 
 
@@ -105,7 +97,11 @@ def keywords_reach(model: nn.Module, name: str) -> bool:
 
 def rotation_of(attention: nn.Module) -> Callable[..., Any] | None:
     """Return the function that an attention class rotates with, or None where none is found."""
-    return getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    return getattr(_file_of(attention), "apply_rotary_pos_emb", None)
+
+
+def _file_of(module: nn.Module) -> Any:
+    return sys.modules[type(module).__module__]
 
 
 def uses_rotary(attention: nn.Module) -> bool:
@@ -164,54 +160,47 @@ def heads_of(module: nn.Module) -> dict[str, int]:
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
-    """Reason why no layer of this kind can be MHLA, or None."""
+    """Return the reason why no layer of this kind can be MHLA, or None."""
     config: Any = module.config
-    if getattr(config, "is_encoder_decoder", False):
-        return "encoder-decoder models are not supported"
-    for name, reason in _UNSUPPORTED_CONFIG.items():
-        if getattr(config, name, None):
-            return reason
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        return "its text looks ahead within an image or a prompt (use_bidirectional_attention)"
-    if "QFormer" in type(module).__name__:
-        return "it reads an image by learned queries (cross-attention)"
-    if getattr(config, "position_embedding_type", None) in _RELATIVE:
-        return "it uses relative position biases"
-    for name in ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias"):
-        if getattr(module, name, None) not in (None, False):
-            return "it uses relative position biases"
-    for name, reason in _UNSUPPORTED_ATTRIBUTES.items():
-        if getattr(module, name, None) is not None:
-            return reason
-    for name, reason in _UNSUPPORTED_ARGUMENTS.items():
-        if name in forward_parameters(module):
-            return reason
-    if getattr(config, "is_decoder", False) and getattr(module, "is_causal", True) is False:
-        return "it is a decoder whose attention modules do not say that they look back only"
-    return None
+    parameters = forward_parameters(module)
+    looks_ahead = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    relative = [getattr(module, name, None) not in (None, False) for name in _RELATIVE]
+    relative.append(getattr(config, "position_embedding_type", None) in ("relative_key", "relative_key_query"))
+    undirected = getattr(config, "is_decoder", False) and getattr(module, "is_causal", True) is False
+    reasons = {
+        **{reason: getattr(config, name, None) for name, reason in _UNSUPPORTED.items()},
+        "its text looks ahead within an image or a prompt (use_bidirectional_attention)": looks_ahead,
+        "it reads an image by learned queries (cross-attention)": "QFormer" in type(module).__name__,
+        "it uses relative position biases": any(relative),
+        "it uses attention sinks": getattr(module, "sinks", None) is not None,
+        "it subtracts one attention from another (differential attention)": hasattr(module, "lambda_q1"),
+        "it uses position biases": "position_bias" in parameters,
+        "its layers run several times for each token, and keep a cache for each time": "cycle_offset" in parameters,
+        "it is a decoder whose attention modules do not say that they look back only": undirected,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def window_reason(module: nn.Module, layer_index: int) -> str | None:
-    """Reason why this layer stays softmax although the model's other layers can be MHLA, or None."""
+    """Return the reason why this layer stays softmax although the model's others can be MHLA, or None."""
     config: Any = module.config
     types = getattr(config, "layer_types", None)
+    has_window = getattr(module, "is_sliding", False)
     if isinstance(types, Sequence) and layer_index < len(types):
+        # Some models give every module the width of the window, and leave it unused in their full layers.
         kind = str(types[layer_index])
         if kind.startswith("hybrid"):
             return "it keeps a recurrent state beside that of its attention"
         if kind != "full_attention":
             return f"it is a layer of {kind.replace('_', ' ')}"
-        # Some models give every module the width of the window, and leave it unused in their full layers.
-        return "it attends to a sliding window" if getattr(module, "is_sliding", False) else None
-    if getattr(module, "is_sliding", False) or getattr(module, "sliding_window", None):
-        return "it attends to a sliding window"
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return "it attends to a sliding window"
-    return None
+    else:
+        of_model = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+        has_window = has_window or getattr(module, "sliding_window", None) or of_model
+    return "it attends to a sliding window" if has_window else None
 
 
 def settings_without_windows(module: nn.Module) -> dict[str, Any]:
-    """Returns settings by which layers within sliding windows attend to the whole text.
+    """Return settings by which layers within sliding windows attend to the whole text.
 
     Up to the length of the window they compute the same.
 
@@ -222,34 +211,23 @@ def settings_without_windows(module: nn.Module) -> dict[str, Any]:
         Names and values; empty where the module has no window, or where more than the window would change.
     """
     config: Any = copy.deepcopy(module.config)
-    settings = _settings_without_windows(module)
+    types = getattr(config, "layer_types", None)
+    settings: dict[str, Any] = {"sliding_window": None} if getattr(config, "sliding_window", None) else {}
+    if isinstance(types, Sequence):
+        condition = " and ".join(_rotation_conditions(module))
+        # Where no layer may have a window, the model must not make a mask for such layers either.
+        made_when_used = '"sliding_attention" in self.config.layer_types'
+        rotates_anyway = "sliding_window is None" in condition and made_when_used in source_of(_file_of(module))
+        if "sliding_attention" not in types or ("sliding" in condition and not rotates_anyway):
+            return {}
+        full = ["full_attention" if kind == "sliding_attention" else kind for kind in types]
+        settings = {**({"sliding_window": None} if "sliding" in condition else {}), "layer_types": full}
     try:
         for name, value in settings.items():
             setattr(config, name, value)
     except (StrictDataclassError, ValueError):
         # Some configurations do not allow a model without windows.
         return {}
-    return settings
-
-
-def _settings_without_windows(module: nn.Module) -> dict[str, Any]:
-    config: Any = module.config
-    types = getattr(config, "layer_types", None)
-    if not isinstance(types, Sequence):
-        return {"sliding_window": None} if getattr(config, "sliding_window", None) else {}
-    if "sliding_attention" not in types:
-        return {}
-    settings: dict[str, Any] = {
-        "layer_types": ["full_attention" if kind == "sliding_attention" else kind for kind in types]
-    }
-    condition = " and ".join(_rotation_conditions(module))
-    if "sliding" in condition:
-        # Where no layer may have a window, the model must not make a mask for such layers either.
-        source = source_of(sys.modules[type(module).__module__])
-        made_when_used = '"sliding_attention" in self.config.layer_types' in source
-        if "sliding_window is None" not in condition or not made_when_used:
-            return {}
-        settings = {"sliding_window": None, **settings}
     return settings
 
 
