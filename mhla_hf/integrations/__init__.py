@@ -92,6 +92,17 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ 
 sys.meta_path.insert(0, _finder := _PostImportFinder())
 
 
+def is_mhla(module: Any) -> bool:
+    """Return whether a module is an MHLA layer, without importing what there is none of."""
+    layers = sys.modules.get("mhla_hf.layers.mhla")
+    return layers is not None and isinstance(module, layers.MHLA)
+
+
+def has_mhla(model: Any) -> bool:
+    """Return whether a model has MHLA layers."""
+    return any(map(is_mhla, model.modules()))
+
+
 def register_with_peft() -> None:
     """Check the base model of every adapter, now or as soon as peft is imported."""
     extend("peft", "peft.tuners.tuners_utils", lambda peft: wrap("peft", peft.BaseTuner, "inject_adapter", _inject))

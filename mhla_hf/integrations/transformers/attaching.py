@@ -28,6 +28,7 @@ from ...layers.original import (
 from ...models.registry import default_rope, is_tested
 from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
+from .. import has_mhla
 from . import modules
 from .configuration import (
     NAME,
@@ -50,7 +51,6 @@ from .configuration import (
     wants_mhla,
 )
 from .inputs import LayerInputsHook, ModelInputsHook
-from .patch import has_mhla
 
 
 logger = logging.get_logger(__name__)

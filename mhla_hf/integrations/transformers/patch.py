@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,6 +17,7 @@ from typing import Any
 from ...config import MHLAConfig, with_overrides
 from ...utils.compat import attribute, unwrap, wrap
 from ...utils.compat.transformers import attention_of, initialize_once, reported_names
+from .. import has_mhla, is_mhla
 
 
 # Attributes of models: whether those that were asked for MHLA were saved as such, and which names a checkpoint lacked.
@@ -130,17 +130,6 @@ def refuse(module: ModuleType, reason: ImportError) -> None:
 
     install_configuration(configuration_utils)
     wrap("transformers", module.PreTrainedModel, "__init__", build)
-
-
-def is_mhla(module: Any) -> bool:
-    """Return whether a module is an MHLA layer, without importing what there is none of."""
-    layers = sys.modules.get("mhla_hf.layers.mhla")
-    return layers is not None and isinstance(module, layers.MHLA)
-
-
-def has_mhla(model: Any) -> bool:
-    """Return whether a model has MHLA layers."""
-    return any(map(is_mhla, model.modules()))
 
 
 def _asks(config: Any) -> bool:
