@@ -86,12 +86,9 @@ def load_pipeline(
     options = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
     options.update({name: kwargs[name] for name in ("use_safetensors", "variant") if name in kwargs})
     root = find_pipeline(repo_or_dir, "repo_or_dir", **options)
-    index, configs = read_pipeline(root, str(repo_or_dir), kwargs)
+    index, configs = read_pipeline(root, kwargs)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
-    pipeline_class = getattr(diffusers, class_name, None)
-    if pipeline_class is None:
-        raise ValueError(f"{repo_or_dir} is a {class_name}, which this version of diffusers does not have.")
     models = {name: ModelDirectory(str(repo_or_dir), root, index, configs, name) for name in configs}
     if attn_implementation == "mhla" and not models:
         raise ValueError(f"No component of {class_name} in {repo_or_dir} {_NO_VERSION}")
@@ -116,7 +113,7 @@ def load_pipeline(
         for name, own in chosen.items()
     }
     # The class that the index names: others drop the optional components of a pipeline that they are given.
-    pipeline = pipeline_class.from_pretrained(root, **parts, **kwargs)
+    pipeline = getattr(diffusers, class_name).from_pretrained(root, **parts, **kwargs)
     _place_components(pipeline, parts)
     left = [name for name in chosen if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
     if left:

@@ -136,7 +136,7 @@ def plan_component(
     for weights in stored:
         check_floats(weights.entries, weights.where)
         check_layer_count(num_layers, [entry.name for entry in weights.entries], where)
-    config = target_class.coerce_options(target_class.options_in_pipeline(mhla, component.config, compression))
+    config = target_class.resolve_options(mhla, component.config, compression)
     if options.layers is not None:
         config = config.replace(layers=parse_layers(options.layers, num_layers))
     model = empty_model(target_class, {**component.config, "mhla": config.given_options()})

@@ -65,7 +65,7 @@ def attend(
 
 
 def attend_in_parts(processor: object, own: Any, attn: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-    """Attends as a processor of perturbed-attention guidance does, with MHLA in place of its attention.
+    """Attend as a processor of perturbed-attention guidance does, with MHLA in place of its attention.
 
     Args:
         processor: The processor.
@@ -94,7 +94,7 @@ def attend_in_parts(processor: object, own: Any, attn: nn.Module, hidden_states:
 
 
 def tables_with_grid(tables: tuple[torch.Tensor, torch.Tensor], grid: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Returns the rotary tables of all layers: those of upstream, and compact ones for MHLA layers.
+    """Return the rotary tables of all layers: those of upstream, and compact ones for MHLA layers.
 
     Args:
         tables: Cosines and sines `[1, T, 1, K]`, each value twice in a row.
@@ -111,7 +111,7 @@ def tables_with_grid(tables: tuple[torch.Tensor, torch.Tensor], grid: Sequence[i
 def tables_of_layer(
     tables: tuple[torch.Tensor, ...], is_mhla: bool
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...] | None]:
-    """Returns the tables for one layer, and the token grid if they carry one.
+    """Return the tables for one layer, and the token grid if they carry one.
 
     Args:
         tables: Tables of [`tables_with_grid`]; others are returned as they are, without a grid.
@@ -139,7 +139,7 @@ class KeepsMHLAProcessor(Upstream):
         super().set_processor(processor)
 
     def check_processor(self, processor: object) -> None:
-        """Raises as `set_processor` does, and changes nothing."""
+        """Raise as `set_processor` does, and changes nothing."""
         if hasattr(self, "mhla") and not isinstance(processor, self.mhla_processor_class):
             raise ValueError(
                 f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Load the original "
@@ -157,21 +157,13 @@ class KeepsMHLAProcessors(MHLAModelMixin):
             processor: One for all layers, or a dict by the names of `attn_processors`.
 
         Raises:
-            ValueError: If a dict has another number of processors than there are attention modules, or a layer that
-                has MHLA parameters is given another kind of processor; none is changed.
-            KeyError: If a dict lacks a name; none is changed.
+            ValueError: If a layer that has MHLA parameters is given another kind of processor; none is changed.
         """
-        if isinstance(processor, dict):
-            names = self.attn_processors
-            if len(processor) == len(names):
-                for name in names:
-                    processor[name]
-            else:
-                # Upstream refuses it before it changes anything.
-                super().set_attn_processor(processor)
-        for name, module in self.named_modules():
-            if isinstance(module, KeepsMHLAProcessor):
-                key = f"{name}.processor"
-                module.check_processor(processor[key] if isinstance(processor, dict) else processor)
+        layers = {name: module for name, module in self.named_modules() if isinstance(module, KeepsMHLAProcessor)}
+        for name, module in layers.items():
+            if not isinstance(processor, dict):
+                module.check_processor(processor)
+            elif f"{name}.processor" in processor:
+                module.check_processor(processor[f"{name}.processor"])
         # Upstream empties the dict that it is given.
         super().set_attn_processor(dict(processor) if isinstance(processor, dict) else processor)

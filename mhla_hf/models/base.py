@@ -198,7 +198,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def coerce_options(cls, options: MHLAConfig | Mapping[str, Any] | None) -> MHLAConfig:
-        """Returns options as an `MHLAConfig`: those that were given, over the model's own defaults.
+        """Return options as an `MHLAConfig`: those that were given, over the model's own defaults.
 
         Args:
             options: The options. Of an `MHLAConfig`, those that its constructor was called with.
@@ -214,13 +214,13 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def config_value(cls, config: Mapping[str, Any], name: str) -> Any:
-        """Returns an argument of the model's constructor as a configuration has it, or its default."""
+        """Return an argument of the model's constructor as a configuration has it, or its default."""
         default = inspect.signature(cls.__init__).parameters[name].default
         return config.get(name, default)
 
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Returns the token grid of the samples that a model was made for; `None` where its configuration has none.
+        """Return the token grid of the samples that a model was made for; `None` where its configuration has none.
 
         Models of videos may have it as the size of their latents: `sample_frames`, `sample_height`, `sample_width`.
         diffusers warns of entries that a class does not take, unless their names begin with an underscore; so
@@ -233,7 +233,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
-        """Returns the token grid that block counts are derived from in a model of this configuration.
+        """Return the token grid that block counts are derived from in a model of this configuration.
 
         Args:
             config: The configuration.
@@ -248,45 +248,37 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return tuple(max(1, length // side) for length, side in zip(latents, cls.config_value(config, "patch_size")))
 
     @classmethod
-    def options_in_pipeline(cls, options: Any, config: Mapping[str, Any], compression: tuple[int, int] | None) -> Any:
-        """Returns options with the token grid of the pipeline's samples, where nothing else says the size.
-
-        Args:
-            options: The options of a conversion.
-            config: The configuration of the softmax model.
-            compression: See [`reference_grid`].
-        """
-        if compression is None or cls.config_grid(config) is not None:
-            return options
-        given = options.given_options() if isinstance(options, MHLAConfig) else {} if options is None else options
-        if not isinstance(given, Mapping) or given.get("grid") is not None or given.get("blocks") is not None:
-            return options
-        return {**given, "grid": cls.reference_grid(config, compression)}
-
-    @classmethod
-    def resolve_options(cls, options: MHLAConfig | Mapping[str, Any] | None, config: Mapping[str, Any]) -> MHLAConfig:
-        """Returns options as a model keeps them: over its defaults, with the number of blocks pinned.
+    def resolve_options(
+        cls,
+        options: MHLAConfig | Mapping[str, Any] | None,
+        config: Mapping[str, Any],
+        compression: tuple[int, int] | None = None,
+    ) -> MHLAConfig:
+        """Return options as a model keeps them: over its defaults, with the number of blocks pinned.
 
         The grid is pinned too, so that `resize="auto"` knows from which size on to resample. Given `blocks` alone are
         for the grid that the configuration tells. Where it tells none, and in checkpoints saved without a grid (whose
         options hold it as `None`), the blocks keep their number at any size.
 
+        Args:
+            options: The options.
+            config: The model's configuration.
+            compression: See [`reference_grid`], for a softmax model in a pipeline, whose samples tell the grid where
+                nothing else does.
+
         Raises:
             ValueError: If an option is wrong, or there are more blocks than tokens on an axis.
         """
-        resolved = resolve_blocks(cls.coerce_options(options), cls.reference_grid(config))
-        grid = cls.config_grid(config)
+        given, grid = cls.coerce_options(options), cls.config_grid(config)
+        if compression is not None and (grid, given.grid, given.blocks) == (None, None, None):
+            given = given.replace(grid=cls.reference_grid(config, compression))
+        resolved = resolve_blocks(given, cls.reference_grid(config))
         if grid is None or resolved.blocks is None or "grid" in resolved.given_options():
             return resolved
-        if any(count > length for count, length in zip(resolved.blocks, grid)):
-            raise ValueError(
-                f"blocks={resolved.blocks} has more blocks than this model's token grid {grid} has tokens on an axis. "
-                "Give grid with it if the samples are larger."
-            )
         return resolved.replace(grid=grid)
 
     def single_block_warning(self) -> str | None:
-        """Returns a warning if samples of the model's own size are one block; `None` if they are several."""
+        """Return a warning if samples of the model's own size are one block; `None` if they are several."""
         options = self.mhla_config
         blocks = reference_blocks(options)
         grid = self.config_grid(self.config) or options.grid
@@ -302,7 +294,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def starts_as_upstream(cls, options: MHLAConfig) -> bool:
-        """Returns whether a converted model computes the same as the diffusers class, until it is trained.
+        """Return whether a converted model computes the same as the diffusers class, until it is trained.
 
         Args:
             options: Complete options, as a model keeps them.
@@ -315,8 +307,6 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     def _install_mhla(self, options: MHLAConfig | Mapping[str, Any] | None) -> None:
         config = self.resolve_options(options, self.config)
-        if config.causal:
-            raise ValueError(f"causal=True is for language models; {type(self).__name__} attends in both directions.")
         attentions = self._self_attentions()
         layers = config.mhla_layers(len(attentions))
         if isinstance(config.layers, str):
@@ -401,7 +391,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         check_model_config(cls, config, f"the configuration of this {cls.__name__}")
         stored = config.get("mhla")
         if stored is None:
-            return cls.resolve_options(cls.options_in_pipeline(given, config, compression), config)
+            return cls.resolve_options(given, config, compression)
         # Checked alone: what is given over them need not mend them.
         cls.coerce_options(stored)
         if isinstance(given, MHLAConfig):
@@ -422,7 +412,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def original_names(cls, names: Iterable[str]) -> dict[str, str] | None:
-        """Returns the names in diffusers of weights of the model's authors.
+        """Return the names in diffusers of weights of the model's authors.
 
         Returns:
             The name in the file by the name in the softmax model; `None` where only diffusers' own conversion knows.
@@ -434,7 +424,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     @classmethod
     def original_config(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any] | None:
-        """Returns the configuration of the softmax model, read off its weights; `None` where it cannot be.
+        """Return the configuration of the softmax model, read off its weights; `None` where it cannot be.
 
         Args:
             shapes: Shapes by name in the softmax model.
@@ -453,7 +443,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         config: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Loads softmax weights of the model's authors (or of ComfyUI) from one file, and turns them into MHLA.
+        """Load softmax weights of the model's authors (or of ComfyUI) from one file, and turns them into MHLA.
 
         Args:
             pretrained_model_link_or_path_or_dict: A path, an address on the Hub, or a state dict, as upstream. GGUF

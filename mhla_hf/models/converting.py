@@ -82,7 +82,7 @@ def check_convertible(
         )
     target = mhla_class_for(name)
     _check_plain(model, called)
-    options = target.resolve_options(target.options_in_pipeline(mhla, model.config, compression), model.config)
+    options = target.resolve_options(mhla, model.config, compression)
     options.mhla_layers(len(target._self_attentions(model)))
     return options
 
@@ -108,10 +108,11 @@ def unconvert_model(model: Any) -> Any:
     with init_empty_weights(include_buffers=False):
         restored = target.from_config({**config, "_class_name": target.__name__})
     tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if ".mhla." not in name}
+    # Refuses fused projections, before anything changes.
+    restored.load_state_dict(tensors, assign=True)
     with torch.no_grad():
         for name, value in values.items():
             tensors[name].copy_(value)
-    restored.load_state_dict(tensors, assign=True)
     for name, buffer in model.named_buffers():
         owner, _, own = name.rpartition(".")
         restored.get_submodule(owner)._buffers[own] = buffer
@@ -135,23 +136,17 @@ def check_unconvertible(model: Any) -> None:
         raise ValueError(f"A {type(model).__name__} is no MHLA model of diffusers: take the one inside.")
     _check_plain(model, "model")
     check_adapters(model, "restore softmax attention")
-    if any("to_qkv" in name for name, _ in model.named_parameters()):
-        raise ValueError(f"This {type(model).__name__} has fused projections: take them apart first.")
 
 
 def _check_plain(model: Any, called: str) -> None:
     """Check that a model's weights are all there as plain floats, and that no hook has its class's methods."""
     name = type(model).__name__
     for key, parameter in model.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta or parameter.dtype not in FLOATS or type(parameter.data) is not torch.Tensor:
             raise ValueError(
-                f"Parts of this {called} ({name}) are offloaded or have no weights ({key}). Load it without "
-                "offloading to convert it, or convert its directory."
-            )
-        if parameter.dtype not in FLOATS or type(parameter.data) is not torch.Tensor:
-            raise ValueError(
-                f"This {called} ({name}) has weights that are quantised, sharded or stored in 8 bits ({key}: "
-                f"{parameter.dtype}). Convert the original weights; quantise, shard or cast afterwards."
+                f"This {called} ({name}) has weights that are offloaded, quantised, sharded or stored in 8 bits "
+                f"({key}: {parameter.dtype} on {parameter.device}). Convert the original weights; offload, quantise, "
+                "shard or cast afterwards."
             )
     for key, module in model.named_modules():
         # Replaced by anything but the method of its own class.

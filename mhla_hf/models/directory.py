@@ -13,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from ..utils.files import check_fields, list_files, named_file, path_inside, read_json
+from ..utils.files import list_files, named_file, path_inside, read_json
 from ..utils.locations import PIPELINE_INDEX, download_repository, find_directory, is_hub_id, recorded_directory
 from ..utils.messages import shorten_list, shorten_text
 from .registry import FAMILIES, LEGACY_CLASS, MHLA_CLASSES, current_class, family_for, is_mhla_class
@@ -85,39 +85,38 @@ class ModelDirectory:
             origin: See the class.
 
         Raises:
-            ValueError: If it is neither a pipeline nor a model, has no supported model, is quantised, names another
-                class in the index than in the configuration, or links and names in it lead out of it.
+            ValueError: If it is neither a pipeline nor a model, has no supported model, is quantised, or links and
+                names in it lead out of it.
         """
         location = str(root) if location is None else location
         list_files(root)
+        index, problem = None, "has no model that"
         if (root / PIPELINE_INDEX).is_file():
-            index, configs = read_pipeline(root, location)
-            if not configs:
-                raise ValueError(
-                    f"{location} has no model that can be converted. Supported: {', '.join(sorted(FAMILIES))}."
-                )
-            found = cls(location, root, index, configs, next(iter(configs)), origin or {})
+            index, configs = read_pipeline(root)
         else:
-            if not (root / "config.json").is_file():
-                raise ValueError(f"{location} has neither model_index.json (a pipeline) nor config.json (a model).")
-            config = _read_config(root)
-            name = "transformer" if isinstance(config.get("_class_name"), str) else "model"
-            found = cls(location, root, None, {name: config}, name, origin or {})
-            if not found.is_transformers and found.class_name not in {**FAMILIES, **MHLA_CLASSES}:
+            config = _read_config(root / "config.json")
+            if "_class_name" not in config and "model_type" not in config:
                 raise ValueError(
-                    f"{location} is a {shorten_text(found.class_name)}, which cannot be converted. Supported: "
-                    f"{', '.join(sorted(FAMILIES))}."
+                    f"{root / 'config.json'} names neither its class in diffusers (_class_name) nor its kind in "
+                    "transformers (model_type)."
                 )
-        for model in found.models:
-            _refuse_quantized(model)
-            entry = ["", model.class_name] if found.index is None else found.index[model.component]
-            named = current_class(entry[1], model.config)
-            if named != model.class_name:
-                raise ValueError(
-                    f"{location}: model_index.json calls {model.component} a {shorten_text(named)}, but "
-                    f"{model.folder / 'config.json'} says {shorten_text(model.class_name)}."
-                )
-        return found.select(component)
+            configs = {"transformer" if "_class_name" in config else "model": config}
+            class_name = current_class(config.get("_class_name", ""), config)
+            if class_name and class_name not in {**FAMILIES, **MHLA_CLASSES}:
+                configs, problem = {}, f"is a {shorten_text(class_name)}, which"
+        if not configs:
+            raise ValueError(f"{location} {problem} cannot be converted. Supported: {', '.join(sorted(FAMILIES))}.")
+        for name, config in configs.items():
+            # The weights of one tower of several may be quantised.
+            for part in [config, *(entry for entry in config.values() if isinstance(entry, dict))]:
+                quantization = part.get("quantization_config") or part.get("compression_config")
+                if quantization:
+                    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+                    raise ValueError(
+                        f"{location}: {name} is quantised ({shorten_text(str(method))}) and cannot be converted. "
+                        "Convert the original weights, then quantise."
+                    )
+        return cls(location, root, index, configs, next(iter(configs)), origin or {}).select(component)
 
     # The directory.
 
@@ -187,7 +186,7 @@ class ModelDirectory:
         """`"pipeline"` for a component of a pipeline, else the library of a model alone."""
         if self.index is not None:
             return "pipeline"
-        return "diffusers" if isinstance(self.config.get("_class_name"), str) else "transformers"
+        return "diffusers" if "_class_name" in self.config else "transformers"
 
     @property
     def is_transformers(self) -> bool:
@@ -396,14 +395,11 @@ class ModelDirectory:
         return candidate if fits else None
 
 
-def read_pipeline(
-    root: Path, location: str, given: Collection[str] = ()
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Read the index of a pipeline and the configurations of the models in it that are or can be MHLA.
 
     Args:
         root: The pipeline's directory.
-        location: Its name in errors.
         given: Components that need not be there.
 
     Returns:
@@ -412,55 +408,25 @@ def read_pipeline(
     Raises:
         ValueError: If a file is damaged, or a name in the index leads out of the directory.
     """
-    path = root / PIPELINE_INDEX
-    index = read_json(path, "the pipeline's index")
+    index = read_json(root / PIPELINE_INDEX, "the pipeline's index")
     configs = {}
     for name, entry in index.items():
         if not isinstance(entry, list):
             continue
-        folder, class_name = named_file(root, name, str(path)), entry[-1] if len(entry) == 2 else None
-        if not isinstance(class_name, str) or class_name not in {**FAMILIES, **MHLA_CLASSES, LEGACY_CLASS: None}:
-            continue
-        if name in given and not (folder / "config.json").exists():
-            config = {"_class_name": class_name}
-        else:
-            config = _read_config(folder, transformers=False)
-        configs[name] = config
+        folder, class_name = named_file(root, name, str(root / PIPELINE_INDEX)), entry[-1]
+        if isinstance(class_name, str) and class_name in {**FAMILIES, **MHLA_CLASSES, LEGACY_CLASS: None}:
+            path = folder / "config.json"
+            stored = {} if name in given and not path.exists() else _read_config(path)
+            configs[name] = {"_class_name": class_name, **stored}
     return index, configs
 
 
-def _read_config(folder: Path, *, transformers: bool = True) -> dict[str, Any]:
-    path = folder / "config.json"
-    config = read_json(path, "the model's configuration", optional={"architectures": (list, type(None))})
-    kinds = {"_class_name": "which diffusers class"}
-    if transformers:
-        kinds["model_type"] = "which kind of transformers model"
-    if not any(isinstance(config.get(name), str) for name in kinds):
-        wanted = " or ".join(f"{kind} ({name})" for name, kind in kinds.items())
-        raise ValueError(f"{path} does not say {wanted} it is for.")
-    if not all(isinstance(entry, str) for entry in config.get("architectures") or []):
-        raise ValueError(f"the model's configuration {path}: 'architectures' must be a list of class names.")
-    return config
-
-
-def _refuse_quantized(model: ModelDirectory) -> None:
-    # The weights of one tower of several may be quantised.
-    for part in [model.config, *(entry for entry in model.config.values() if isinstance(entry, dict))]:
-        fields = dict.fromkeys(("quantization_config", "compression_config"), (dict, type(None)))
-        check_fields(part, f"the model's configuration {model.folder / 'config.json'}", optional=fields)
-        quantization = part.get("quantization_config") or part.get("compression_config")
-        if quantization:
-            method = shorten_text(str(quantization.get("quant_method", "unknown method")))
-            raise ValueError(
-                f"{model.location}: {model.component} is quantised ({method}) and cannot be converted. "
-                "Convert the original weights, then quantise."
-            )
+def _read_config(path: Path) -> dict[str, Any]:
+    names = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
+    return read_json(path, "the model's configuration", optional=names)
 
 
 def _beside(owner: Path, location: str) -> Path:
     folder = owner.resolve().parent
     name = os.path.relpath(location, folder) if Path(location).is_absolute() else location
-    path = path_inside(folder, name, f"the record of {owner}")
-    if not path.is_dir():
-        raise ValueError(f"{path} is not a directory")
-    return path
+    return path_inside(folder, name, f"the record of {owner}")

@@ -339,7 +339,7 @@ def test_refuses_an_mhla_directory(transformer_dir, tmp_path):
 def test_refuses_an_index_that_disagrees(pipeline_dir, tmp_path):
     folder = Path(shutil.copytree(pipeline_dir, tmp_path / "damaged"))
     edit_config(folder / "transformer", _class_name="FluxTransformer2DModel")
-    refused(folder, tmp_path, "model_index.json calls transformer a WanTransformer3DModel")
+    refused(folder, tmp_path, "FluxTransformer2DModel has no MHLA version")
 
 
 def test_refuses_quantised_configurations(copied_transformer, tmp_path):

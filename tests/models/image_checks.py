@@ -88,7 +88,7 @@ class ImageChecks(ModelCase):
 
     def test_more_blocks_than_tokens_are_refused(self):
         side = self.make().config.sample_size // self.patch
-        with pytest.raises(ValueError, match=rf"more blocks than this model's token grid \({side}, {side}\)"):
+        with pytest.raises(ValueError, match=rf"more blocks than grid=\({side}, {side}\)"):
             convert(self.make(), {"blocks": [2, side + 1]})
         larger = convert(self.make(), {"blocks": [2, side + 1], "grid": [side, side + 1]})
         assert self.run(larger).isfinite().all()

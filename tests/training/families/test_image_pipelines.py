@@ -155,7 +155,7 @@ def test_lora_loads_into_a_converted_pipeline(family, sources, tmp_path):
 @pytest.mark.parametrize(
     ("family", "arguments", "scheduler", "message"),
     [
-        ("dit", ["--mhla", '{"blocks": [9, 9]}'], {}, "more blocks than this model's token grid"),
+        ("dit", ["--mhla", '{"blocks": [9, 9]}'], {}, "more blocks than grid"),
         ("dit", ["--mhla", "none", "--train", "lora"], {}, "takes no adapters"),
         ("dit", ["--mhla", '{"blocks": [2, 2]}'], {"prediction_type": "v_prediction"}, "must be 'epsilon'"),
         ("sana", ["--mhla", '{"blocks": [2, 2]}'], {"prediction_type": "epsilon"}, "must be 'flow_prediction'"),
