@@ -23,8 +23,8 @@ LEVELS = (
     ("pipelines",),
     ("conversion",),
     ("training",),
-    ("recovery", "lora_check"),
-    ("analysis", "hub"),
+    ("recovery", "analysis", "lora_check"),
+    ("hub",),
     ("bench", "demo"),
     ("app",),
     ("cli",),
@@ -45,24 +45,27 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """The imports of a file, those inside functions included, those for type checkers alone excluded."""
+def statements(tree: ast.AST, types: bool) -> Iterator[ast.stmt]:
+    """Yield the imports of a file, those inside functions included, and with `types` those for type checkers alone."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and not types:
             for other in node.orelse:
-                yield from statements(other)
+                yield from statements(other, types)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node
         else:
-            yield from statements(node)
+            yield from statements(node, types)
 
 
 def imports(name: str) -> set[str]:
-    """The package's modules that one of them imports. Its version is in `__init__`, and free to all."""
+    """Return the package's modules that one of them imports.
+
+    Its version is in `__init__`, and free to all. What `__init__` lists for type checkers is loaded when it is used.
+    """
     path = MODULES[name]
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     found = set()
-    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8")), types=name != "__init__"):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         else:
