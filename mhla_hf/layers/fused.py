@@ -105,8 +105,7 @@ class Call:
 
     def normed(self) -> Call:
         """Return the call with its norms applied."""
-        if self.norms is None:
-            return self
+        assert self.norms is not None
         query, key = self.norms.apply(self.query, self.key)
         return dataclasses.replace(self, query=query, key=key, norms=None)
 

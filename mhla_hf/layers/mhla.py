@@ -313,11 +313,25 @@ class MHLA(nn.Module):
             ValueError: If the grid does not have T tokens, an argument has a wrong type, shape or value, or the gate
                 misses its hidden states.
         """
-        layout = self._checked_layout(query, key, value, grid, sequence, scaling, shard)
+        check_tokens(query, key, value)
+        if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
+            raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
+        layout: BlockLayout | SequenceLayout | None
+        if sequence is not None:
+            layout = self._sequence_layout(sequence, query)
+        else:
+            layout = self._grid_layout(grid, query.shape[1], shard)
         if self.gate is not None and hidden_states is None:
             raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
         gate = None if self.gate is None else self.gate(hidden_states).unflatten(-1, (self.num_heads, -1))
-        backend = "torch" if shard is not None else self._backend(query, key, value, sequence)
+        backend = "torch"
+        if shard is None:
+            family = _kernel_family(self.config, sequence, query.shape[1])
+            # Kernels for one token multiply no matrices. The fused ones are tried first: no family is checked yet.
+            backend = choose_backend(
+                self.config.backend, query, key, value,
+                products=family != "decode", width=self._feature_width(query), family=family, check=False,
+            )  # fmt: skip
         call = Call(query, key, value, layout, sequence, gate, rotary, norms, scaling, identity, shard, backend)
         windowed = None
         if self.window_gain is not None and not identity:
@@ -334,32 +348,21 @@ class MHLA(nn.Module):
         positional = None if self.lepe is None else self._convolve(call)
         return AttentionParts(output, window, positional, state)
 
-    def _checked_layout(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: Sequence[int] | None,
-        sequence: TokenSequence | None,
-        scaling: float | None,
-        shard: TokenShard | None,
-    ) -> BlockLayout | SequenceLayout | None:
-        """Check the arguments, and return the blocks of the tokens; `None` where they go on from a state."""
-        check_tokens(query, key, value)
-        if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
-            raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
-        if shard is not None and (self.window_gain is not None or self.num_prefix_tokens):
-            raise ValueError("shard is for layers without a softmax window and without tokens before the grid.")
-        if sequence is not None:
-            if not self.config.is_sequence or self.config.block_size is None:
-                raise ValueError("sequence is for causal=True or resize='extend'; this layer needs grid.")
-            if sequence.state is not None and sequence.documents is not None:
-                raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
-            check_valid(sequence.valid, key)
-            check_sequence_normalizer(self.config.normalizer, " for sequences")
-            return None if sequence.state is not None else sequence.layout(query, self.config.block_size[0])
-        grid, num_tokens = positive_axes("grid", grid), query.shape[1]
+    def _sequence_layout(self, sequence: TokenSequence, query: torch.Tensor) -> BlockLayout | SequenceLayout | None:
+        """The blocks of a sequence; `None` where its tokens go on from a state."""
+        if not self.config.is_sequence or self.config.block_size is None:
+            raise ValueError("sequence is for causal=True or resize='extend'; this layer needs grid.")
+        if sequence.state is not None and sequence.documents is not None:
+            raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
+        check_valid(sequence.valid, query)
+        check_sequence_normalizer(self.config.normalizer, " for sequences")
+        return None if sequence.state is not None else sequence.layout(query, self.config.block_size[0])
+
+    def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
+        grid = positive_axes("grid", grid)
         if shard is not None:
+            if self.window_gain is not None or self.num_prefix_tokens:
+                raise ValueError("shard is for layers without a softmax window and without tokens before the grid.")
             shard.check_length(num_tokens)
             num_tokens = shard.num_tokens
         if math.prod(grid) + self.num_prefix_tokens != num_tokens:
@@ -369,14 +372,8 @@ class MHLA(nn.Module):
         check_layout(layout, self.config.normalizer, self.config.causal)
         return layout
 
-    def _backend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: TokenSequence | None
-    ) -> str:
-        family = _kernel_family(self.config, sequence, query.shape[1])
-        width = query.shape[3] * FEATURE_MAPS[self.config.feature_map].width_factor
-        # Kernels for one token multiply no matrices. The fused ones are tried first, so no family is checked yet.
-        options: dict[str, Any] = {"products": family != "decode", "width": width, "family": family, "check": False}
-        return choose_backend(self.config.backend, query, key, value, **options)
+    def _feature_width(self, query: torch.Tensor) -> int:
+        return query.shape[3] * FEATURE_MAPS[self.config.feature_map].width_factor
 
     def _finish(self, output: torch.Tensor, call: Call) -> torch.Tensor:
         """Output norm and gate; the result is in the dtype of the values."""
@@ -407,12 +404,12 @@ class MHLA(nn.Module):
 
     def _attend(self, call: Call) -> tuple[torch.Tensor, DecodingState | None]:
         """MHLA step by step: norms, feature map and rotary embedding, then the operator in one of its forms."""
-        call, config, sequence = call.normed(), self.config, call.sequence
+        config, sequence, layout = self.config, call.sequence, call.layout
+        call = call if call.norms is None else call.normed()
         query, key, value, backend = call.query, call.key, call.value, call.backend
         if backend == "triton":
-            width = query.shape[3] * FEATURE_MAPS[config.feature_map].width_factor
-            if not kernels_pass(_kernel_family(config, sequence, query.shape[1]), query, value, width):
-                backend = "torch"
+            family = _kernel_family(config, sequence, query.shape[1])
+            backend = "triton" if kernels_pass(family, query, value, self._feature_width(query)) else "torch"
         changed = call.rotary is not None or call.scaling is not None
         dtype = token_dtype(config, backend, query, key, value, changed=changed)
         with torch.autocast(autocast_type(query.device), enabled=False):
@@ -424,8 +421,8 @@ class MHLA(nn.Module):
             if sequence is not None and sequence.state is not None:
                 assert config.block_size is not None
                 return decode(operands, self.mixing_matrix(), config.block_size[0], sequence, backend)
-            mixing, layout = self._mixing_of(call).to(accumulation_dtype(dtype)), call.layout
             assert layout is not None
+            mixing = self._mixing_of(call).to(accumulation_dtype(dtype))
             if call.shard is not None:
                 # Not by whether gradients are recorded: checkpointing computes the same output with and without.
                 half = value.dtype == torch.bfloat16 and not self.training
@@ -453,7 +450,7 @@ class MHLA(nn.Module):
             # The window needs them outside the kernels in any case.
             rotated = rotated_in_kernel(call)
         if rotated is None:
-            call = call.normed()
+            call = call if call.norms is None else call.normed()
             return call, call
         query, key = rotated
         windowed = dataclasses.replace(call, query=query, key=key, rotary=None, norms=None)

@@ -42,6 +42,11 @@ from ..ops.operands import from_head_blocks, head_blocks
 from .state import TokenSequence, WindowState
 
 
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries `[B, T, H, K]`, keys `[B, T, H_kv, K]` and values `[B, T, H_kv, V]` of a grid."""
+Prefix = tuple[torch.Tensor, torch.Tensor] | None
+"""Keys `[B, X, H_kv, K]` and values `[B, X, H_kv, V]` that every token sees as well."""
+
 # Numbers of keys copied at a time; that many again are values. Half a gigabyte each in bfloat16.
 MAX_COPIED = 2**28
 
@@ -83,11 +88,8 @@ def grid_window_attention(
     before, after = slice(0, num_prefix_tokens), slice(num_prefix_tokens, None)
     tokens = query[:, after], key[:, after], value[:, after]
     prefix = (key[:, before], value[:, before]) if num_prefix_tokens else None
-    sizes = tuple(window_size), tuple(grid)
-    if window == "cross":
-        output = _attend_cross(*tokens, *sizes, prefix, scale)
-    else:
-        output = _attend_grid(*tokens, *sizes, prefix, scale, window)
+    attend = {"block": _attend_own_blocks, "adjacent": _attend_adjacent, "cross": _attend_cross}[window]
+    output = attend(tokens, tuple(window_size), tuple(grid), prefix, scale)
     if not num_prefix_tokens:
         return output
     queries, keys, values = (x.transpose(1, 2).unsqueeze(2) for x in (query[:, before], key, value))
@@ -102,46 +104,38 @@ def _heads_at_once(key: torch.Tensor, window: str, axes: int) -> int:
     return max(1, MAX_COPIED // (copies * key.shape[0] * key.shape[1] * key.shape[3]))
 
 
-def _attend_grid(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window_size: tuple[int, ...],
-    grid: tuple[int, ...],
-    prefix: tuple[torch.Tensor, torch.Tensor] | None,
-    scale: float | None,
-    window: str,
+def _with_prefix(prefix: tuple[torch.Tensor, torch.Tensor], *blocks: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values `[B, H_kv, M, L, D]` after those before the grid."""
+    return [
+        torch.cat([x.transpose(1, 2).unsqueeze(2).expand(-1, -1, y.shape[2], -1, -1), y], dim=3)
+        for x, y in zip(prefix, blocks)
+    ]
+
+
+def _attend_adjacent(
+    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix, scale: float | None
 ) -> torch.Tensor:
     """Attention of the tokens of a grid to their blocks and those beside them, and to the keys and values before."""
-    if window == "block":
-        return _attend_own_blocks(query, key, value, window_size, grid, prefix, scale)
-    layout = cached(BlockLayout, grid, None, window_size)
-    seen = cached(_blocks_seen, layout, window, query.device)
-    mask = cached(_slots_seen, layout, window, query.device)
+    query, key, value = tokens
+    layout = cached(BlockLayout, grid, None, size)
+    seen = cached(_blocks_seen, layout, query.device)
+    mask = cached(_slots_seen, layout, query.device)
     keys, values = (_of_seen(head_blocks(x, layout), seen).flatten(3, 4) for x in (key, value))
     if prefix is not None:
-        keys, values = (
-            torch.cat([x.transpose(1, 2).unsqueeze(2).expand(-1, -1, y.shape[2], -1, -1), y], dim=3)
-            for x, y in zip(prefix, (keys, values))
-        )
+        keys, values = _with_prefix(prefix, keys, values)
         mask = F.pad(mask, (prefix[0].shape[1], 0), value=True)
     return from_head_blocks(_attend(head_blocks(query, layout), keys, values, mask, scale), layout)
 
 
 def _attend_own_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window_size: tuple[int, ...],
-    grid: tuple[int, ...],
-    prefix: tuple[torch.Tensor, torch.Tensor] | None,
-    scale: float | None,
+    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix, scale: float | None
 ) -> torch.Tensor:
     """Attention of the tokens of a grid to their own blocks, without masks, and to the keys and values before."""
-    size = tuple([min(side, length) for side, length in zip(window_size, grid)])
+    query, key, value = tokens
+    size = tuple([min(side, length) for side, length in zip(size, grid)])
     if prefix is None and query.shape[2] == key.shape[2] and size[1:] == grid[1:] and grid[0] % size[0] == 0:
         # The tokens of a block lie next to each other: blocks are batch entries, and nothing is copied.
-        blocks = [x.unflatten(1, (-1, math.prod(size))).flatten(0, 1).transpose(1, 2) for x in (query, key, value)]
+        blocks = [x.unflatten(1, (-1, math.prod(size))).flatten(0, 1).transpose(1, 2) for x in tokens]
         output = F.scaled_dot_product_attention(blocks[0], blocks[1], blocks[2], scale=scale)
         return output.transpose(1, 2).reshape(*query.shape[:3], value.shape[3])
     output = query.new_empty(query.shape[0], *grid, query.shape[2], value.shape[3])
@@ -149,15 +143,12 @@ def _attend_own_blocks(
     for part in itertools.product(*cuts):
         places = (slice(None), *[slice(start, stop) for start, stop, _ in part])
         sides = [side for _, _, side in part]
-        queries, keys, values = (_own_blocks(x.unflatten(1, grid)[places], sides) for x in (query, key, value))
+        views = [_own_blocks(x.unflatten(1, grid)[places], sides) for x in tokens]
         # Heads first, and the blocks and their tokens each as one axis.
-        counts, tail = queries.shape[2 : 2 + len(sides)], queries.shape[2 + len(sides) : -1]
-        blocks = [x.flatten(2, 1 + len(sides)).flatten(3, -2) for x in (queries, keys, values)]
+        counts, tail = views[0].shape[2 : 2 + len(sides)], views[0].shape[2 + len(sides) : -1]
+        blocks = [x.flatten(2, 1 + len(sides)).flatten(3, -2) for x in views]
         if prefix is not None:
-            blocks[1:] = [
-                torch.cat([x.transpose(1, 2).unsqueeze(2).expand(-1, -1, y.shape[2], -1, -1), y], dim=3)
-                for x, y in zip(prefix, blocks[1:])
-            ]
+            blocks[1:] = _with_prefix(prefix, *blocks[1:])
         attended = _attend(blocks[0], blocks[1], blocks[2], None, scale)
         _own_blocks(output[places], sides).copy_(attended.unflatten(3, tail).unflatten(2, counts))
     return output.flatten(1, -3)
@@ -203,7 +194,7 @@ def sequence_window_attention(
     """
     length, device = query.shape[1], query.device
     if window == "block" and not sequence.causal and sequence.valid is None and sequence.documents is None:
-        return _attend_own_blocks(query, key, value, (window_size,), (length,), None, scale)
+        return _attend_own_blocks((query, key, value), (window_size,), (length,), None, scale)
     offsets = _offsets_seen(window, sequence.causal)
     layout = sequence.layout(query, window_size)
     seen = cached(_neighbours, layout.num_blocks, offsets, device)
@@ -229,7 +220,7 @@ def sequence_window_attention(
 def empty_window_state(
     key: torch.Tensor, value: torch.Tensor, window: str, window_size: int, rewindable: int
 ) -> WindowState:
-    """The state before the first token.
+    """Return the state before the first token.
 
     Args:
         key: Any keys `[B, T, H_kv, K]` of the type and device to come.
@@ -255,7 +246,7 @@ def extend_window(
     valid: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, WindowState]:
-    """Attends to the window of each of these tokens, those that the state has seen included.
+    """Attend to the window of each of these tokens, those that the state has seen included.
 
     Arguments that are not listed are those of [`grid_window_attention`][mhla_hf.layers.window.grid_window_attention].
 
@@ -269,8 +260,16 @@ def extend_window(
         The output `[B, T, H, V]`, and the state after these tokens.
     """
     if query.shape[1] == 1:
-        state, before = state.with_tokens(key, value, valid), state.position
-        return _attend_one(query, state, before, window, window_size, valid, scale), state
+        after, last = state.with_tokens(key, value, valid), state.position[:, None]
+        # What each column holds is the latest position that belongs there.
+        held = last - (last - indices(state.size, query.device)) % state.size
+        visible = held >= _first_seen(state.position, window, window_size).clamp(min=0)
+        # Query heads that share their keys stand side by side as tokens.
+        queries = query[:, 0].unflatten(1, (key.shape[2], -1))
+        keys, values = (ring.narrow(2, 0, state.size) for ring in (after.keys, after.values))
+        output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible[:, None, None], scale=scale)
+        output = output.flatten(1, 2).unsqueeze(1)
+        return (output if valid is None else output.masked_fill(~valid[..., None, None], 0)), after
     tokens, seen, lead = (query, key, value), valid, 0
     if not state.is_empty:
         # The past that the new tokens see goes before them, from the start of a block on.
@@ -283,28 +282,6 @@ def extend_window(
         seen = torch.cat([known, new], dim=1)
     output = sequence_window_attention(*tokens, window, window_size, TokenSequence(True, seen), scale=scale)
     return output[:, lead:], state.with_tokens(key, value, valid)
-
-
-def _attend_one(
-    query: torch.Tensor,
-    state: WindowState,
-    position: torch.Tensor,
-    window: str,
-    window_size: int,
-    valid: torch.Tensor | None,
-    scale: float | None,
-) -> torch.Tensor:
-    """Attention of one token at `position` `[B]` to the ring, which has it already: `[B, 1, H, V]`."""
-    column, last = indices(state.size, query.device), position[:, None]
-    # What each column holds is the latest position that belongs there.
-    held = last - (last - column) % state.size
-    visible = held >= _first_seen(position, window, window_size).clamp(min=0)
-    # Query heads that share their keys stand side by side as tokens.
-    queries = query[:, 0].unflatten(1, (state.keys.shape[1], -1))
-    keys, values = (ring.narrow(2, 0, state.size) for ring in (state.keys, state.values))
-    output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible[:, None, None], scale=scale)
-    output = output.flatten(1, 2).unsqueeze(1)
-    return output if valid is None else output.masked_fill(~valid[..., None, None], 0)
 
 
 def _reach(window: str, window_size: int) -> int:
@@ -325,7 +302,7 @@ def combine_parts(
     gains: torch.Tensor,
     backend: str,
 ) -> torch.Tensor:
-    """MHLA and the window times their gains, and the convolution of the values.
+    """Add MHLA and the window times their gains, and the convolution of the values.
 
     Args:
         attended: `[B, T, H, V]`.
@@ -417,67 +394,42 @@ def _up_to_itself(size: int, offsets: tuple[int, ...], device: torch.device) -> 
     return earlier[:, None, :] | ~own[:, None]
 
 
-def _slots_seen(layout: BlockLayout, window: str, device: torch.device) -> torch.Tensor:
+def _slots_seen(layout: BlockLayout, device: torch.device) -> torch.Tensor:
     """Mask of the slots with a token that the blocks of a grid see, BoolTensor `[1, 1, M, 1, L]`."""
     filled = layout.token_table(device) < layout.num_tokens
-    seen = _blocks_seen(layout, window, device)
+    seen = _blocks_seen(layout, device)
     return _of_seen(filled[None, None], seen).flatten(-2).unsqueeze(-2)
 
 
-def _blocks_seen(layout: BlockLayout, window: str, device: torch.device) -> torch.Tensor:
-    """The blocks that each block sees, LongTensor `[M, S]`; M where there is none."""
-    counts = layout.blocks
+def _blocks_seen(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    """The blocks in and beside the place of each block, LongTensor `[M, S]`; M where there is none."""
     number = torch.arange(layout.num_blocks, device=device)
-    if window == "block":
-        return number[:, None]
-    places: list[torch.Tensor] = []
-    stride = 1
-    for count in reversed(counts):
-        places.insert(0, number // stride % count)
-        stride = stride * count
     beside = torch.arange(-1, 2, device=device)
-    offsets = torch.cartesian_prod(*[beside] * len(counts)).view(-1, len(counts))
-    places_seen = [place[:, None] + offsets[:, axis] for axis, place in enumerate(places)]
-    exists = torch.ones_like(places_seen[0], dtype=torch.bool)
-    seen = torch.zeros_like(places_seen[0])
-    for place, count in zip(places_seen, counts):
+    offsets = torch.cartesian_prod(*[beside] * len(layout.blocks)).view(-1, len(layout.blocks))
+    seen = torch.zeros(len(number), len(offsets), dtype=torch.long, device=device)
+    exists, stride = seen == 0, layout.num_blocks
+    for axis, count in enumerate(layout.blocks):
+        stride = stride // count
+        place = (number // stride % count)[:, None] + offsets[:, axis]
         exists = exists & (place >= 0) & (place < count)
         seen = seen * count + place
     return torch.where(exists, seen, layout.num_blocks)
 
 
 def _attend_cross(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window_size: tuple[int, ...],
-    grid: tuple[int, ...],
-    prefix: tuple[torch.Tensor, torch.Tensor] | None,
-    scale: float | None,
+    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix, scale: float | None
 ) -> torch.Tensor:
-    """Softmax attention of the tokens of a video to those of their cross windows.
-
-    Args:
-        query: `[B, T, H, K]`, without tokens before the grid.
-        key: `[B, T, H_kv, K]`.
-        value: `[B, T, H_kv, V]`.
-        window_size: Tokens of a block along frames, height and width.
-        grid: Tokens along each of them.
-        prefix: Keys `[B, X, H_kv, K]` and values `[B, X, H_kv, V]` that every token sees as well.
-        scale: Scale of q·k; `None` for K^-1/2.
-
-    Returns:
-        `[B, T, H, V]` in the dtype of `value`.
-    """
+    """Attention of the tokens of a video to those of their cross windows, and to the keys and values before."""
+    query, key, value = tokens
     batch, _, heads, _ = query.shape
     groups = heads // key.shape[2]
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # Slots that a block has beyond the grid would be computed like tokens.
-    window_size = tuple([min(side, length) for side, length in zip(window_size, grid)])
+    size = tuple([min(side, length) for side, length in zip(size, grid)])
     # Query heads that share their keys stand side by side as tokens: [B · H_kv, P, Q, F, g · N, K].
-    queries = _by_place(query * scale, grid, window_size)
+    queries = _by_place(query * scale, grid, size)
     queries = queries.unflatten(0, (-1, groups)).movedim(1, 4).flatten(4, 5)
-    keys, values = (_by_place(x, grid, window_size) for x in (key, value))
+    keys, values = (_by_place(x, grid, size) for x in (key, value))
     rows = queries.flatten(3, 4)
     scores = [
         (rows @ keys.flatten(3, 4).transpose(-1, -2)).view(*queries.shape[:5], -1),
@@ -487,7 +439,7 @@ def _attend_cross(
         before = [x.transpose(1, 2).flatten(0, 1)[:, None, None, None] for x in prefix]
         scores.append(queries @ before[0].transpose(-1, -2))
     widths = [part.shape[-1] for part in scores]
-    mask = cached(_cross_mask, grid, window_size, query.device)
+    mask = cached(_cross_mask, grid, size, query.device)
     mask = F.pad(mask, (0, sum(widths) - mask.shape[-1]), value=True)
     logits = torch.cat(scores, dim=-1).masked_fill_(~mask, float("-inf"))
     # Sums of half precision run in float32 inside, and only what comes out is rounded.
@@ -497,7 +449,7 @@ def _attend_cross(
     if prefix is not None:
         output = output + weights[2] @ before[1]
     output = output.unflatten(4, (groups, -1)).movedim(4, 1).flatten(0, 1)
-    return _from_places(output, batch, grid, window_size)
+    return _from_places(output, batch, grid, size)
 
 
 def _by_place(tokens: torch.Tensor, grid: Sequence[int], size: Sequence[int]) -> torch.Tensor:

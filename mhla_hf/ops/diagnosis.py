@@ -23,7 +23,6 @@ from .backends import (
     triton_obstacle,
 )
 from .kernel_cases import FAMILIES, kernel_errors
-from .kernel_check import ENVIRONMENT_VARIABLE as CHECK_VARIABLE
 from .kernel_check import VerdictFile, environment, first_line, is_checked, judge
 
 
@@ -41,37 +40,6 @@ _PACKAGES = (
     "mhla-hf", "torch", "transformers", "diffusers", "accelerate", "peft", "triton", "safetensors", "huggingface_hub",
     "tokenizers", "numpy", "kernels", "gradio",
 )  # fmt: skip
-_PREFIX = "MHLA_HF_"
-_VARIABLES = (ENVIRONMENT_VARIABLE, CHECK_VARIABLE, "TRITON_INTERPRET")
-
-
-def describe_installation(device: torch.device) -> dict[str, Any]:
-    """Describe versions, device, environment variables, and for each dtype why the kernels do not run, for JSON.
-
-    Args:
-        device: The device that models would run on.
-
-    Returns:
-        `machine`, `environment`, `kernels` (a reason for each type, None where they run), and `checks`: whether there
-        are any, the file of verdicts, and those that say that kernels failed.
-    """
-    machine = {**machine_facts(device), **installed_versions("peft")}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        machine["capability"] = f"{properties.major}.{properties.minor}"
-        machine["memory_bytes"] = properties.total_memory
-    machine["kernels"] = environment(device)["kernels"]
-    verdicts = VerdictFile(device)
-    return {
-        "machine": machine,
-        "environment": {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
-        "kernels": {name: _obstacle(name, device) for name in TYPES},
-        "checks": {
-            "on": is_checked(device),
-            "file": None if verdicts.path is None else str(verdicts.path),
-            "failed": {name: text for name, text in verdicts.read().items() if text},
-        },
-    }
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -81,17 +49,30 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         device: The device that models would run on.
 
     Returns:
-        As [`describe_installation`], with `platform`, `packages` (versions by name, None if not installed), every
-        variable of this package in `environment`, and accelerate's configuration in `accelerate` (None if there is
-        none).
+        `machine`, `platform`, `packages` (versions by name, None if not installed), `environment` (the variables of
+        this package and Triton's), `kernels` (for each dtype the reason why they do not run, None where they run),
+        `checks` (whether there are any, the file of verdicts, and those that say that kernels failed), and
+        accelerate's configuration in `accelerate` (None if there is none).
     """
-    report = describe_installation(device)
-    ours = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIX)}
+    machine = {**machine_facts(device), **installed_versions("peft")}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine["capability"] = f"{properties.major}.{properties.minor}"
+        machine["memory_bytes"] = properties.total_memory
+    machine["kernels"] = environment(device)["kernels"]
+    verdicts = VerdictFile(device)
+    ours = [name for name in sorted(os.environ) if name.startswith("MHLA_HF_") or name == "TRITON_INTERPRET"]
     return {
-        **report,
+        "machine": machine,
         "platform": platform.platform(),
         "packages": installed_versions(*_PACKAGES),
-        "environment": {**report["environment"], **ours},
+        "environment": {name: os.environ[name] for name in ours if os.environ[name]},
+        "kernels": {name: _obstacle(name, device) for name in TYPES},
+        "checks": {
+            "on": is_checked(device),
+            "file": None if verdicts.path is None else str(verdicts.path),
+            "failed": {name: text for name, text in verdicts.read().items() if text},
+        },
         "accelerate": _accelerate_configuration(),
     }
 
@@ -163,8 +144,7 @@ def _runs(device: torch.device) -> Iterator[tuple[str, int]]:
 
 
 def _run(family: str, device: torch.device, name: str, width: int, backward: bool) -> dict[str, Any]:
-    start = time.perf_counter()
-    errors: dict[str, float] = {}
+    start, errors = time.perf_counter(), {}
     try:
         with _tf32(name == "tf32"):
             errors = kernel_errors(family, device, TYPES[name], width, backward=backward)

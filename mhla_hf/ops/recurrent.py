@@ -368,7 +368,16 @@ def step(
     mixing = mixing.to(dtype)
     # The kernel files every block that is full.
     if backend == "triton" and state.num_blocks > 0 and serves_kernels(operands, mixing, state):
-        return _step_by_kernel(operands, mixing, state, valid)
+        # Imported here alone: Triton need not be installed.
+        from .triton.decode import decode_token
+
+        # The kernel writes where a dense tensor would have the block.
+        summaries = state.summaries.contiguous()
+        output, *tensors = decode_token(
+            *operands.tokens, *operands.pair, valid, mixing, summaries, state.current, state.prefix, state.upcoming,
+            state.position, size, entry.divides, operands.eps,
+        )  # fmt: skip
+        return output, MHLAState(summaries, *tensors, size)
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size
     with torch.autocast(autocast_type(query.device), enabled=False):
@@ -387,21 +396,6 @@ def step(
         output = output.masked_fill(~keep, 0)
     state = MHLAState(state.summaries, current, state.prefix, upcoming, state.position + counted, size)
     return output.transpose(1, 2).to(value.dtype), state
-
-
-def _step_by_kernel(
-    operands: Operands, mixing: torch.Tensor, state: MHLAState, valid: torch.Tensor | None
-) -> tuple[torch.Tensor, MHLAState]:
-    # Imported here alone: Triton need not be installed.
-    from .triton.decode import decode_token
-
-    # The kernel writes where a dense tensor would have the block.
-    summaries = state.summaries.contiguous()
-    output, current, prefix, upcoming, position = decode_token(
-        *operands.tokens, *operands.pair, valid, mixing, summaries, state.current, state.prefix, state.upcoming,
-        state.position, state.block_size, operands.entry.divides, operands.eps,
-    )  # fmt: skip
-    return output, MHLAState(summaries, current, prefix, upcoming, position, state.block_size)
 
 
 def _weights(mixing: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
