@@ -54,13 +54,12 @@ from .fused import (
     rotated_in_kernel,
 )
 from .mixing import (
-    check_block_sizes,
     effective_mixing,
     initial_mixing,
     layout_at,
     mixing_parameter_value,
     reference_blocks,
-    window_size_for,
+    with_window_size,
 )
 from .state import DecodingState, LastTokens, TokenSequence
 from .window import (
@@ -144,7 +143,6 @@ class MHLA(nn.Module):
         self.num_prefix_tokens = num_prefix_tokens
         self.num_heads, self.head_dim, self.value_head_dim = num_heads, head_dim, value_head_dim
         self.blocks = reference_blocks(config, default_grid)
-        check_block_sizes(config, self.blocks)
         count = math.prod(self.blocks) + int(num_prefix_tokens > 0)
         shape = (count, count) if config.mixing_heads == "shared" else (num_heads, count, count)
         self.mixing = nn.Parameter(torch.empty(shape))
@@ -161,7 +159,7 @@ class MHLA(nn.Module):
             kernel = config.lepe_kernel
             convolution = _CONVOLUTIONS[len(self.blocks)]
             self.lepe = convolution(channels, channels, kernel, padding=kernel // 2, groups=channels)
-        self.window_size = window_size_for(config, len(self.blocks))
+        self.window_size = with_window_size(config, len(self.blocks)).window_size
         self.window_gain = None
         if config.window is not None:
             channels = 1 if config.window_gains == "per_head" else value_head_dim

@@ -69,21 +69,6 @@ def _keeps_block_size(config: MHLAConfig, grid: Sequence[int], reference_grid: S
     return any(n >= 2 * reference or 2 * n <= reference for n, reference in zip(grid, reference_grid))
 
 
-def check_block_sizes(config: MHLAConfig, blocks: Sequence[int]) -> None:
-    """Check what [`MHLAConfig`] cannot while it does not know the grid.
-
-    Raises:
-        ValueError: If there are too many blocks, or the convolution of that many axes is too large.
-    """
-    if math.prod(blocks) > MAX_BLOCKS:
-        raise ValueError(f"The mhla options make {tuple(blocks)} blocks, which are more than {MAX_BLOCKS}.")
-    if config.lepe_kernel is not None and config.lepe_kernel ** len(blocks) > MAX_LEPE_WEIGHTS:
-        raise ValueError(
-            f"lepe_kernel={config.lepe_kernel} has more than {MAX_LEPE_WEIGHTS} weights for each channel over "
-            f"{len(blocks)} axes."
-        )
-
-
 def reference_blocks(config: MHLAConfig, default_grid: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the block counts that the stored mixing weights are made for.
 
@@ -92,16 +77,24 @@ def reference_blocks(config: MHLAConfig, default_grid: Sequence[int] | None = No
         default_grid: Stands in for a missing `config.grid`.
 
     Raises:
-        ValueError: If there is neither `blocks` nor a grid.
+        ValueError: If there is neither `blocks` nor a grid, there are too many blocks, or the convolution of that many
+            axes is too large.
     """
-    if config.blocks is not None:
-        return config.blocks
-    grid = config.grid or (None if default_grid is None else tuple(default_grid))
-    if grid is None:
+    blocks, grid = config.blocks, config.grid or default_grid
+    if blocks is None and grid is None:
         raise ValueError("The mhla options need blocks, or a grid to derive the number of blocks from.")
-    if config.block_size is not None:
-        return BlockLayout(grid=grid, block_size=config.block_size).blocks
-    return choose_blocks(grid)
+    if blocks is None and config.block_size is not None:
+        blocks = BlockLayout(grid=grid, block_size=config.block_size).blocks
+    blocks = choose_blocks(grid) if blocks is None else blocks
+    # What `MHLAConfig` cannot check while it does not know the grid.
+    if math.prod(blocks) > MAX_BLOCKS:
+        raise ValueError(f"The mhla options make {tuple(blocks)} blocks, which are more than {MAX_BLOCKS}.")
+    if config.lepe_kernel is not None and config.lepe_kernel ** len(blocks) > MAX_LEPE_WEIGHTS:
+        raise ValueError(
+            f"lepe_kernel={config.lepe_kernel} has more than {MAX_LEPE_WEIGHTS} weights for each channel over "
+            f"{len(blocks)} axes."
+        )
+    return blocks
 
 
 def resolve_blocks(config: MHLAConfig, default_grid: Sequence[int]) -> MHLAConfig:
@@ -132,29 +125,10 @@ def resolve_blocks(config: MHLAConfig, default_grid: Sequence[int]) -> MHLAConfi
     return config.replace(grid=grid, blocks=choose_blocks(grid))
 
 
-def window_size_for(config: MHLAConfig, axes: int) -> tuple[int, ...] | None:
-    """Return the tokens of a block of the window along each axis: `window_size`, or its default.
-
-    The default for sequences is MHLA's own block size; elsewhere it makes about 200 tokens that a query sees.
-
-    Args:
-        config: The options.
-        axes: Number of axes of the token grid.
-
-    Returns:
-        One number for each axis; `None` without a window.
-
-    Raises:
-        ValueError: If the options do not fit that number of axes.
-    """
-    check_window(config.window, config.window_size, axes)
-    if config.window is None or config.window_size is not None:
-        return config.window_size
-    return config.block_size if config.is_sequence else default_window_size(config.window, axes)
-
-
 def with_window_size(config: MHLAConfig, axes: int) -> MHLAConfig:
     """Return the options with the size of the window's blocks filled in, so that it survives a change of defaults.
+
+    The default for sequences is MHLA's own block size; elsewhere it makes about 200 tokens that a query sees.
 
     Args:
         config: The options; returned as they are where there is nothing to fill in.
@@ -163,8 +137,11 @@ def with_window_size(config: MHLAConfig, axes: int) -> MHLAConfig:
     Raises:
         ValueError: If the options do not fit that number of axes.
     """
-    size = window_size_for(config, axes)
-    return config if size == config.window_size else config.replace(window_size=size)
+    check_window(config.window, config.window_size, axes)
+    if config.window is None or config.window_size is not None:
+        return config
+    size = config.block_size if config.is_sequence else default_window_size(config.window, axes)
+    return config.replace(window_size=size)
 
 
 def initial_mixing(config: MHLAConfig, blocks: Sequence[int], num_prefix_blocks: int = 0) -> torch.Tensor:

@@ -15,7 +15,11 @@ from .blocks import cached, positive_axes
 
 
 def interpolation_matrix(
-    source_blocks: Sequence[int], target_blocks: Sequence[int], device: torch.device | str = "cpu"
+    source_blocks: Sequence[int],
+    target_blocks: Sequence[int],
+    num_prefix_blocks: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Linear interpolation between two block grids over relative block coordinates.
 
@@ -25,10 +29,12 @@ def interpolation_matrix(
     Args:
         source_blocks: Number of blocks along each axis that weights exist for.
         target_blocks: Number of blocks along each axis wanted.
+        num_prefix_blocks: Blocks before those of the grids, which stay.
         device: Device of the matrix.
+        dtype: Its dtype; it is computed in float32.
 
     Returns:
-        float32 `[M_target, M_source]`; rows sum to one.
+        `[M_target, M_source]`; rows sum to one.
     """
     result = torch.ones(1, 1, device=device)
     for source, target in zip(source_blocks, target_blocks, strict=True):
@@ -36,7 +42,7 @@ def interpolation_matrix(
         distance = (position[:, None] - torch.arange(source, device=device)[None, :]).abs()
         weight = (1 - distance / max(1.0, source / target)).clamp(min=0)
         result = torch.kron(result, weight / weight.sum(dim=1, keepdim=True))
-    return result
+    return torch.block_diag(torch.eye(num_prefix_blocks, device=device), result).to(dtype)
 
 
 def resample_mixing(
@@ -80,18 +86,6 @@ def resample_mixing(
         )
     if source_blocks == target_blocks:
         return mixing
-    matrix = cached(_interpolation_on, source_blocks, target_blocks, num_prefix_blocks, mixing.device, mixing.dtype)
+    options = num_prefix_blocks, mixing.device, mixing.dtype
+    matrix = cached(interpolation_matrix, source_blocks, target_blocks, *options)
     return (matrix @ mixing @ matrix.transpose(0, 1)) * (matrix.shape[1] / matrix.shape[0])
-
-
-def _interpolation_on(
-    source_blocks: tuple[int, ...],
-    target_blocks: tuple[int, ...],
-    num_prefix_blocks: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    matrix = interpolation_matrix(source_blocks, target_blocks, device)
-    if num_prefix_blocks:
-        matrix = torch.block_diag(torch.eye(num_prefix_blocks, device=device), matrix)
-    return matrix.to(dtype)

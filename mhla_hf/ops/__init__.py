@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .backends import choose_backend as choose_backend
     from .backends import triton_obstacle as triton_obstacle
     from .dispatch import mhla_attention as mhla_attention
-    from .forms import naive_mhla_attention as naive_mhla_attention
     from .kernel_cases import kernel_errors as kernel_errors
     from .operands import MHLAState as MHLAState
     from .operands import extend_mixing as extend_mixing

@@ -68,6 +68,8 @@ def mhla_attention(
     check_choice("backend", backend, OPERATOR_BACKENDS)
     check_attention(operands, mixing, layout, causal)
     if backend == "naive":
+        if isinstance(layout, SequenceLayout):
+            raise ValueError("backend='naive' takes a BlockLayout, not a SequenceLayout.")
         return attend_naively(operands, mixing, layout, causal)
     mixing = mixing_for(mixing, layout, causal=causal)
     family = "causal" if causal else "block"

@@ -17,7 +17,6 @@ from ..layouts.sequences import SequenceLayout
 from .operands import (
     Operands,
     autocast_type,
-    check_attention,
     extend_mixing,
     finite_tokens,
     from_head_blocks,
@@ -27,33 +26,20 @@ from .operands import (
 from .tables import mix_summaries, prefix_and_own, repeat_heads
 
 
-def naive_mhla_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    layout: BlockLayout,
-    *,
-    normalizer_query: torch.Tensor | None = None,
-    normalizer_key: torch.Tensor | None = None,
-    normalizer: str = "query",
-    causal: bool = False,
-    eps: float = 1e-6,
-) -> torch.Tensor:
-    """MHLA as a dense matrix product; arguments as in [`mhla_hf.ops.mhla_attention`], all of one dtype.
+def attend_naively(operands: Operands, mixing: torch.Tensor, layout: BlockLayout, causal: bool) -> torch.Tensor:
+    """MHLA as a dense matrix product, in the dtype of the tokens, which is one.
 
     o = A v with A_tj = m_{b(t),b(j)} · φ(q_t)·φ(k_j), rows divided by the normaliser; j ≤ t only where causal.
 
+    Args:
+        operands: The tokens and the normaliser.
+        mixing: `[M, M]` or `[H, M, M]`; where causal, see [`mhla_hf.ops.extend_mixing`] for blocks past the end.
+        layout: Blocks of the T tokens.
+        causal: Whether to look back only.
+
     Returns:
-        `[B, T, H, V]` in the dtype of the inputs.
+        `[B, T, H, V]`.
     """
-    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
-    check_attention(operands, mixing, layout, causal)
-    return attend_naively(operands, mixing, layout, causal)
-
-
-def attend_naively(operands: Operands, mixing: torch.Tensor, layout: BlockLayout, causal: bool) -> torch.Tensor:
-    """[`naive_mhla_attention`] without its checks."""
     query, entry = operands.query, operands.entry
     tokens = operands.key, operands.value, operands.plain_key
     key, value, plain_key = (repeat_heads(tensor, query.shape[2], 2) for tensor in tokens)

@@ -373,11 +373,11 @@ def step(
 
         # The kernel writes where a dense tensor would have the block.
         summaries = state.summaries.contiguous()
-        output, *tensors = decode_token(
+        output, current, prefix, upcoming, position = decode_token(
             *operands.tokens, *operands.pair, valid, mixing, summaries, state.current, state.prefix, state.upcoming,
             state.position, size, entry.divides, operands.eps,
         )  # fmt: skip
-        return output, MHLAState(summaries, *tensors, size)
+        return output, MHLAState(summaries, current, prefix, upcoming, position, size)
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size
     with torch.autocast(autocast_type(query.device), enabled=False):

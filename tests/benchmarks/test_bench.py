@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mhla_hf import bench
+from mhla_hf import bench, mhla_attention
 from mhla_hf.bench import (
     EPS,
     MODEL_CASES,
@@ -32,7 +32,6 @@ from mhla_hf.bench import (
     time_in_rounds,
 )
 from mhla_hf.cli.main import app
-from mhla_hf.ops import naive_mhla_attention
 
 
 CPU = torch.device("cpu")
@@ -77,10 +76,10 @@ def test_devices_have_cases_of_their_own(known):
 def test_contestants_compute_what_they_are_called(shape, normalizer):
     inputs = make_inputs(shape, torch.float64, CPU, seed=3)
     assert inputs.query.min() > 0 and inputs.key.min() > 0
-    options = {"normalizer": normalizer, "causal": shape.causal, "eps": EPS}
-    expected = naive_mhla_attention(*inputs[:3], inputs.mixing.double(), shape.layout(), **options)
+    options = {"normalizer": normalizer, "causal": shape.causal, "eps": EPS, "backend": "naive"}
+    expected = mhla_attention(*inputs[:3], inputs.mixing.double(), shape.layout(), **options)
     torch.testing.assert_close(attend("mhla-torch", inputs, shape, normalizer), expected)
-    linear = naive_mhla_attention(*inputs[:3], torch.ones_like(inputs.mixing).double(), shape.layout(), **options)
+    linear = mhla_attention(*inputs[:3], torch.ones_like(inputs.mixing).double(), shape.layout(), **options)
     got = attend("linear", inputs, shape, normalizer)
     torch.testing.assert_close(got, linear, rtol=1e-5, atol=1e-5)
     scores = torch.einsum("bthk,bshk->bhts", inputs.query, inputs.key) / shape.width**0.5

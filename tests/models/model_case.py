@@ -13,7 +13,7 @@ import torch
 
 from mhla_hf import BlockLayout, MHLAConfig
 from mhla_hf.layers.mixing import with_window_size
-from mhla_hf.ops import naive_mhla_attention
+from mhla_hf.ops.forms import attend_naively
 from mhla_hf.ops.operands import Operands
 
 
@@ -178,7 +178,4 @@ def naive_attention(
     backend: str, operands: Operands, mixing: torch.Tensor, layout: BlockLayout, *, causal: bool
 ) -> torch.Tensor:
     """`attend_on` by the dense definition, whatever the backend."""
-    return naive_mhla_attention(
-        *operands.tokens, mixing, layout, normalizer_query=operands.normalizer_query,
-        normalizer_key=operands.normalizer_key, normalizer=operands.normalizer, eps=operands.eps, causal=causal,
-    )  # fmt: skip
+    return attend_naively(operands, mixing, layout, causal)

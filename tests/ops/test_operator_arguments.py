@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +13,8 @@ from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
 from mhla_hf.ops import (
     empty_state,
-    extend_mixing,
     mhla_extend,
     mhla_step,
-    naive_mhla_attention,
     rewind_state,
 )
 
@@ -45,7 +44,7 @@ def recurrent_arguments(length: int):
 
 FUNCTIONS = {
     "attention": (mhla_attention, dense_arguments),
-    "naive": (naive_mhla_attention, dense_arguments),
+    "naive": (partial(mhla_attention, backend="naive"), dense_arguments),
     "extend": (mhla_extend, lambda: recurrent_arguments(3)),
     "step": (mhla_step, lambda: recurrent_arguments(1)),
 }
@@ -162,7 +161,6 @@ def test_rewinding():
 
 
 def test_number_of_blocks_of_a_sequence():
-    refused(extend_mixing, {"mixing": torch.rand(3), "num_blocks": 2, "causal": True}, "mixing")
     refused(SequenceLayout, {"valid": torch.ones(1, 4, dtype=torch.bool), "block_size": 1.5}, "block_size")
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mhla_hf import BlockLayout
-from mhla_hf.ops import MHLAState, empty_state, mhla_extend, mhla_step, naive_mhla_attention, rewind_state
+from mhla_hf import BlockLayout, mhla_attention
+from mhla_hf.ops import MHLAState, empty_state, mhla_extend, mhla_step, rewind_state
 
 
 BLOCK_SIZE, LENGTH, HEADS, KEY_HEADS = 4, 45, 4, 2
@@ -36,7 +36,8 @@ def part(inputs: dict[str, torch.Tensor], first: int, last: int) -> dict[str, to
 
 def dense(inputs: dict[str, torch.Tensor], mixing: torch.Tensor, normalizer: str = "query") -> torch.Tensor:
     layout = BlockLayout((inputs["query"].shape[1],), block_size=(BLOCK_SIZE,))
-    return naive_mhla_attention(**inputs, mixing=mixing, layout=layout, causal=True, normalizer=normalizer)
+    options = {"causal": True, "normalizer": normalizer, "backend": "naive"}
+    return mhla_attention(**inputs, mixing=mixing, layout=layout, **options)
 
 
 def start(per_head: bool, room: int = 12) -> MHLAState:

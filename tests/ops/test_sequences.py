@@ -8,7 +8,7 @@ import torch
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
-from mhla_hf.ops import extend_mixing, mixing_at, naive_mhla_attention
+from mhla_hf.ops import extend_mixing, mixing_at
 
 
 BLOCK_SIZE, LENGTH = 4, 23
@@ -39,7 +39,7 @@ def alone(inputs: dict[str, torch.Tensor], row: int, chosen: torch.Tensor, causa
     tokens = {name: tensor[row : row + 1, chosen] for name, tensor in inputs.items() if name != "mixing"}
     layout = BlockLayout((int(chosen.sum()),), block_size=(BLOCK_SIZE,))
     mixing = extend_mixing(inputs["mixing"], layout.num_blocks, causal=False)
-    return naive_mhla_attention(**tokens, mixing=mixing, layout=layout, causal=causal, **OPTIONS)
+    return mhla_attention(**tokens, mixing=mixing, layout=layout, causal=causal, backend="naive", **OPTIONS)
 
 
 def masks() -> dict[str, torch.Tensor]:

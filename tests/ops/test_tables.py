@@ -9,9 +9,9 @@ import re
 import pytest
 import torch
 
-from mhla_hf import MHLA, MHLAConfig
+from mhla_hf import MHLA, MHLAConfig, mhla_attention
 from mhla_hf.config import CHOICES
-from mhla_hf.ops import FEATURE_MAPS, NORMALIZERS, naive_mhla_attention
+from mhla_hf.ops import FEATURE_MAPS, NORMALIZERS
 
 
 TABLES = {"feature_map": FEATURE_MAPS, "normalizer": NORMALIZERS}
@@ -67,5 +67,6 @@ def test_layers_compute_the_formulas(feature_map, normalizer):
     maps = [learned[index : index + 1] for index in (0, 1)]
     features = [FEATURE_MAPS[feature_map].forward(x, *weight) + 0.1 for x, weight in zip((query, key), maps)]
     layout = layer.layout_for((4, 4))
-    expected = naive_mhla_attention(*features, value, layer.mixing_matrix(layout), layout, normalizer=normalizer)
+    options = {"normalizer": normalizer, "backend": "naive"}
+    expected = mhla_attention(*features, value, layer.mixing_matrix(layout), layout, **options)
     torch.testing.assert_close(output, expected)

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
-from mhla_hf.ops import naive_mhla_attention
 
 from .reference import assert_same, make_inputs, output_and_gradients
 from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_errors, on
@@ -254,9 +253,8 @@ def test_float16_does_not_overflow(device):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (20 * torch.rand(1, 4000, 1, 16, generator=generator) for _ in range(3))
     mixing = torch.ones(1, 1)
-    expected = naive_mhla_attention(
-        *(x[:, ::8].double() for x in (query, key, value)), mixing, BlockLayout((500,), blocks=(1,))
-    )
+    tokens = [x[:, ::8].double() for x in (query, key, value)]
+    expected = mhla_attention(*tokens, mixing, BlockLayout((500,), blocks=(1,)), backend="naive")
     tokens = [tensor.to(device, torch.float16) for tensor in (query, key, value)]
     output = mhla_attention(*tokens, mixing.to(device), layout, backend="triton")
     assert output.isfinite().all()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mhla_hf import BlockLayout
+from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.integrations.transformers import attention
-from mhla_hf.ops import FEATURE_MAPS, extend_mixing, naive_mhla_attention
+from mhla_hf.ops import FEATURE_MAPS, extend_mixing
 
 from .mhla_models import first_output, mhla_model, mhla_modules, served_names
 from .tiny_models import FAMILIES, inputs
@@ -59,8 +59,8 @@ def _dense_attention(module, query, key, value, attention_mask, scaling=None, **
     causal = module.is_causal if causal is None else causal
     layout = BlockLayout((query.shape[2],), block_size=mhla.config.block_size)
     mixing = extend_mixing(mhla.mixing_matrix().double(), layout.num_blocks, causal=causal)
-    output = naive_mhla_attention(
-        *rotated, value.transpose(1, 2).double(), mixing, layout,
+    output = mhla_attention(
+        *rotated, value.transpose(1, 2).double(), mixing, layout, backend="naive",
         causal=causal, normalizer=mhla.config.normalizer, eps=mhla.config.eps, **options,
     )  # fmt: skip
     return output.to(query.dtype), None
@@ -211,7 +211,6 @@ def test_vision_models_against_the_dense_form(name):
         layout = module.layout_for((4, 7))
         assert layout.num_prefix_tokens == FAMILIES[name].prefix_tokens
         root = math.sqrt(kwargs["scaling"])
-        expected = naive_mhla_attention(
-            (query * root).relu(), (key * root).relu(), value, module.mixing_matrix(layout), layout, eps=1e-6
-        )
+        query, key = (query * root).relu(), (key * root).relu()
+        expected = mhla_attention(query, key, value, module.mixing_matrix(layout), layout, backend="naive")
         torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)

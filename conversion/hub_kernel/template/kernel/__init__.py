@@ -16,7 +16,6 @@ from .ops import (
     mhla_attention,
     mhla_extend,
     mhla_step,
-    naive_mhla_attention,
     rewind_state,
 )
 
@@ -36,7 +35,6 @@ __all__ = [
     "mhla_attention",
     "mhla_extend",
     "mhla_step",
-    "naive_mhla_attention",
     "resample_mixing",
     "rewind_state",
 ]
