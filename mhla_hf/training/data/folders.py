@@ -9,8 +9,9 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -167,6 +168,19 @@ class DataFolder:
             found += [(path, self.problem(path)) for path in files if path.suffix.lower() in suffixes]
         return sorted(found)
 
+    def sample(
+        self,
+        path: Path,
+        problem: str | None,
+        condition: str | int,
+        load: Callable[[Path], torch.Tensor],
+        class_name: str | None = None,
+    ) -> DataSample:
+        """Return the sample of a file, which raises its problem when it is read; see `DataSample`."""
+        if problem is not None:
+            return unusable_sample(problem, condition, class_name)
+        return DataSample(self.key(path), condition, partial(load, path), class_name)
+
     def key(self, path: Path) -> str:
         """Identity of a file: name, size and modification time."""
         status = path.stat()
@@ -184,15 +198,9 @@ def _storage_root(folder: Path) -> Path:
     return folder
 
 
-class CaptionedFile(NamedTuple):
-    """File with its caption, or the reason why it is left out."""
-
-    path: Path
-    caption: str = ""
-    problem: str | None = None
-
-
-def captioned_files(folder: DataFolder, suffixes: tuple[str, ...], kind: str) -> list[CaptionedFile]:
+def captioned_samples(
+    folder: Path, suffixes: tuple[str, ...], kind: str, load: Callable[[Path], torch.Tensor]
+) -> list[DataSample]:
     """List the files of a folder with their captions, in the order of their names or of the metadata file.
 
     Captions come from `metadata.jsonl` or `metadata.csv` (keys `file_name` or `image` or `video` or `path`; `caption`
@@ -202,55 +210,64 @@ def captioned_files(folder: DataFolder, suffixes: tuple[str, ...], kind: str) ->
         folder: The folder; files of subfolders count too when there is no metadata file.
         suffixes: File name suffixes in lower case.
         kind: Kind of files named in errors, "videos" or "images".
+        load: Reads one file.
+
+    Returns:
+        The samples; those that cannot be used raise when they are read.
 
     Raises:
         ValueError: If the metadata file is damaged, there is no file, or none can be used.
     """
-    metadata = next(filter(None, map(folder.own_file, METADATA_FILES)), None)
-    if metadata is not None:
-        rows = enumerate(_rows(metadata), start=1)
-        found = [_listed(folder, row, f"entry {number} of {metadata}") for number, row in rows]
+    data = DataFolder(folder)
+    metadata = next(filter(None, map(data.own_file, METADATA_FILES)), None)
+    if metadata is None:
+        found = [partial(_with_text_file, data, *entry) for entry in data.files(suffixes)]
     else:
-        found = [_with_text_file(folder, path, problem) for path, problem in folder.files(suffixes)]
-    if all(file.problem is not None for file in found):
-        why = f"none of the {len(found)} can be used: {found[0].problem}" if found else ", ".join(suffixes)
-        raise ValueError(f"data: {folder.path} has no {kind} ({why})")
-    return found
+        rows = enumerate(_rows(metadata), start=1)
+        found = [partial(_listed, data, row, f"entry {number} of {metadata}") for number, row in rows]
+    samples, problems = [], []
+    for read in found:
+        try:
+            path, caption = read()
+            samples.append(data.sample(path, None, caption, load))
+        except ValueError as error:
+            problems.append(str(error))
+            samples.append(unusable_sample(problems[-1]))
+    if len(problems) == len(samples):
+        why = f"none of the {len(found)} can be used: {problems[0]}" if found else ", ".join(suffixes)
+        raise ValueError(f"data: {folder} has no {kind} ({why})")
+    return samples
 
 
-def _listed(folder: DataFolder, row: dict[Any, Any], where: str) -> CaptionedFile:
-    """One entry of a metadata file."""
-    problem = None
-    try:
-        check_fields(row, where, optional=_TEXT_FIELDS)
-        name = next((row[key] for key in _FILE_KEYS if row.get(key)), "")
-        caption = next((row[key] for key in _CAPTION_KEYS if row.get(key) is not None), None)
-        path = path_inside(folder.path, name, where)
-    except ValueError as error:
-        return CaptionedFile(folder.path, problem=str(error))
+def _listed(folder: DataFolder, row: dict[Any, Any], where: str) -> tuple[Path, str]:
+    """File and caption of an entry of a metadata file."""
+    check_fields(row, where, optional=_TEXT_FIELDS)
+    name = next((row[key] for key in _FILE_KEYS if row.get(key)), "")
+    caption = next((row[key] for key in _CAPTION_KEYS if row.get(key) is not None), None)
+    path = path_inside(folder.path, name, where)
+    problem = folder.problem(path)
     if None in row:
-        problem = f"{where} has more fields than the header; put texts with commas in quotes"
+        problem = "has more fields than the header; put texts with commas in quotes"
     elif caption is None:
-        problem = f"{where} needs one of {', '.join(_CAPTION_KEYS)}"
-    elif (found := folder.problem(path)) is not None:
-        problem = shorten_text(f"{where}: {found}", 500)
-    return CaptionedFile(path, printable(caption or ""), problem)
+        problem = f"needs one of {', '.join(_CAPTION_KEYS)}"
+    if problem is not None:
+        raise UnusableSampleError(shorten_text(f"{where}: {problem}", 500))
+    return path, printable(caption)
 
 
-def _with_text_file(folder: DataFolder, path: Path, problem: str | None) -> CaptionedFile:
-    """One file without metadata file."""
-    text, caption = path.with_suffix(".txt"), ""
-    if problem is None:
-        problem = folder.problem(text)
-        if problem is not None:
-            problem = f"{path} has no caption: neither {METADATA_FILES[0]} nor {text.name} ({problem})"
-        else:
-            try:
-                with text.open(encoding="utf-8-sig") as file:
-                    caption = file.read(_LONGEST_LINE).strip()
-            except UnicodeDecodeError as error:
-                problem = f"caption {text} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-    return CaptionedFile(path, caption, problem)
+def _with_text_file(folder: DataFolder, path: Path, problem: str | None) -> tuple[Path, str]:
+    """File and caption, without metadata file."""
+    text = path.with_suffix(".txt")
+    if problem is None and (missing := folder.problem(text)) is not None:
+        problem = f"{path} has no caption: neither {METADATA_FILES[0]} nor {text.name} ({missing})"
+    if problem is not None:
+        raise UnusableSampleError(problem)
+    try:
+        with text.open(encoding="utf-8-sig") as file:
+            return path, file.read(_LONGEST_LINE).strip()
+    except UnicodeDecodeError as error:
+        problem = f"caption {text} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        raise UnusableSampleError(problem) from error
 
 
 def _rows(path: Path) -> Iterator[dict[Any, Any]]:

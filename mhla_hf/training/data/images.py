@@ -7,7 +7,8 @@ import errno
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,10 @@ from .folders import (
     DataFolder,
     DataSample,
     UnusableSampleError,
-    captioned_files,
+    captioned_samples,
     load_processor,
     log_problems,
     printable,
-    unusable_sample,
 )
 
 
@@ -114,18 +114,16 @@ def unreadable(path: Path, kind: str, error: Exception) -> Exception:
 
 
 def captioned_images(folder: Path, sizes: Sequence[Bucket]) -> list[DataSample]:
-    """List the captioned images of a folder; see `folders.captioned_files`. Unusable ones raise when read.
+    """List the captioned images of a folder; see `folders.captioned_samples`. Unusable ones raise when read.
 
     Args:
         folder: The folder.
         sizes: Sizes to scale and crop to; each image goes to the nearest.
 
     Raises:
-        ValueError: See `folders.captioned_files`.
+        ValueError: See `folders.captioned_samples`.
     """
-    data = DataFolder(folder)
-    files = captioned_files(data, IMAGE_SUFFIXES, "images")
-    return [_sample(file.path, file.problem, data, file.caption, sizes) for file in files]
+    return captioned_samples(folder, IMAGE_SUFFIXES, "images", partial(_load, sizes=sizes))
 
 
 def class_images(
@@ -154,8 +152,9 @@ def class_images(
         lacking = f"these have none: {shorten_list(empty)}" if empty else "it has no folders"
         raise ValueError(f"data: {folder} must have one folder of images per class; {lacking}")
     labels = folder_labels(folder, files, known_labels, num_classes)
+    load = partial(_load, sizes=sizes)
     placed = [
-        (place, labels[name], _sample(path, problem, data, labels[name], sizes, name))
+        (place, labels[name], data.sample(path, problem, labels[name], load, name))
         for name, found in files.items()
         for place, (path, problem) in enumerate(found)
     ]
@@ -232,24 +231,11 @@ def _read_rgb(path: Path) -> Image.Image:
         raise unreadable(path, "an image", error) from error
 
 
-def _sample(
-    path: Path,
-    problem: str | None,
-    folder: DataFolder,
-    condition: str | int,
-    sizes: Sequence[Bucket],
-    class_name: str | None = None,
-) -> DataSample:
-    if problem is not None:
-        return unusable_sample(problem, condition, class_name)
-
-    def load() -> torch.Tensor:
-        image = _read_rgb(path)
-        size = nearest_bucket(sizes, image.height, image.width)
-        assert size is not None  # Every image has the one frame of a bucket of images.
-        return to_tensor(fit(image, size.height, size.width)[None])[:, 0]
-
-    return DataSample(folder.key(path), condition, load, class_name)
+def _load(path: Path, sizes: Sequence[Bucket]) -> torch.Tensor:
+    image = _read_rgb(path)
+    size = nearest_bucket(sizes, image.height, image.width)
+    assert size is not None  # Every image has the one frame of a bucket of images.
+    return to_tensor(fit(image, size.height, size.width)[None])[:, 0]
 
 
 def pipeline_labels(id2label: Any) -> dict[str, int]:
@@ -284,16 +270,31 @@ def folder_labels(folder: Path, names: Iterable[str], known: Mapping[str, int], 
         num_classes: Number of classes of the model.
 
     Raises:
-        ValueError: If `classes.json` is not valid or lacks a class, the pipeline knows some of the names only, two
-            classes have one number, or the model has too few classes.
+        ValueError: If `classes.json` is not valid, a class has no number or that of another, or the model has too few
+            classes.
     """
     names = sorted(names)
-    numbers = _labels_by_rule(folder, names, known, num_classes)
-    if len(set(numbers.values())) < len(numbers) or not all(0 <= number < num_classes for number in numbers.values()):
-        pairs = shorten_list(f"{name!r} {number}" for name, number in numbers.items())
+    path = DataFolder(folder).own_file(CLASSES_FILE)
+    numbers: dict[str, Any] = {name: _number(name) for name in names}
+    if path is not None:
+        stored = read_json(path, "data:")
+        numbers = {name: stored.get(name) for name in names}
+    elif None in numbers.values():
+        numbers = {name: known.get(name, known.get(name.replace("_", " "))) for name in names}
+        if not any(number is not None for number in numbers.values()):
+            numbers = {name: number for number, name in enumerate(names)}
+            if len(names) < num_classes:
+                logger.warning(
+                    "data: the pipeline knows no class of %s by its name; they are numbered 0 to %d in the order of "
+                    "the names. If the model was trained on other classes by these numbers, give the numbers in %s.",
+                    folder, len(names) - 1, CLASSES_FILE,
+                )  # fmt: skip
+    valid = {number for number in numbers.values() if type(number) is int and 0 <= number < num_classes}
+    if len(valid) < len(names):
         raise ValueError(
             f"data: the classes of {folder} must have different numbers from 0 to {num_classes - 1}, as the model has "
-            f"{num_classes} classes; got {pairs}"
+            f"{num_classes} classes; got {shorten_list(f'{name!r} {number}' for name, number in numbers.items())}. "
+            f"Rename them, or give every class its number in {CLASSES_FILE}"
         )
     return numbers
 
@@ -311,35 +312,6 @@ def find_label(name: str, known: Mapping[str, int], num_classes: int) -> int:
             f"validation_prompts must be classes, by number (0 to {num_classes - 1}){names}, got {shorten_value(name)}"
         )
     return number
-
-
-def _labels_by_rule(folder: Path, names: list[str], known: Mapping[str, int], num_classes: int) -> dict[str, int]:
-    path = DataFolder(folder).own_file(CLASSES_FILE)
-    if path is not None:
-        stored = read_json(path, "data:")
-        lacking = [name for name in names if type(stored.get(name)) is not int]
-        if lacking:
-            raise ValueError(f"data: {path} must give every class its number; it has none for {shorten_list(lacking)}")
-        return {name: stored[name] for name in names}
-    found = {name: _number(name) for name in names}
-    if None in found.values():
-        found = {name: known.get(name, known.get(name.replace("_", " "))) for name in names}
-    numbers = {name: number for name, number in found.items() if number is not None}
-    if not numbers:
-        if len(names) < num_classes:
-            logger.warning(
-                "data: the pipeline knows no class of %s by its name; they are numbered 0 to %d in the order of the "
-                "names. If the model was trained on other classes by these numbers, give the numbers in %s.",
-                folder, len(names) - 1, CLASSES_FILE,
-            )  # fmt: skip
-        return {name: number for number, name in enumerate(names)}
-    if len(numbers) < len(names):
-        raise ValueError(
-            f"data: the pipeline knows {len(numbers)} of the {len(names)} classes of {folder}, but not "
-            f"{shorten_list(set(names) - set(numbers))}; rename them, or give all classes their numbers in "
-            f"{CLASSES_FILE}"
-        )
-    return numbers
 
 
 def _number(name: str) -> int | None:
@@ -392,15 +364,14 @@ def image_batches(
     Raises:
         ValueError: If there are no such data, or the model has no image processor.
     """
-    processor, images, keys, problems = open_images(model.config, directory, data, samples + held_out)
+    processor, images, problems = open_images(model.config, directory, data, samples + held_out)
     log_problems(problems)
-    fingerprint = f"{stable_seed(*keys):016x}"
-    return Images(images, processor, held_out, fingerprint, seed, len(problems))
+    return Images([*images.values()], processor, held_out, f"{stable_seed(*images):016x}", seed, len(problems))
 
 
 def open_images(
     config: Any, directory: Path, data: str, count: int = 2
-) -> tuple[Any, list[Any], list[str], list[str]]:
+) -> tuple[Any, dict[str, Callable[[], np.ndarray]], list[str]]:
     """Open images and the image processor of a model; arguments and errors are those of [`image_batches`].
 
     Args:
@@ -408,54 +379,37 @@ def open_images(
         count: Number of images to look for.
 
     Returns:
-        The image processor, functions that read images, the identity of each, and the problems of files left out.
+        The image processor, functions that read images by their identities, and the problems of files left out.
     """
     from transformers import AutoImageProcessor
 
     processor = load_processor(AutoImageProcessor, directory, "image processor")
-    images, keys, problems = _find_images(data, count, _image_side(config))
-    if len(images) < 2:
-        problem = f" ({problems[0]})" if problems else ""
-        raise ValueError(f"data: {data} has {len(images)} images that can be read; at least 2 are needed{problem}")
-    return processor, images, keys, problems
-
-
-def _find_images(data: str, count: int, side: int) -> tuple[list[Any], list[str], list[str]]:
-    """Functions that read images, the identity of each, and the problems of files left out."""
+    images: dict[str, Callable[[], np.ndarray]] = {}
+    problems = []
     if data == DIGITS:
-        samples = digit_images(count, side, captions=False)
-        return (
-            [lambda load=sample.load: _as_bytes(load()) for sample in samples],
-            [f"{sample.key}:{side}" for sample in samples],
-            [],
-        )
+        size = getattr(config, "image_size", 64)
+        side = int(size[0] if isinstance(size, (list, tuple)) else size)
+        digits = digit_images(count, side, captions=False)
+        images = {f"{sample.key}:{side}": partial(_as_bytes, sample) for sample in digits}
+        return processor, images, problems
     folder = DataFolder(Path(data).expanduser())
     files = folder.files(IMAGE_SUFFIXES)
     # Of a large folder only a part is read: it must not be that of the first classes.
     files.sort(key=lambda entry: stable_seed(printable(entry[0].relative_to(folder.path).as_posix())))
-    images: list[Any] = []
-    keys, problems = [], []
     for path, problem in files:
-        if len(images) == count:
-            break
         try:
-            if problem is None:
+            if problem is None and len(images) < count:
                 read_image(path)
+                images[folder.key(path)] = partial(read_image, path)
         except UnusableSampleError as error:
             problem = str(error)
-        if problem is None:
-            images.append(lambda path=path: read_image(path))
-            keys.append(folder.key(path))
-        else:
-            problems.append(problem)
-    return images, keys, problems
+        problems += [] if problem is None else [problem]
+    if len(images) < 2:
+        problem = f" ({problems[0]})" if problems else ""
+        raise ValueError(f"data: {data} has {len(images)} images that can be read; at least 2 are needed{problem}")
+    return processor, images, problems
 
 
-def _as_bytes(image: torch.Tensor) -> Any:
+def _as_bytes(sample: DataSample) -> np.ndarray:
     """uint8 `[H, W, 3]` of an image `[3, H, W]` in [-1, 1]."""
-    return ((image + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
-
-
-def _image_side(config: Any) -> int:
-    size = getattr(config, "image_size", 64)
-    return int(size[0] if isinstance(size, (list, tuple)) else size)
+    return ((sample.load() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()

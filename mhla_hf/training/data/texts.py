@@ -42,10 +42,6 @@ RECORD_SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Far longer than anything that people wrote; files of gigabytes are better given as JSONL.
 _LONGEST_FILE = 1 << 28
 _FORMAT_VERSION = 2
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
 # Long texts are tokenised in pieces, cut at ends of lines.
 _PIECE_CHARACTERS = 1 << 17
 _TEXTS_AT_ONCE = 512
@@ -219,7 +215,6 @@ class TokenTable:
 def tokenize(
     corpus: TextCorpus,
     tokenizer: Any,
-    directory: Path,
     *,
     packed: bool,
     length: int,
@@ -231,7 +226,6 @@ def tokenize(
     Args:
         corpus: The texts.
         tokenizer: The model's own.
-        directory: Where it was loaded from.
         packed: Rows of exactly `length` tokens, with the tokenizer's end of text between documents, for language
             models. Otherwise passages of at most `length` tokens with the tokenizer's special tokens, each once.
         length: Tokens of a row, or most tokens of a passage.
@@ -241,11 +235,12 @@ def tokenize(
     Raises:
         ValueError: If there are too few texts.
     """
-    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    # Vocabulary and merges, in whichever files they are.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     identity = {
         "format_version": _FORMAT_VERSION,
         "texts": corpus.identity(),
-        "tokenizer": {path.name: file_fingerprint(path) for path in files},
+        "tokenizer": stable_seed(backend.to_str() if backend else sorted(tokenizer.get_vocab().items())),
         "options": {"packed": packed, "length": length, "samples": samples},
     }
     fingerprint = f"{stable_seed(json.dumps(identity, sort_keys=True)):016x}"
@@ -373,7 +368,7 @@ class Passages(BatchSource):
     def __init__(self, table: TokenTable, held_out: int, padding: int, seed: int = 0) -> None:
         indices, held_out_indices = drawn_held_out(len(table), held_out)
         self.table, self.padding, self.lengths = table, padding, table.lengths().tolist()
-        super().__init__(seed, table.fingerprint, indices, sorted(held_out_indices, key=self._length))
+        super().__init__(seed, table.fingerprint, indices, sorted(held_out_indices, key=self.lengths.__getitem__))
         self._together = lru_cache(maxsize=4)(self._make_together)
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
@@ -389,13 +384,12 @@ class Passages(BatchSource):
         order = self._order(stage, batch_size)
         steps = range(group * _BATCHES_TOGETHER, (group + 1) * _BATCHES_TOGETHER)
         numbers = [number for step in steps for number in order.sample_numbers(step)]
-        chosen = sorted((self.indices[order.dataset_index(number)] for number in numbers), key=self._length)
+        chosen = sorted(
+            (self.indices[order.dataset_index(number)] for number in numbers), key=self.lengths.__getitem__
+        )
         generator = torch.Generator().manual_seed(stable_seed(self.seed, stage, "lengths", group))
         batches = chunks(chosen, batch_size)
         return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
-
-    def _length(self, index: int) -> int:
-        return self.lengths[index]
 
     def _make(self, indices: Sequence[int]) -> Batch:
         rows = [self.table[index] for index in indices]
@@ -434,11 +428,11 @@ def text_batches(
         ValueError: If there are no such data, the model has no tokenizer, or it takes no texts.
     """
     config: Any = model.config
-    packed = is_causal(model)
+    packed = any(layer.mhla.config.causal for layer in mhla_layers(model))
     corpus, tokenizer, longest = open_texts(config, directory, data, length, text_field)
     length = length or min(ROW_LENGTH if packed else PASSAGE_LENGTH, longest)
     amount = samples + held_out
-    table = tokenize(corpus, tokenizer, directory, packed=packed, length=length, samples=amount, cache=cache)
+    table = tokenize(corpus, tokenizer, packed=packed, length=length, samples=amount, cache=cache)
     vocabulary = config.get_text_config().vocab_size
     if int(table.tokens.max()) >= vocabulary:
         raise ValueError(
@@ -470,11 +464,6 @@ def open_texts(
     if length is not None and not 2 <= length <= longest:
         raise ValueError(f"max_length must be from 2 to {longest:,} for this model, got {length}")
     return corpus, tokenizer, longest
-
-
-def is_causal(model: nn.Module) -> bool:
-    """`True` if the attention of a converted model is causal, as in language models."""
-    return any(layer.mhla.config.causal for layer in mhla_layers(model))
 
 
 @torch.no_grad()

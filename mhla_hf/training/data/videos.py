@@ -16,7 +16,7 @@ from PIL import Image, ImageSequence
 from ...utils.files import atomic_file
 from ...utils.messages import how_to_install
 from ..config import Bucket
-from .folders import DataFolder, DataSample, UnusableSampleError, captioned_files, unusable_sample
+from .folders import DataSample, UnusableSampleError, captioned_samples
 from .images import check_size, fit, nearest_bucket, open_image, to_tensor, unreadable
 
 
@@ -30,7 +30,7 @@ _HIGHEST_FPS = 1000
 
 
 def captioned_videos(folder: Path, sizes: Sequence[Bucket], fps: float | None = None) -> list[DataSample]:
-    """List the captioned videos of a folder; see `folders.captioned_files`. Unusable ones raise when read.
+    """List the captioned videos of a folder; see `folders.captioned_samples`. Unusable ones raise when read.
 
     Args:
         folder: The folder.
@@ -39,26 +39,19 @@ def captioned_videos(folder: Path, sizes: Sequence[Bucket], fps: float | None = 
         fps: Frame rate to sample at; None takes the frames as they are.
 
     Raises:
-        ValueError: See `folders.captioned_files`.
+        ValueError: See `folders.captioned_samples`.
     """
-    data = DataFolder(folder)
 
-    def sample(path: Path, caption: str) -> DataSample:
-        def load() -> torch.Tensor:
-            size = sizes[0] if len(sizes) == 1 else _choose_bucket(path, sizes, fps)
-            if size is not None:
-                frames = read_frames(path, size.num_frames, fps, (size.height, size.width))
-                if len(frames) == size.num_frames:
-                    return to_tensor(frames)
-            wanted = " or ".join(str(each.num_frames) for each in sizes)
-            raise UnusableSampleError(f"{path} has fewer frames that can be read than {wanted}")
+    def load(path: Path) -> torch.Tensor:
+        size = sizes[0] if len(sizes) == 1 else _choose_bucket(path, sizes, fps)
+        if size is not None:
+            frames = read_frames(path, size.num_frames, fps, (size.height, size.width))
+            if len(frames) == size.num_frames:
+                return to_tensor(frames)
+        wanted = " or ".join(str(each.num_frames) for each in sizes)
+        raise UnusableSampleError(f"{path} has fewer frames that can be read than {wanted}")
 
-        return DataSample(data.key(path), caption, load)
-
-    return [
-        sample(file.path, file.caption) if file.problem is None else unusable_sample(file.problem)
-        for file in captioned_files(data, VIDEO_SUFFIXES, "videos")
-    ]
+    return captioned_samples(folder, VIDEO_SUFFIXES, "videos", load)
 
 
 def read_frames(

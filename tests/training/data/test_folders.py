@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mhla_hf.training.config import Bucket
-from mhla_hf.training.data.folders import DataFolder, UnusableSampleError, captioned_files
+from mhla_hf.training.data.folders import UnusableSampleError, captioned_samples
 from mhla_hf.training.data.images import IMAGE_SUFFIXES, captioned_images, read_image
 from mhla_hf.training.data.videos import captioned_videos, read_frames, write_video
 
@@ -93,7 +93,7 @@ class TestCaptions:
         return tmp_path
 
     def files(self, folder):
-        return captioned_files(DataFolder(folder), IMAGE_SUFFIXES, "images")
+        return captioned_samples(folder, IMAGE_SUFFIXES, "images", read_image)
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),
