@@ -53,7 +53,7 @@ from .processes import (
     make_accelerator,
     unsharded,
 )
-from .stages.prediction import PredictionStage, Stage
+from .stages.prediction import Stage
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,7 +93,7 @@ class Trainer(ABC):
         objective: The task of the model.
     """
 
-    stage_class: ClassVar[type[PredictionStage]]
+    stage_class: ClassVar[type[Stage]]
     open_source: ClassVar[Callable[[str, str], ModelDirectory]]
     source: Any
     model: Any

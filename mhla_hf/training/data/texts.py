@@ -7,7 +7,6 @@ A folder of plain text needs no further library; JSONL, parquet and data sets of
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -83,8 +82,6 @@ class TextCorpus:
                 f"data: {shorten_text(self.data)} is neither a folder of {', '.join(TEXT_SUFFIXES)} files, a .jsonl "
                 "or .parquet file, nor the id of a data set (owner/name)"
             )
-        if not self.files and importlib.util.find_spec("datasets") is None:
-            raise ValueError(f"data: {self.data} is no folder; records need datasets: {how_to_install('train')}")
 
     def identity(self) -> dict[str, Any]:
         """Identity of the texts as plain JSON values."""
@@ -165,7 +162,12 @@ class TextCorpus:
                 self.skipped.append(f"record {number} of {self.data} has no text in {self.text_field!r:.100}")
 
     def _rows(self) -> Iterator[Any]:
-        import datasets
+        try:
+            import datasets
+        except ImportError as error:
+            raise ValueError(
+                f"data: records, such as {self.data}, need datasets: {how_to_install('train')}"
+            ) from error
 
         name, _, configuration = self.data.partition(":")
         source: dict[str, Any] = {"path": name, "name": configuration or None}

@@ -99,24 +99,18 @@ def sigmas_from_uniform(
     return shift_sigmas(sigmas, flow_shift).clamp(low, high).float()
 
 
-def sample_sigmas(
-    batch_size: int,
-    *,
-    generator: torch.Generator | None = None,
-    logit_mean: float = 0.0,
-    logit_std: float = 1.0,
-    flow_shift: float = 1.0,
-    sigma_range: tuple[float, float] = (0.0, 1.0),
-) -> torch.Tensor:
-    """Draw noise levels; see `sigmas_from_uniform` for the arguments.
+def sample_sigmas(batch_size: int, *, generator: torch.Generator | None = None, **distribution: Any) -> torch.Tensor:
+    """Draw noise levels.
+
+    Args:
+        batch_size: B.
+        generator: Source of randomness; by default PyTorch's own.
+        **distribution: `logit_mean`, `logit_std`, `flow_shift` and `sigma_range` of `sigmas_from_uniform`.
 
     Returns:
         Noise levels `[B]`, fp32, on the CPU.
     """
-    uniform = torch.rand(batch_size, generator=generator, dtype=torch.float64)
-    return sigmas_from_uniform(
-        uniform, logit_mean=logit_mean, logit_std=logit_std, flow_shift=flow_shift, sigma_range=sigma_range
-    )
+    return sigmas_from_uniform(torch.rand(batch_size, generator=generator, dtype=torch.float64), **distribution)
 
 
 def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:

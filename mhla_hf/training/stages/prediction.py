@@ -21,7 +21,14 @@ from .objectives import LatentBatch
 
 
 class Stage(ABC):
-    """A stage as the training loop sees it.
+    """Fine-tuning on the model's own task or, with a teacher, distillation towards its predictions.
+
+    Args:
+        config: The options.
+        model: The model.
+        objective: The objective of the model.
+        batches: Source of the batches.
+        get_teacher: Returns the teacher when the stage begins; None for fine-tuning.
 
     Attributes:
         name: One of `checkpoints.STAGES`.
@@ -29,17 +36,34 @@ class Stage(ABC):
         learning_rate: Peak learning rate.
         mhla_learning_rate: Peak learning rate of the MHLA parameters.
         validates: True if the stage generates validation samples.
+        teacher_share: Weight of the distance to the teacher in the loss; the rest is the weight of the task's loss.
     """
 
-    name: str
-    steps: int
-    learning_rate: float
-    mhla_learning_rate: float
-    validates: bool
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model: Any,
+        objective: Any,
+        batches: Any,
+        get_teacher: Callable[[], Teacher] | None = None,
+    ) -> None:
+        self.config, self.model, self.objective, self.batches = config, model, objective, batches
+        self.get_teacher = get_teacher
+        self.teacher: Teacher | None = None
+        self.name, self.steps, self.teacher_share = "finetune", config.max_steps, 0.0
+        own_rate = None
+        if get_teacher is not None:
+            self.name, self.steps, self.teacher_share = "distill", config.distill_steps, config.distill_ratio
+            own_rate = config.distill_learning_rate
+        self.learning_rate = own_rate or config.learning_rate
+        # The more particular option wins, as in the matching stage.
+        self.mhla_learning_rate = own_rate or config.mhla_learning_rate or config.learning_rate
+        # Fine-tuning generates them later, for the same steps.
+        self.validates = get_teacher is None or not config.max_steps
 
     @abstractmethod
     def make_batch(self, order: DataOrder, step: int, micro_step: int) -> TrainingBatch:
-        """Makes a micro-batch on the CPU; a pure function.
+        """Make a micro-batch on the CPU; a pure function.
 
         Args:
             order: The data order of this process.
@@ -47,13 +71,18 @@ class Stage(ABC):
             micro_step: Micro-step within it, from 0.
         """
 
-    @abstractmethod
     def trainable_names(self) -> list[str]:
         """Names of the parameters that train."""
+        return trainable_names(self.model, self.config.train)
 
-    @abstractmethod
     def module(self) -> nn.Module:
         """The module that accelerate wraps, which shares its parameters with the model."""
+        if self.get_teacher is not None:
+            self.teacher = self.get_teacher()
+        return self._wrapped()
+
+    @abstractmethod
+    def _wrapped(self) -> nn.Module: ...
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: Any, accelerator: Any) -> torch.Tensor:
@@ -69,60 +98,8 @@ class Stage(ABC):
     def context(self) -> AbstractContextManager[None]:
         """Context of the stage's steps."""
 
-    def close(self) -> None:  # noqa: B027
-        """Releases everything that only this stage needs; by default nothing."""
-
-
-class PredictionStage(Stage):
-    """Fine-tuning on the model's own task or, with a teacher, distillation towards its predictions.
-
-    Args:
-        config: The options.
-        model: The model.
-        objective: The objective of the model.
-        batches: Source of the batches.
-        get_teacher: Returns the teacher when the stage begins; None for fine-tuning.
-
-    Attributes:
-        teacher_share: Weight of the distance to the teacher in the loss; the rest is the weight of the task's loss.
-    """
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        model: nn.Module,
-        objective: Any,
-        batches: Any,
-        get_teacher: Callable[[], Teacher] | None = None,
-    ) -> None:
-        self.config, self.objective, self.batches = config, objective, batches
-        self.model: Any = model
-        self.get_teacher = get_teacher
-        self.teacher: Teacher | None = None
-        self.name, self.steps, self.teacher_share = "finetune", config.max_steps, 0.0
-        own_rate = None
-        if get_teacher is not None:
-            self.name, self.steps, self.teacher_share = "distill", config.distill_steps, config.distill_ratio
-            own_rate = config.distill_learning_rate
-        self.learning_rate = own_rate or config.learning_rate
-        # The more particular option wins, as in the matching stage.
-        self.mhla_learning_rate = own_rate or config.mhla_learning_rate or config.learning_rate
-        # Fine-tuning generates them later, for the same steps.
-        self.validates = get_teacher is None or not config.max_steps
-
-    def trainable_names(self) -> list[str]:
-        return trainable_names(self.model, self.config.train)
-
-    def module(self) -> nn.Module:
-        if self.get_teacher is not None:
-            self.teacher = self.get_teacher()
-        return self._wrapped()
-
-    @abstractmethod
-    def _wrapped(self) -> nn.Module: ...
-
     def close(self) -> None:
-        """Releases the teacher."""
+        """Release the teacher."""
         self.teacher = None
 
 
@@ -150,7 +127,7 @@ class Computed(nn.Module):
         return self.compute(self.model, *args)
 
 
-class DiffusionStage(PredictionStage):
+class DiffusionStage(Stage):
     """The family's objective, or the distance to the teacher's prediction of the same noisy latents."""
 
     def make_batch(self, order: DataOrder, step: int, micro_step: int) -> LatentBatch:

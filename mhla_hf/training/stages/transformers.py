@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -27,7 +27,7 @@ from ..data.batches import DataOrder
 from ..matching.layers import evaluating, without_dropout
 from ..matching.teacher import Teacher, compute_with
 from ..parameters import set_trainable
-from .prediction import Computed, PredictionStage
+from .prediction import Computed, Stage
 
 
 IGNORED = -100
@@ -69,7 +69,7 @@ class ModelBatch:
         return ModelBatch(send_to_device(self.inputs, device, non_blocking=True), self.indices)
 
 
-class TransformersStage(PredictionStage):
+class TransformersStage(Stage):
     """The model's own task, or the distance to the teacher's logits or hidden states.
 
     The task is the next token for language models, and the loss of the model's class on batches with labels for
@@ -88,7 +88,6 @@ class TransformersStage(PredictionStage):
         get_teacher: Callable[[], Teacher] | None = None,
     ) -> None:
         super().__init__(config, model, objective, batches, get_teacher)
-        self._names: list[str] | None = None
         has_task = self.teacher_share == 1 or objective.predicts_tokens
         if not has_task and "labels" not in batches.batch(self.name, 0, 1):
             option = "distill_ratio must be 1" if self.name == "distill" else "max_steps must be 0"
@@ -118,10 +117,7 @@ class TransformersStage(PredictionStage):
 
     def trainable_names(self) -> list[str]:
         """Names of the parameters that train, without those that no loss reaches, such as an unused pooler's."""
-        if self._names is None:
-            names = super().trainable_names()
-            self._names = names if self._by_tokens else self._reached(names)
-        return self._names
+        return super().trainable_names() if self._by_tokens else self._reached
 
     def _wrapped(self) -> nn.Module:
         if self._by_tokens:
@@ -181,8 +177,10 @@ class TransformersStage(PredictionStage):
         with accelerator.autocast():
             return matched_states(objective.target, compute_with(teacher, output), inputs)
 
-    def _reached(self, names: list[str]) -> list[str]:
+    @cached_property
+    def _reached(self) -> list[str]:
         """The parameters that a loss reaches, found by running one sample."""
+        names = super().trainable_names()
         device = next(self.model.parameters()).device
         inputs = send_to_device(dict(self.batches.batch(self.name, 0, 1)), device)
         there = dict(self.model.named_parameters())
