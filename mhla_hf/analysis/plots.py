@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +117,19 @@ def mixing_figure(matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, 
 
 def decay_figure(initial: DistanceDecay, layers: Mapping[int, DistanceDecay]) -> Any:
     """Draw the mean mixing weight of each layer against the distance of two blocks; initial weights are dashed."""
+    from matplotlib import colormaps
+
     figure = new_figure(7.2, 3.4)
     axes = _plain_axes(figure.subplots())
     axes.plot(initial.distance, initial.mean, "--", color="#888888", label="initial")
-    for (layer, decay), color in zip(layers.items(), _shades(len(layers))):
-        axes.plot(decay.distance, decay.mean, color=color, label=f"layer {layer}")
+    numbers = list(layers)
+    # Of many layers, the first and the last are named.
+    named = set(numbers if len(numbers) < 12 else (numbers[0], numbers[-1]))
+    for place, (layer, decay) in enumerate(layers.items()):
+        color = colormaps["viridis"](0.9 * place / max(1, len(layers) - 1))
+        axes.plot(decay.distance, decay.mean, color=color, label=f"layer {layer}" if layer in named else None)
     axes.set(xlabel="distance in blocks", ylabel="mean weight")
-    _legend(figure, axes, ["initial", *(f"layer {layer}" for layer in layers)])
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 
@@ -166,25 +172,11 @@ def _outline(axis: Any, inside: torch.Tensor) -> None:
         axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor="black", linewidth=1.8))
 
 
-def _shades(count: int) -> list[Any]:
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](0.9 * index / max(1, count - 1)) for index in range(count)]
-
-
 def _plain_axes(axes: Any) -> Any:
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
-
-
-def _legend(figure: Any, axes: Any, names: Sequence[str]) -> None:
-    """Name the lines below the axes; of many, some."""
-    shown = names if len(names) <= 12 else [names[0], names[1], names[-1]]
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
-    found = [handles[name] for name in shown]
-    figure.legend(found, shown, loc="outside lower center", ncols=min(4, len(shown)), fontsize=8, frameon=False)
 
 
 # The page of an inspection

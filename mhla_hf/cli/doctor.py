@@ -141,30 +141,11 @@ def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:
     _check_installation(False, device, json_file)
 
 
-def _show_environment(report: dict[str, Any]) -> None:
-    from ..utils.messages import format_bytes
-
-    machine, checks, accelerate = report["machine"], report["checks"], report["accelerate"]
-    name = str(machine["device"])
-    if "capability" in machine:
-        name += f", compute capability {machine['capability']}, {format_bytes(machine['memory_bytes'])}"
-    kernels: dict[str, list[str]] = {}
-    for dtype, reason in report["kernels"].items():
-        kernels.setdefault(reason or "run", []).append(dtype)
-    is_configured = isinstance(accelerate, dict)
-    facts = {
-        "Platform": report["platform"],
-        "Python": machine["python"],
-        "Device": f"{name} ({machine['cpu_cores']} CPU cores, {machine['threads']} threads)",
-        "CUDA": machine["cuda"] or "none",
-        **{package: version or "not installed" for package, version in report["packages"].items()},
-        "Kernels": "; ".join(f"{', '.join(dtypes)}: {reason}" for reason, dtypes in kernels.items()),
-        **({"Verdicts of kernel checks": checks["file"] or "not kept"} if checks["on"] else {}),
-        **{f"Failed check of {kernel}": text for kernel, text in checks["failed"].items()},
-        **{variable: f"`{value}`" for variable, value in report["environment"].items()},
-        "accelerate config": "" if is_configured else accelerate or "none",
-    }
-    for fact, value in facts.items():
-        typer.echo(f"- {fact}: {' '.join(str(value).split())}".rstrip())
-    for setting, value in accelerate.items() if is_configured else ():
-        typer.echo(f"    - {setting}: {value}")
+def _show_environment(report: dict[str, Any], indent: str = "") -> None:
+    """Print a report as nested Markdown lists."""
+    for name, value in report.items():
+        if isinstance(value, dict):
+            typer.echo(f"{indent}- {name}:")
+            _show_environment(value, f"{indent}    ")
+        else:
+            typer.echo(f"{indent}- {name}: {' '.join(str(value).split())}")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,8 +35,6 @@ _MEMORY_OPTIONS = (
     "--memory-limit", "--sizes", "--num-frames", "--height", "--width", "--max-length", "--max-tokens", "--contexts",
     "--shapes", "--models",
 )  # fmt: skip
-# Panels of fewer columns would cut the names of options.
-_PANEL_COLUMNS = 78
 # Names of arguments in Python where the command line has another.
 _CALLED = {"destination": "output", "directory": "model", "base": "original"}
 _VERBS = "must|is|are|was|has|have|had|names|name|needs|need|cannot|could|already|selects|makes|takes|does|do"
@@ -179,23 +176,18 @@ def tidy_help(command: Any) -> None:
     """Give a command and all commands below it the same style of help.
 
     Lines under "Examples:" come last. The terminal wraps paragraphs, not the source; brackets are brackets; arguments
-    have the capital names that texts call them by, and flags no type. Narrow terminals get lists without panels.
+    have the capital names that texts call them by, and flags no type.
 
     Args:
         command: A command or group of typer; it is changed in place.
     """
-    narrow = shutil.get_terminal_size().columns < _PANEL_COLUMNS
     description, mark, examples = inspect.cleandoc(command.help or "").partition("\nExamples:\n")
     if mark:
         command.help, command.epilog = description, f"Examples:\n{inspect.cleandoc(examples)}"
     for described in (command, *command.params):
         # Typer takes words in brackets, such as those of `pip install -e '.[app]'`, for styles.
         if described.help and not isinstance(described.help, _Tidied):
-            text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(described.help))
-            described.help = _Tidied(text if narrow else escape(text))
-    if narrow and command.rich_markup_mode is not None:
-        command.rich_markup_mode = None
-        command.epilog = command.epilog and command.epilog.replace("\n", "\n\n")
+            described.help = _Tidied(escape(re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(described.help))))
     for parameter in (*command.params, command.get_help_option(typer.Context(command))):
         if parameter.metavar is not None:
             continue

@@ -95,6 +95,7 @@ _OUTPUTS = {
     "encoder": "mean-pooled last hidden states",
     "vision": "outputs (logits of classifiers, else mean-pooled last hidden states)",
 }
+_LOSSES = {"wan": "flow-matching loss", "sana": "flow-matching loss", "dit": "noise-prediction loss"}
 # Figures of the original on the same data agree to rounding.
 _SAME = 1e-4
 _BENCHMARKS = ("decode", "model", "train", "op", "generation")
@@ -325,8 +326,11 @@ def quality_table(records: Records, others: Mapping[str, dict[str, Any]]) -> dic
     ]
     for title, other in others.items():
         mine, theirs = (each["figures"].get("softmax", {}) for each in (report, other))
-        same = all((each["data"], each["family"]) == (report["data"], report["family"]) for each in (other,))
-        if not same or not all(_close(value, theirs.get(key)) for key, value in mine.items()):
+        mine = {key: value for key, value in mine.items() if value is not None}
+        same = (other["data"], other["family"]) == (report["data"], report["family"])
+        if not same or not all(
+            math.isclose(value, theirs.get(key) or 0, rel_tol=_SAME) for key, value in mine.items()
+        ):
             raise ValueError(
                 f"{one_line(title, LONGEST)} was measured on other data than this model and cannot stand beside it: "
                 "give the report of a recovery of the same original, with the same data."
@@ -350,7 +354,7 @@ def eval_results(records: Records, task: str | None, dataset: str | None) -> lis
             dataset_type=identifier if listed else "held-out",
             dataset_name=dataset or (data["origin"] if listed else f"Held-out {data['kind'] or 'samples'}"),
             metric_type=metric,
-            metric_name=(_loss_name(records.recovery) if key == "loss" else heading).capitalize(),
+            metric_name=(_LOSSES.get(records.recovery["family"], "loss") if key == "loss" else heading).capitalize(),
             metric_value=float(f"{final[key]:.5g}"),
         )
         for key, (heading, _, metric) in _FIGURES.items()
@@ -368,15 +372,11 @@ def _cells(state: dict[str, Any]) -> dict[str, str | None]:
     return {heading: shown(state.get(key), form) for key, (heading, form, _) in _FIGURES.items()}
 
 
-def _close(first: float | None, second: float | None) -> bool:
-    return first is None or (second is not None and math.isclose(first, second, rel_tol=_SAME))
-
-
 def _quality_sentence(report: dict[str, Any], states: dict[str, dict[str, Any]]) -> str:
     data = report["data"]
     key = next(key for key in _FIGURES if any(state.get(key) is not None for state in states.values()))
     what, best = {
-        "loss": (_loss_name(report).capitalize(), "; lower is better"),
+        "loss": (_LOSSES.get(report["family"], "loss").capitalize(), "; lower is better"),
         "bits_per_byte": ("Bits per byte of text", "; lower is better"),
         "cosine": ("Cosine similarity to the original's output", "; 1 is best"),
     }.get(key, ("Quality", ""))
@@ -387,11 +387,6 @@ def _quality_sentence(report: dict[str, Any], states: dict[str, dict[str, Any]])
         where += f" with {pluralize(data['draws'], 'noise draw')} each, the same for all models"
     run = "" if report["seed"] is None else f" One run, seed {report['seed']}."
     return f"{what}, on {where}{best}.{run}"
-
-
-def _loss_name(report: dict[str, Any]) -> str:
-    losses = {"wan": "flow-matching loss", "sana": "flow-matching loss", "dit": "noise-prediction loss"}
-    return losses.get(report["family"], "loss")
 
 
 # Speed
@@ -539,11 +534,14 @@ def duration(seconds: float | None) -> str | None:
     """Format seconds in a unit that is easy to read."""
     if seconds is None or seconds < 0:
         return None
-    if seconds < 1:
-        return f"{1e3 * seconds:.3g} ms"
-    if seconds < 600:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    units = (
+        (1, 1e3, "ms", ".3g"),
+        (600, 1, "s", ".3g"),
+        (7200, 1 / 60, "min", ".0f"),
+        (math.inf, 1 / 3600, "h", ".1f"),
+    )
+    factor, unit, form = next(unit[1:] for unit in units if seconds < unit[0])
+    return f"{seconds * factor:{form}} {unit}"
 
 
 def milliseconds(value: float | None) -> str | None:
