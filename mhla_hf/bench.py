@@ -357,7 +357,8 @@ def measure_operator(
             if progress is not None:
                 progress(f"{title}, {direction}")
             sizes = (shape, direction != "forward", dtype, device)
-            rows = compare({key: partial(_operator_run, *key, *sizes) for key in keys}, options, "softmax")
+            makers = {(name, each): partial(_operator_run, name, each, *sizes) for name, each in keys}
+            rows = compare(makers, options, "softmax")
             case = {"shape": title, "tokens": shape.tokens, "direction": direction}
             results += [{**case, "contestant": name, "normalizer": each, **rows[name, each]} for name, each in keys]
         _input_sets.cache_clear()
@@ -532,7 +533,7 @@ def time_in_rounds(
             free_memory(device)
     for name in runs.keys() - results.keys():
         times = [1e3 * time for round_ in measured[name] for time in round_.times]
-        median, low, high = np.percentile(times, (50, 20, 80)).tolist()
+        median, low, high = map(float, np.percentile(times, (50, 20, 80)))
         count = sum(len(round_.times) * round_.number_per_run for round_ in measured[name])
         results[name] = {"milliseconds": median, "milliseconds_20": low, "milliseconds_80": high, "runs": count}
     return {name: results[name] for name in runs}

@@ -331,57 +331,46 @@ def _training_command(family: str) -> Callable[..., None]:
             check_options(checked, family)
         if run.model is None or (run.output is None and not (cache_only and run.cache is not None)):
             raise ValueError(f"{'model' if run.model is None else 'output'} must be given")
-        _train(family, run, cache, cache_only, json_file, track_attention)
+
+        from ..training.data.cache import make_cache
+        from ..training.families import check_run, family_of_class, open_pipeline
+        from ..training.processes import make_accelerator
+
+        accelerator = make_accelerator(run)
+        with accelerator.main_process_first():
+            source = open_pipeline(run.model, run.component)
+            if (own := family_of_class(source.class_name).name) != family:
+                raise ValueError(f"model is a {source.class_name}: use `mhla-hf train {own}`")
+            if not cache_only:
+                check_run(source, run)
+        if cache.data is not None:
+            make_cache(run, cache, accelerator, source)
+        if cache_only:
+            return
+
+        from ..training.libraries import DiffusionTrainer
+
+        trainer = DiffusionTrainer(run, accelerator=accelerator, source=source)
+        if track_attention is not None:
+            from ..analysis import AttentionTracker
+
+            trainer.tracker = AttentionTracker(trainer.probe_batch(), every=track_attention)
+        result = trainer.run()
+        if accelerator.is_main_process:
+            for stage, losses in result.losses.items():
+                if losses:
+                    typer.echo(f"{stage}: loss {losses[0]:.6f} -> {losses[-1]:.6f} in {len(losses)} steps")
+            typer.echo(f"pipeline: {result.pipeline}")
+            resumed_from = None if result.resumed_from is None else str(result.resumed_from)
+            figures = {"losses": result.losses, "seconds_per_step": result.seconds_per_step}
+            write_report(json_file, {**figures, "pipeline": str(result.pipeline), "resumed_from": resumed_from})
+            if run.mhla != UNCONVERTED and result.pipeline is not None:
+                write_first_card(result.pipeline)
+        accelerator.end_training()
 
     script = f"accelerate launch conversion/train_{family}.py MODEL OUTPUT ..."
     command.__doc__ = f"{FAMILIES[family]}\n\nOn several GPUs: {script}"
     return command
-
-
-def _train(
-    family: str,
-    config: TrainingConfig,
-    cache_config: CacheConfig,
-    cache_only: bool,
-    json_file: Path | None,
-    track_every: int | None,
-) -> None:
-    from ..training.data.cache import make_cache
-    from ..training.families import check_run, family_of_class, open_pipeline
-    from ..training.processes import make_accelerator
-
-    accelerator, source = make_accelerator(config), None
-    if config.model is not None:
-        with accelerator.main_process_first():
-            source = open_pipeline(config.model, config.component)
-            if (own := family_of_class(source.class_name).name) != family:
-                raise ValueError(f"model is a {source.class_name}: use `mhla-hf train {own}`")
-            if not cache_only:
-                check_run(source, config)
-    if source is not None and cache_config.data is not None:
-        make_cache(config, cache_config, accelerator, source)
-    if cache_only:
-        return
-
-    from ..training.libraries import DiffusionTrainer
-
-    trainer = DiffusionTrainer(config, accelerator=accelerator, source=source)
-    if track_every is not None:
-        from ..analysis import AttentionTracker
-
-        trainer.tracker = AttentionTracker(trainer.probe_batch(), every=track_every)
-    result = trainer.run()
-    if accelerator.is_main_process:
-        for stage, losses in result.losses.items():
-            if losses:
-                typer.echo(f"{stage}: loss {losses[0]:.6f} -> {losses[-1]:.6f} in {len(losses)} steps")
-        typer.echo(f"pipeline: {result.pipeline}")
-        resumed_from = None if result.resumed_from is None else str(result.resumed_from)
-        figures = {"losses": result.losses, "seconds_per_step": result.seconds_per_step}
-        write_report(json_file, {**figures, "pipeline": str(result.pipeline), "resumed_from": resumed_from})
-        if config.mhla != UNCONVERTED and result.pipeline is not None:
-            write_first_card(result.pipeline)
-    accelerator.end_training()
 
 
 COMMANDS = {family: _training_command(family) for family in FAMILIES}

@@ -317,9 +317,8 @@ def _starts_as_original(part: recorded.ModelPart) -> bool:
 def _usage(records: recorded.Records, data: ModelCardData, location: str, text: CardText) -> dict[str, Any]:
     """Return what the examples of the template are made of."""
     part = records.parts[0]
-    task, name, kind = str(data.pipeline_tag), part.directory.class_name, part.directory.kind
-    if data.library_name == "sentence-transformers":
-        kind = "sentences"
+    task, name = str(data.pipeline_tag), part.directory.class_name
+    kind = "sentences" if data.library_name == "sentence-transformers" else part.directory.kind
     inputs = {"unconditional-image-generation": ["class_labels=[0]"]}.get(task, [])
     if task in ("text-to-video", "text-to-image"):
         size = _call_size(part, part.towers[0]) or {}
