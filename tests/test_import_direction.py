@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def imports(name: str) -> set[str]:
 
 
 IMPORTS = {name: imports(name) for name in MODULES}
+
+
+def test_the_architecture_page_lists_the_levels():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page, flags=re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed, key=lambda name: -LEVEL[name]) == listed
+    assert {*listed, "__init__", "__main__"} == {name.partition(".")[0] for name in MODULES}
 
 
 def test_packages_import_those_below_them_alone():

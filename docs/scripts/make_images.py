@@ -56,6 +56,77 @@ def hide_ticks(*all_axes: Axes) -> None:
         axes.spines[:].set_visible(False)
 
 
+ROOMS = [
+    ("cli", "commands and their options"),
+    ("app", "side by side in the browser"),
+    ("bench  demo", "timings; the built-in example"),
+    ("hub", "checks, model card, push"),
+    ("recovery  analysis  lora_check", "stages of recover; what layers learned"),
+    ("training", "trainer, objectives, data, matching"),
+    ("conversion", "plan, write, report; foreign formats"),
+    ("pipelines", "load_pipeline, convert in memory"),
+    ("integrations", "how other libraries learn of MHLA"),
+    ("presets", "models of the paper by name"),
+    ("models", "diffusers classes, model directories"),
+    ("layers", "MHLA, which owns the new parameters"),
+    ("config", "MHLAConfig"),
+    ("ops", "mhla_attention and its kernels"),
+    ("layouts", "how tokens form blocks"),
+    ("utils", "files, options, other libraries' internals"),
+]
+"""Packages from the top down: each imports those below it alone, and those of one row do not import each other."""
+
+ROUTES = {
+    "Generate": {
+        "pipelines": "load_pipeline",
+        "integrations": "from_pretrained",
+        "models": "build, load weights",
+        "layers": "MHLA.forward",
+        "ops": "block summaries, mixed",
+    },
+    "Convert": {
+        "cli": "mhla-hf convert",
+        "conversion": "plan, copy, initialise",
+        "models": "open the original",
+        "layers": "initial mixing",
+        "utils": "write beside, move",
+    },
+    "Recover": {
+        "cli": "mhla-hf recover",
+        "hub": "card, push",
+        "recovery  analysis  lora_check": "convert, calibrate",
+        "training": "match, distil, fine-tune",
+        "models": "model and its original",
+        "ops": "forward and backward",
+    },
+}
+
+
+def draw_architecture(name: str) -> None:
+    """Draw the packages by level, and the ways of data through them."""
+    figure = new_figure(11.0, 7.4)
+    axes = figure.subplots()
+    rows = {room: row for row, (room, _) in enumerate(ROOMS)}
+    for room, row in rows.items():
+        axes.add_patch(Rectangle((0, row + 0.06), 5.0, 0.88, color="#e9edf2", linewidth=0))
+        axes.text(0.12, row + 0.32, room, va="center", family="monospace", fontsize=9.5, color=INK, weight="bold")
+        axes.text(0.12, row + 0.7, ROOMS[row][1], va="center", fontsize=8, color=INK)
+        axes.axhline(row + 0.5, xmin=0.43, color="#eeeeee", linewidth=0.8, zorder=0)
+    for column, (route, steps) in enumerate(ROUTES.items()):
+        x, colour = 5.4 + 2.5 * column, PALETTE[column]
+        places = sorted(rows[room] for room in steps)
+        axes.plot([x, x], [places[0] + 0.5, places[-1] + 0.5], color=colour, linewidth=3, alpha=0.5)
+        axes.text(x - 0.12, -0.25, route, fontsize=11, color=colour, weight="bold")
+        for room, step in steps.items():
+            axes.plot(x, rows[room] + 0.5, "o", color=colour, markersize=8)
+            axes.text(x + 0.18, rows[room] + 0.5, step, va="center", fontsize=9, color=INK, bbox=LABEL_BOX)
+    axes.annotate("", (-0.25, 15.9), (-0.25, 0.1), arrowprops={"arrowstyle": "->", "color": INK})
+    axes.text(-0.5, 8, "imports go down only", rotation=90, ha="center", va="center", fontsize=9, color=INK)
+    axes.set(xlim=(-0.7, 12.6), ylim=(16.1, -0.7))
+    hide_ticks(axes)
+    save(figure, name)
+
+
 def draw_blocks(name: str) -> None:
     """Token grids cut into blocks: one that the blocks divide, and one that they do not."""
     figure = new_figure(8.4, 3.0)
@@ -261,6 +332,7 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, help="Output directory of a finished demo.")
     demo = parser.parse_args().demo
     torch.manual_seed(0)
+    draw_architecture("architecture.png")
     draw_blocks("blocks.png")
     draw_summaries("summaries.png")
     draw_initial_mixing("initial_mixing.png")
