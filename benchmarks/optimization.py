@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from conversion.digits.muon import Muon
-from mhla_hf.training.optimization import learning_rate_factor, set_learning_rate
+from mhla_hf.training.parameters import learning_rate_factor, set_learning_rate
 
 
 GRADIENT_CLIP = 1.0

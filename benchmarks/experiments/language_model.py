@@ -14,7 +14,7 @@ import torch
 
 import mhla_hf
 from mhla_hf.training.data.batches import stable_seed
-from mhla_hf.training.optimization import set_learning_rate
+from mhla_hf.training.parameters import set_learning_rate
 from mhla_hf.utils.machine import synchronize
 
 from ..optimization import descend, freeze_mixing, make_optimizers

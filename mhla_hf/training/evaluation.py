@@ -149,6 +149,9 @@ class Reports:
         position: Position that the run resumes from.
         callback: Called after every step.
         tracker: Looks at the model while it trains.
+
+    Attributes:
+        steps_before: Steps of the stages before the present one, which trackers count too.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class Reports:
         self.accelerator, self.callback, self.tracker = accelerator, callback, tracker
         self.in_shards = accelerator.distributed_type == DistributedType.FSDP
         self.at_start: dict[str, Any] | None = None
+        self.steps_before = 0
         self.metrics: MetricsFile | None = None
         if output is not None and accelerator.is_main_process:
             self.metrics = MetricsFile(output / "metrics.jsonl", position)
@@ -190,7 +194,6 @@ class Reports:
         self,
         stage: str,
         step: int,
-        run_step: int,
         loss: float,
         figures: dict[str, float],
         seconds: float,
@@ -202,13 +205,13 @@ class Reports:
         Args:
             stage: The stage.
             step: The step of that stage, from 1.
-            run_step: The step as trackers count it, with those of earlier stages.
             loss: Its loss.
             figures: Further figures.
             seconds: Its duration.
             model: The model, whose attention is recorded where that is due; None records none.
             module: The module that accelerate has wrapped around the model, if there is one.
         """
+        run_step = self.steps_before + step
         tracked = None if model is None else self._track(model, module or model, run_step)
         if self.metrics is not None:
             row = {"stage": stage, "step": step, "loss": loss, **figures, "seconds": round(seconds, 6)}

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that train (those of MHLA, LoRA and those of MHLA, or all), and files of LoRA and MHLA parameters."""
+"""Parameters that train: which they are, AdamW over them, the learning rate, their average (EMA), and LoRA."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from ..utils.compat.diffusers import lora_metadata_key
 from ..utils.destinations import atomic_directory
+from .config import TrainingConfig
 
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -23,6 +26,7 @@ _MHLA = re.compile(r"(^|\.)mhla\.")
 _LORA = re.compile(r"\.lora_[AB]\.")
 LORA_FILE = "pytorch_lora_weights.safetensors"
 MHLA_FILE = "mhla.safetensors"
+_TABLES = ("scale_shift_table", "embedding_table.weight")
 
 
 def is_mhla_parameter(name: str) -> bool:
@@ -33,11 +37,6 @@ def is_mhla_parameter(name: str) -> bool:
 def is_lora_parameter(name: str) -> bool:
     """True for the name of a LoRA matrix."""
     return _LORA.search(name) is not None
-
-
-def mhla_layers(model: nn.Module) -> list[int]:
-    """Indices of the layers whose self-attention is MHLA; empty for an ordinary model."""
-    return list(getattr(model, "mhla_layers", []))
 
 
 def trainable_names(model: nn.Module, mode: str, within: Iterable[str] | None = None) -> list[str]:
@@ -69,6 +68,116 @@ def set_trainable(model: nn.Module, names: Iterable[str]) -> None:
     names = set(names)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
+
+
+def learning_rate_factor(step: int, *, schedule: str, warmup_steps: int, total_steps: int) -> float:
+    """The factor on the peak learning rate at a step, as in `diffusers.optimization` after the warm-up.
+
+    Args:
+        step: Optimizer step, from 0.
+        schedule: `constant`, or `linear` or `cosine` decay to 0 over the steps after the warm-up.
+        warmup_steps: Steps of linear warm-up; the first step has 1 / warmup_steps of the peak.
+        total_steps: Steps of the stage, warm-up included.
+    """
+    if step < warmup_steps:
+        # Diffusers begins at a rate of 0, with which the first step would learn nothing.
+        return (step + 1) / warmup_steps
+    progress = min(max(step - warmup_steps, 0) / max(total_steps - warmup_steps, 1), 1.0)
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
+
+
+def make_optimizer(
+    model: nn.Module, names: Sequence[str], config: TrainingConfig, learning_rate: float, mhla_learning_rate: float
+) -> torch.optim.AdamW:
+    """AdamW over some parameters of a model.
+
+    Weight decay acts on weight matrices only: not on biases, norms, scale-and-shift tables or MHLA parameters, whose
+    resting point is not zero, nor on tables of classes, where it would wear away those that the data lack. Each group
+    keeps its peak learning rate under `peak_lr`.
+
+    Args:
+        model: The transformer.
+        names: Parameters to train.
+        config: The options.
+        learning_rate: Peak learning rate of the stage.
+        mhla_learning_rate: That of the MHLA parameters.
+    """
+    parameters = dict(model.named_parameters())
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name in names:
+        parameter, ours = parameters[name], is_mhla_parameter(name)
+        decayed = not ours and parameter.ndim >= 2 and not name.endswith(_TABLES)
+        groups.setdefault((ours, decayed), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {
+                "params": members,
+                "lr": mhla_learning_rate if ours else learning_rate,
+                "peak_lr": mhla_learning_rate if ours else learning_rate,
+                "weight_decay": config.weight_decay if decayed else 0.0,
+            }
+            for (ours, decayed), members in groups.items()
+        ],
+        lr=learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Set every group to `factor` times its peak; return the learning rate of the first group."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+    return float(optimizer.param_groups[0]["lr"])
+
+
+class WeightAverage:
+    """The average of some parameters over the steps of a stage, by `diffusers.training_utils.EMAModel`.
+
+    It lies where the parameters lie, sharded as they are. Without `ema_power` the decay grows as
+    (1 + step) / (10 + step) up to `ema_decay`; with it, as 1 - (1 + step / ema_inv_gamma)^-ema_power.
+
+    Args:
+        model: The model, on its device and sharded already.
+        names: Parameters that train.
+        config: The options; `ema_decay` must be given.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], config: TrainingConfig) -> None:
+        from diffusers.training_utils import EMAModel
+
+        assert config.ema_decay is not None
+        every = dict(model.named_parameters())
+        self.names = list(names)
+        self.parameters = [every[name] for name in self.names]
+        warmup: dict[str, Any] = {}
+        if config.ema_power is not None:
+            warmup = {"use_ema_warmup": True, "inv_gamma": config.ema_inv_gamma or 1.0, "power": config.ema_power}
+        self.ema = EMAModel(self.parameters, decay=config.ema_decay, **warmup)
+
+    def step(self) -> None:
+        """Update the average after an optimizer step."""
+        self.ema.step(self.parameters)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The averages by parameter name."""
+        return dict(zip(self.names, self.ema.shadow_params, strict=True))
+
+    def copy_to_model(self) -> None:
+        """Copy the average into the parameters."""
+        with torch.no_grad():
+            self.ema.copy_to(self.parameters)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the model has the average for its parameters."""
+        self.ema.store(self.parameters)
+        self.copy_to_model()
+        try:
+            yield
+        finally:
+            self.ema.restore(self.parameters)
 
 
 def check_takes_adapters(model_class: type) -> None:

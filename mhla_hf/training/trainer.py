@@ -12,7 +12,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
+from tqdm.auto import tqdm
 
 from ..models.directory import ModelDirectory
 from ..utils.compat import installed_versions
@@ -42,7 +43,7 @@ from .matching.layers import mhla_layers
 from .matching.matching import STAGE as MATCHING
 from .matching.matching import match_stage, matching_bar
 from .matching.teacher import SharedTeacher, Teacher, memory_of, share_weights, shared_teacher
-from .optimization import WeightAverage, learning_rate_factor, make_optimizer, set_learning_rate
+from .parameters import WeightAverage, learning_rate_factor, make_optimizer, set_learning_rate
 from .processes import (
     MicroBatches,
     Processes,
@@ -165,7 +166,7 @@ class Trainer(ABC):
             TrainingStopped: If Ctrl-C or SIGTERM has stopped the run, in this process or another one; with `output`, a
                 checkpoint is saved before.
         """
-        result = TrainingResult(self.model)
+        config, result = self.config, TrainingResult(self.model)
         self.teacher_memory: dict[str, int] = {}
         try:
             with ExitStack() as self.resources:
@@ -174,10 +175,10 @@ class Trainer(ABC):
                 result.resumed_from = self._find_checkpoint()
                 with StopSignals() as self.signals:
                     self._set_up(result.resumed_from)
-                    if self.config.transfer_steps:
+                    if config.transfer_steps:
                         result.losses[MATCHING], result.seconds_per_step[MATCHING] = self._match()
                     for number, stage in enumerate(stages):
-                        self.steps_before = self.config.transfer_steps + sum(each.steps for each in stages[:number])
+                        self.reports.steps_before = config.transfer_steps + sum(each.steps for each in stages[:number])
                         is_last = number == len(stages) - 1
                         result.losses[stage.name], result.seconds_per_step[stage.name] = self._train(stage, is_last)
                 if self.signals.received is not None:
@@ -345,7 +346,7 @@ class Trainer(ABC):
         losses, seconds = report.mean_losses(), report.seconds["training"] / steps
         for step, loss in enumerate(losses, start=1):
             # There is attention of the finished model alone.
-            self.reports.add(MATCHING, step, step, loss, {}, seconds, self.model if step == steps else None)
+            self.reports.add(MATCHING, step, loss, {}, seconds, self.model if step == steps else None)
         weights = {name: full_tensor(self.model.get_parameter(name)) for name in names}
         self._write_checkpoint(Position.of(MATCHING, steps), {checkpoints.WEIGHTS: weights})
         if folder is not None and accelerator.is_main_process:
@@ -363,30 +364,35 @@ class Trainer(ABC):
         Returns:
             The losses of all its steps, earlier ones included, and the mean seconds of the steps run here.
         """
-        self.stage, self.step, self.saved_step, self.seconds = stage, 0, 0, 0.0
-        self.losses = self.reports.losses(stage.name)
-        averages = is_last and self.config.ema_decay is not None
+        config, self.stage, self.step = self.config, stage, 0
+        losses, seconds = self.reports.losses(stage.name), []
+        averages = is_last and config.ema_decay is not None
         checkpoint = self.checkpoint if self.position is not None and self.position.stage == stage.name else None
         if self.position is not None and self.position >= Position.of(stage.name, stage.steps):
             # The next stage, or the export, continues from the weights at the end of this one.
             if checkpoint is not None:
                 checkpoints.load_weights(checkpoint, self.model, stage.trainable_names(), averages)
-            return self.losses, 0.0
+            return losses, 0.0
         self._start(checkpoint, averages)
-        first = self.step
-        with stage.context(), self._progress() as bar:
-            try:
-                while self.step < stage.steps:
-                    stop_requested = self._take_step()
-                    bar.set_postfix(loss=f"{self.losses[-1]:.4f}", refresh=False)
-                    bar.update()
-                    if stop_requested:
-                        self._save()
-                        raise self._stopped()
-                    self._validate_if_due()
-            finally:
-                # Ends the processes that make batches ahead, which would live as long as the error's traceback.
-                self.batches.close()
+        hidden = not (config.progress and self.accelerator.is_local_main_process)
+        bar = tqdm(total=stage.steps, initial=self.step, desc=stage.name, unit="step", disable=hidden)
+        with stage.context(), bar, closing(self.batches):
+            while self.step < stage.steps:
+                began = time.perf_counter()
+                loss, figures, stop_requested = self._take_step()
+                seconds.append(time.perf_counter() - began)
+                self.step += 1
+                losses.append(loss)
+                self.reports.add(stage.name, self.step, loss, figures, seconds[-1], self.model, self.module)
+                bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                bar.update()
+                every, is_over = config.checkpointing_steps, self.step == stage.steps
+                if stop_requested or (every and (self.step % every == 0 or is_over)):
+                    self._save()
+                if stop_requested:
+                    raise self._stopped()
+                if self.step % config.validation_steps == 0 or is_over:
+                    self._validate()
         if self.average is not None:
             self.average.copy_to_model()
         stage.close()
@@ -394,7 +400,7 @@ class Trainer(ABC):
         if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
             # DeepSpeed would let go of the weights, which are still to be gathered.
             self.accelerator.free_memory()
-        return self.losses, self.seconds / (self.step - first)
+        return losses, sum(seconds) / len(seconds)
 
     def _start(self, checkpoint: Path | None, averages: bool) -> None:
         """Prepare model, optimizer and batches of the stage, and restore them from its checkpoint if there is one."""
@@ -407,22 +413,25 @@ class Trainer(ABC):
             enable = getattr(model, "enable_gradient_checkpointing", None) or model.gradient_checkpointing_enable
             enable()
         if checkpoint is not None and self.position is not None:
-            self.step = self.saved_step = self.position.step
+            self.step = self.position.step
             checkpoints.load_weights(checkpoint, self.model, self.names)
         optimizer = make_optimizer(self.model, self.names, config, stage.learning_rate, stage.mhla_learning_rate)
         self.module, self.optimizer = accelerator.prepare(stage.module(), optimizer)
+        # Without accelerate's wrapper.
+        self.plain_optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.average = WeightAverage(self.model, self.names, config) if averages else None
         if checkpoint is not None:
-            if self.average is not None:
-                self.average.load(checkpoint)
+            state = checkpoints.read_state(checkpoint)
+            if self.average is not None and (averaged := state.get(checkpoints.AVERAGE_STEPS)) is not None:
+                checkpoints.load_tensors(checkpoint / checkpoints.AVERAGES, self.average.tensors)
+                self.average.ema.optimization_step = averaged
             if accelerator.distributed_type == DistributedType.DEEPSPEED:
                 accelerator.load_state(str(checkpoint / checkpoints.SHARDS))
             else:
-                checkpoints.load_moments(checkpoint, self.model, self._plain_optimizer())
-            scaler = checkpoints.read_state(checkpoint).get("scaler")
-            if accelerator.scaler is not None and scaler:
-                accelerator.scaler.load_state_dict(scaler)
-        if self.position is None and self.steps_before == 0:
+                checkpoints.load_moments(checkpoint, self.model, self.plain_optimizer)
+            if accelerator.scaler is not None and state.get("scaler"):
+                accelerator.scaler.load_state_dict(state["scaler"])
+        if self.position is None and self.reports.steps_before == 0:
             self.reports.start(stage.name, self.model)
         order = DataOrder(
             dataset_size=len(self.dataset),
@@ -439,38 +448,7 @@ class Trainer(ABC):
             self.step, stage.steps, config.dataloader_num_workers
         )
 
-    def _progress(self) -> Any:
-        from tqdm.auto import tqdm
-
-        stage, hidden = self.stage, not (self.config.progress and self.accelerator.is_local_main_process)
-        return tqdm(total=stage.steps, initial=self.step, desc=stage.name, unit="step", disable=hidden)
-
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer without accelerate's wrapper."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
-
-    # A step.
-
-    def _take_step(self) -> bool:
-        """Take an optimizer step, report it, and save a checkpoint if one is due.
-
-        Returns:
-            True if one of the processes has received a signal to stop.
-        """
-        began = time.perf_counter()
-        loss, figures, stop_requested = self._optimizer_step()
-        seconds = time.perf_counter() - began
-        self.seconds += seconds
-        self.step += 1
-        self.losses.append(loss)
-        run_step = self.steps_before + self.step
-        self.reports.add(self.stage.name, self.step, run_step, loss, figures, seconds, self.model, self.module)
-        every = self.config.checkpointing_steps
-        if every and (self.step % every == 0 or self.step == self.stage.steps):
-            self._save()
-        return stop_requested
-
-    def _optimizer_step(self) -> tuple[float, dict[str, float], bool]:
+    def _take_step(self) -> tuple[float, dict[str, float], bool]:
         """Take an optimizer step.
 
         Returns:
@@ -481,7 +459,7 @@ class Trainer(ABC):
         factor = learning_rate_factor(
             self.step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=stage.steps
         )
-        rate = set_learning_rate(self._plain_optimizer(), factor)
+        rate = set_learning_rate(self.plain_optimizer, factor)
         losses: list[torch.Tensor] = []
         samples: list[tuple[int, ...]] = []
         for micro_step in range(config.gradient_accumulation_steps):
@@ -511,21 +489,20 @@ class Trainer(ABC):
         return loss_value, {"lr": rate, "grad_norm": gradient_norm}, told > 0
 
     def _save(self) -> None:
-        """Save a checkpoint, unless this step has one or there is no output. Every process must call it."""
-        if self.output is None or self.saved_step == self.step:
+        """Save a checkpoint of this step, if there is an output. Every process must call it."""
+        if self.output is None:
             return
         accelerator, average = self.accelerator, self.average
         tensors = dict(self.model.named_parameters())
         files = {checkpoints.WEIGHTS: {name: full_tensor(tensors[name]) for name in self.names}}
         if accelerator.distributed_type != DistributedType.DEEPSPEED:
-            files[checkpoints.MOMENTS] = checkpoints.collect_moments(self.model, self._plain_optimizer())
+            files[checkpoints.MOMENTS] = checkpoints.collect_moments(self.model, self.plain_optimizer)
         if average is not None:
-            files[checkpoints.AVERAGES] = average.collect()
+            files[checkpoints.AVERAGES] = {name: full_tensor(tensor) for name, tensor in average.tensors.items()}
         steps = average.ema.optimization_step if average is not None else None
         scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
         position = Position.of(self.stage.name, self.step)
         self._write_checkpoint(position, files, **{checkpoints.AVERAGE_STEPS: steps, "scaler": scaler})
-        self.saved_step = self.step
 
     def _write_checkpoint(self, position: Position, files: dict[str, dict[str, torch.Tensor]], **state: Any) -> None:
         if self.output is not None:
@@ -534,16 +511,16 @@ class Trainer(ABC):
             checkpoints.save_checkpoint(folder, position, files, state, limit, self.accelerator)
             self.accelerator.wait_for_everyone()
 
-    def _validate_if_due(self) -> None:
-        config, output, is_over = self.config, self.output, self.step == self.stage.steps
-        if not self.stage.validates or not config.validation_prompts:
+    def _validate(self) -> None:
+        """Write the validation samples of this step, if the run makes any. Every process must call it."""
+        if not self.stage.validates or not self.config.validation_prompts:
             return
-        if self.step % config.validation_steps and not is_over:
-            return
-        if self.validator is not None and output is not None:
-            run_step = self.steps_before + self.step
+        if self.validator is not None and self.output is not None:
+            run_step = self.reports.steps_before + self.step
             with self.average.applied() if self.average is not None else nullcontext():
-                self.validator.write_and_log(self.model, output / "validation", self.step, self.accelerator, run_step)
+                self.validator.write_and_log(
+                    self.model, self.output / "validation", self.step, self.accelerator, run_step
+                )
         self.accelerator.wait_for_everyone()
 
     # Messages.

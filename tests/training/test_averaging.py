@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
 from mhla_hf.training.checkpoints import list_checkpoints
-from mhla_hf.training.optimization import WeightAverage
+from mhla_hf.training.parameters import WeightAverage
+from mhla_hf.training.processes import full_tensor
 
 from .. import tiny
 from .cases import CASES
@@ -53,7 +54,7 @@ def test_a_sharded_model_has_a_sharded_average(one_process):
                 each.weight.mul_(1.5)
             average.step()
     assert all(hasattr(value, "full_tensor") for value in averages[1].ema.shadow_params)
-    mine, theirs = averages[1].collect(), averages[0].collect()
+    mine, theirs = ({name: full_tensor(each) for name, each in average.tensors.items()} for average in averages[::-1])
     assert averages[1].ema.optimization_step == 3 and same(mine, theirs)
     with averages[1].applied():
         assert torch.equal(model.weight.full_tensor(), theirs["weight"])

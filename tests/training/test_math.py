@@ -10,7 +10,7 @@ import torch
 from mhla_hf.training import TrainingConfig, WanObjective
 from mhla_hf.training.data.batches import DataOrder, make_batch
 from mhla_hf.training.evaluation import evaluation_batches
-from mhla_hf.training.optimization import learning_rate_factor
+from mhla_hf.training.parameters import learning_rate_factor
 from mhla_hf.training.stages.objectives import (
     add_noise,
     flow_matching_target,

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...utils.files import atomic_file
 from ..config import TrainingConfig
-from ..optimization import learning_rate_factor, set_learning_rate
+from ..parameters import learning_rate_factor, set_learning_rate
 from .activations import MemoryCache, move_call
 from .layers import AttentionLayer, LayerCall
 
