@@ -20,7 +20,6 @@ from ..config import MHLAConfig
 from ..models.directory import ModelDirectory
 from ..models.options import from_stored, options_by_component, to_stored
 from ..models.registry import family_for, mhla_class_for
-from ..models.single_file import read_config
 from ..models.wan_keys import mhla_options, official_names, wan_config
 from ..models.weight_files import WeightSet
 from ..utils.destinations import claim_destination
@@ -53,8 +52,6 @@ UPSTREAM = "WanTransformer3DModel"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # Where training code keeps the weights inside a saved dict, outermost first.
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
-# Sizes in which a transformer must agree with the pipeline it is put into.
-_SHARED_SIZES = ("patch_size", "in_channels", "out_channels", "text_dim", "image_dim")
 
 
 def import_official(
@@ -127,10 +124,6 @@ def import_official(
         source, origin = None, {"location": checkpoint.resolve().name}
         if base is not None:
             source = read_base(base, "transformer", {"revision": revision, "token": token, "cache_dir": cache_dir})
-            for name in _SHARED_SIZES:
-                ours, theirs = plan.config.get(name), source.config.get(name)
-                if None not in (ours, theirs) and ours != theirs:
-                    raise ValueError(f"base {base} has a transformer with {name}={theirs}, the checkpoint has {ours}.")
             origin["base"] = source.origin
             check_apart(claimed, source.root)
         report = ConversionReport("import-official", destination, origin)
@@ -224,9 +217,7 @@ def plan_original(
         elif source is not None:
             found, folder = source.config, source.folder
         else:
-            how = "--config (config=), or the pipeline it belongs to as --base (base=)"
-            shapes = {entry.name: entry.shape for entry in stored.entries}
-            found, folder = read_config(mhla_class, shapes, how), path
+            found, folder = mhla_class.original_config({entry.name: entry.shape for entry in stored.entries}), path
     except ValueError as error:
         raise ValueError(f"{location}: {error}" if location not in str(error) else str(error)) from error
     class_name = found.get("_class_name", UPSTREAM)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from tqdm.auto import tqdm
 
 from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
 from ..models.stub import LIBRARY, MODULE
@@ -158,16 +157,5 @@ def byte_progress(total: int, shown: bool) -> Iterator[tuple[Callable[[str], Non
     Yields:
         `(describe, advance)`: sets the text before the bar; adds bytes.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True, quiet=not shown), disable=not shown) as progress:
-        task = progress.add_task("", total=total)
-        yield (
-            lambda text: progress.update(task, description=text),
-            lambda count: progress.update(task, advance=count),
-        )
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not shown) as bar:
+        yield bar.set_description, bar.update

@@ -27,7 +27,7 @@ from ..models.stub import LIBRARY as STUB_LIBRARY
 from ..models.weight_files import PICKLES
 from ..utils.compat.diffusers import declared
 from ..utils.compat.transformers import ignored_names
-from ..utils.files import Types, list_files, named_file, read_json, read_json_value
+from ..utils.files import Types, list_files, path_inside, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import FLOATS, count_values
@@ -235,7 +235,7 @@ class DirectoryCheck:
                         self._check_component(path, name, *entry)
 
     def _check_component(self, index: Path, name: str, library: str, class_name: str) -> None:
-        folder = named_file(self.root, name, str(index))
+        folder = path_inside(self.root, name, str(index))
         if not folder.is_dir():
             self._note(index, f"names the component {shorten_text(name)}, whose folder is missing; save it again.")
             return

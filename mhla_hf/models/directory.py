@@ -13,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from ..utils.files import list_files, named_file, path_inside, read_json
+from ..utils.files import list_files, path_inside, read_json
 from ..utils.locations import PIPELINE_INDEX, download_repository, find_directory, is_hub_id, recorded_directory
 from ..utils.messages import shorten_list, shorten_text
 from .registry import FAMILIES, LEGACY_CLASS, MHLA_CLASSES, current_class, family_for, is_mhla_class
@@ -413,7 +413,7 @@ def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, An
     for name, entry in index.items():
         if not isinstance(entry, list):
             continue
-        folder, class_name = named_file(root, name, str(root / PIPELINE_INDEX)), entry[-1]
+        folder, class_name = path_inside(root, name, str(root / PIPELINE_INDEX)), entry[-1]
         if isinstance(class_name, str) and class_name in {**FAMILIES, **MHLA_CLASSES, LEGACY_CLASS: None}:
             path = folder / "config.json"
             stored = {} if name in given and not path.exists() else _read_config(path)

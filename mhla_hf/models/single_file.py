@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..utils.compat.diffusers import fp32_parts, loads_single_files
+from ..utils.compat.diffusers import fp32_parts
 from ..utils.locations import find_file
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import FLOATS, check_floats, read_entries
@@ -43,11 +43,6 @@ def load_single_file(
         ValueError: See [`MHLAModelMixin.from_single_file`][mhla_hf.models.base.MHLAModelMixin.from_single_file].
     """
     stock = mhla_class._upstream_class()
-    if not loads_single_files(stock.__name__):
-        raise ValueError(
-            f"{mhla_class.__name__} does not load single files: diffusers has no conversion of original weights for "
-            f"{stock.__name__}."
-        )
     if options.get("quantization_config") is not None:
         raise ValueError(
             f"{mhla_class.__name__}.from_single_file takes no quantization_config: GGUF files are dequantised. "
@@ -71,9 +66,7 @@ def load_single_file(
         else:
             weights = {name: weights[original] for name, original in names.items()}
             if config is None:
-                content = read_config(
-                    mhla_class, {name: tuple(value.shape) for name, value in weights.items()}, "config"
-                )
+                content = mhla_class.original_config({name: tuple(value.shape) for name, value in weights.items()})
             else:
                 hub = {key: options[key] for key in _CONFIG_OPTIONS if key in options}
                 content = mhla_class.load_config(str(config), revision=options.get("config_revision"), **hub)
@@ -85,23 +78,6 @@ def load_single_file(
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{called} does not fit {stock.__name__}: {shorten_text(reason, 400)}") from error
     return model, stored, called
-
-
-def read_config(mhla_class: Any, shapes: Mapping[str, tuple[int, ...]], argument: str) -> dict[str, Any]:
-    """Return the configuration of the softmax model, read off its weights.
-
-    Args:
-        mhla_class: An MHLA class that knows the original names.
-        shapes: Shapes by name in the softmax model.
-        argument: Argument by which the user gives a configuration instead.
-
-    Raises:
-        ValueError: If the weights do not tell it.
-    """
-    try:
-        return mhla_class.original_config(shapes)
-    except ValueError as error:
-        raise ValueError(f"{error} If the weights are complete, give {argument}.") from error
 
 
 def _assign(stock: Any, config: Mapping[str, Any], weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.files import check_fields, list_files, named_file, path_inside, read_json
+from ..utils.files import check_fields, list_files, path_inside, read_json
 from ..utils.locations import PIPELINE_INDEX, download_repository, find_directory, is_hub_id, recorded_directory
 from ..utils.messages import shorten_list, shorten_text
 from .registry import FAMILIES, LEGACY_CLASS, MHLA_CLASSES, current_class, family_for, is_mhla_class
@@ -248,14 +248,14 @@ def read_source(
             if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
         }
         for name in [name for name, class_name in classes.items() if class_name == LEGACY_CLASS]:
-            classes[name] = _read_component(name, named_file(root, name, str(index_path)), location).class_name
+            classes[name] = _read_component(name, path_inside(root, name, str(index_path)), location).class_name
         names = [name for name, class_name in classes.items() if class_name in wanted]
         if not names:
             models = shorten_list(f"{name} ({class_name})" for name, class_name in classes.items())
             raise ValueError(
                 f"{location} has no model that can be converted; it has {models}. Supported: {supported}."
             )
-        folders = {name: named_file(root, name, str(index_path)) for name in names}
+        folders = {name: path_inside(root, name, str(index_path)) for name in names}
         components = tuple(_read_component(name, folder, location) for name, folder in folders.items())
         for component in components:
             if component.class_name != classes[component.name]:

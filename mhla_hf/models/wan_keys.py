@@ -40,6 +40,7 @@ _MORE_NAMES = {"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"}
 _UNSUPPORTED = {"face_adapter": "Wan-Animate", "motion_encoder": "Wan-Animate", "vace_": "Wan-VACE"}
 _BLOCK = re.compile(r"blocks\.([0-9]{1,6})\.")
 _MIXING = re.compile(r"blocks\.([0-9]{1,6})\.attn1\.mhla\.mixing")
+_ADVICE = "If it is complete, give config (--config), or num_heads of an official checkpoint."
 # More prefixes than training frameworks nest.
 _PREFIX_ROUNDS = 8
 
@@ -113,7 +114,7 @@ def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dic
         found = shapes.get(name, ())
         if len(found) != axes:
             has = f"its shape is {shorten_value(found)}" if found else f"it has tensors such as {_examples(shapes)}"
-            raise ValueError(f"the checkpoint lacks {name} with {axes} axes; {has}.")
+            raise ValueError(f"the checkpoint lacks {name} with {axes} axes; {has}. {_ADVICE}")
         return found
 
     width, in_channels, *patch_size = shape("patch_embedding.weight", 5)
@@ -125,7 +126,7 @@ def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dic
         problem = f"num_heads={num_heads} does not fit its width {width} and its output norm ({norm})"
         if num_heads is None:
             problem = f"its width {width} is not a multiple of {head_dim}, the width of its heads"
-        raise ValueError(f"{problem}.")
+        raise ValueError(f"{problem}. {_ADVICE}")
     embedder = "condition_embedder."
     image = f"{embedder}image_embedder."
     has_image = f"{image}norm1.weight" in shapes

@@ -10,7 +10,7 @@ import shutil
 import stat
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -158,8 +158,9 @@ def path_inside(root: Path, name: Any, where: str) -> Path:
     """
     if isinstance(name, str) and name and "\0" not in name and "\\" not in name:
         parts = PurePosixPath(name).parts
-        # A drive (C:) would make the path absolute on Windows.
-        if parts and not name.startswith("/") and ".." not in parts and not PureWindowsPath(name).drive:
+        # A drive (C:) would make the path absolute on Windows; nothing is read from folders that are not listed.
+        outside = name.startswith("/") or PureWindowsPath(name).drive or {"..", *IGNORED_FOLDERS} & set(parts)
+        if parts and not outside:
             return root.joinpath(*parts)
     shown = repr(name) if len(repr(name)) <= 100 else f"{repr(name)[:100]}..."
     raise ValueError(f"{where} names {shown}, which is no path inside {root}.")
@@ -214,35 +215,16 @@ def check_entry(path: Path, root: Path) -> os.stat_result:
         ValueError: If it is a link to somewhere else or to nothing, or no file and no folder.
     """
     real = Path(os.path.realpath(path))
-    roots = _allowed_roots(root)
-    if not any(real == allowed or allowed in real.parents for allowed in roots):
-        raise ValueError(f"{path} leads by a link to {real}, outside {root}; put a copy there or remove the link.")
-    problem = f"does not exist or is a link to nothing ({real})"
-    if path.exists():
+    if not any(real == allowed or allowed in real.parents for allowed in _allowed_roots(root)):
+        problem = f"leads by a link to {real}, outside {root}; put a copy there or remove the link"
+    elif not path.exists():
+        problem = f"does not exist or is a link to nothing ({real})"
+    else:
         status = path.stat()
         if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
             return status
         problem = "is neither a regular file nor a folder; remove it"
     raise ValueError(f"{path} {problem}.")
-
-
-def named_file(root: Path, name: Any, where: str) -> Path:
-    """Return the path of a file or folder that a file made by others names, if [`list_files`] would list it.
-
-    Args:
-        root: The directory that the name is relative to.
-        name: The name as read.
-        where: Name of the file and field that it was read from, for errors.
-
-    Raises:
-        ValueError: If it is no such path, see [`path_inside`][mhla_hf.utils.files.path_inside], or lies in a folder
-            that is left out.
-    """
-    path = path_inside(root, name, where)
-    ignored = IGNORED_FOLDERS.intersection(path.relative_to(root).parts)
-    if ignored:
-        raise ValueError(f"{where} names {name!r}, but nothing is read from {ignored.pop()}.")
-    return path
 
 
 def read_weight_map(index: Path) -> list[Path]:
@@ -261,7 +243,7 @@ def read_weight_map(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"the index {index} has no weight_map.")
     names = {name if isinstance(name, str) else repr(name): name for name in weight_map.values()}
-    return [named_file(index.parent, names[name], f"weight_map of {index}") for name in sorted(names)]
+    return [path_inside(index.parent, names[name], f"weight_map of {index}") for name in sorted(names)]
 
 
 def _allowed_roots(root: Path) -> list[Path]:
@@ -317,10 +299,11 @@ def parse_json(text: str, where: str) -> Any:
         problem: object = "nested too deeply" if isinstance(error, RecursionError) else error
     else:
         level = [value]
-        for _ in range(MAX_DEPTH):
-            level = [child for parent in level for child in _children(parent) if isinstance(child, (dict, list))]
+        for _ in range(MAX_DEPTH + 1):
+            level = [entry for entry in level if isinstance(entry, (dict, list))]
             if not level:
                 return value
+            level = [child for entry in level for child in (entry.values() if isinstance(entry, dict) else entry)]
         problem = "nested too deeply"
     raise ValueError(f"{where} is not valid JSON ({problem}).")
 
@@ -359,15 +342,9 @@ def _problem(content: Any, required: Mapping[str, Types], optional: Mapping[str,
             if name in required:
                 return f" has no field {name!r}"
         elif not _is(content[name], types):
-            allowed = " or ".join(_name(entry) for entry in _tuple(types))
+            allowed = " or ".join(map(_name, types if isinstance(types, tuple) else (types,)))
             return f": {name!r} must be {allowed}, and is {_name(type(content[name]))}"
     return ""
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _read_text(path: Path, what: str) -> str:
@@ -385,16 +362,12 @@ def _read_text(path: Path, what: str) -> str:
 
 
 def _is(value: Any, types: Types) -> bool:
-    allowed = _tuple(types)
+    allowed = types if isinstance(types, tuple) else (types,)
     if isinstance(value, bool):
         return bool in allowed
     if isinstance(value, int) and float in allowed:
         return True
     return isinstance(value, allowed)
-
-
-def _tuple(types: Types) -> tuple[type, ...]:
-    return types if isinstance(types, tuple) else (types,)
 
 
 def _name(entry: type) -> str:

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .files import atomic_file, named_file, path_inside, read_json, read_weight_map
-from .messages import LIST_LENGTH, one_line, shorten_list, shorten_text
+from .files import atomic_file, path_inside, read_json, read_weight_map
+from .messages import LIST_LENGTH, one_line, shorten_list
 
 
 PIPELINE_INDEX = "model_index.json"
@@ -161,8 +161,6 @@ def find_directory(
             origin["commit"] = path.name
     if subfolder:
         path = path_inside(path, subfolder, "subfolder")
-        if not path.is_dir():
-            raise ValueError(f"subfolder={subfolder!r} is not in {location}.")
     return path, origin
 
 
@@ -230,14 +228,8 @@ def download_repository(repository: str, **options: Any) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    try:
-        with hub_downloads(repository, options.get("cache_dir")):
-            return Path(snapshot_download(repository, ignore_patterns=list(_NOT_DOWNLOADED), **options))
-    except (OSError, ValueError) as error:
-        reason = shorten_text(str(error) or type(error).__name__, LIST_LENGTH)
-        raise HubError(
-            f"source {repository} is neither a directory nor a Hub repository that can be read: {reason}"
-        ) from error
+    with hub_downloads(repository, options.get("cache_dir")):
+        return Path(snapshot_download(repository, ignore_patterns=list(_NOT_DOWNLOADED), **options))
 
 
 def find_pipeline(location: str | os.PathLike[str], argument: str, **options: Any) -> Path:
@@ -249,16 +241,12 @@ def find_pipeline(location: str | os.PathLike[str], argument: str, **options: An
         **options: Options of `DiffusionPipeline.download`; safetensors unless `use_safetensors` says otherwise.
 
     Raises:
-        SourceNotFoundError: If it is neither, or a directory without `model_index.json`.
-        ValueError: If names of components or weight files lead out of the directory.
+        SourceNotFoundError: If it is neither.
+        ValueError: If it has no `model_index.json`, or names in it or in an index of weights lead out of it.
         OSError: If there is no such repository.
     """
     directory = local_directory(location, argument)
-    if directory is None:
-        return download_pipeline(os.fspath(location), **options)
-    if not (directory / PIPELINE_INDEX).exists():
-        raise SourceNotFoundError(f"{argument} {directory} has no {PIPELINE_INDEX}: it is not a pipeline directory.")
-    return _checked(directory)
+    return download_pipeline(os.fspath(location), **options) if directory is None else _checked(directory)
 
 
 def download_pipeline(repository: str, **options: Any) -> Path:
@@ -275,7 +263,7 @@ def _checked(directory: Path) -> Path:
     path = directory / PIPELINE_INDEX
     for name, entry in read_json(path, "the pipeline's index").items():
         if isinstance(entry, list):
-            folder = named_file(directory, name, str(path))
+            folder = path_inside(directory, name, str(path))
             for pattern in ("*.safetensors.index*.json", "*.bin.index*.json"):
                 for index in sorted(folder.glob(pattern)):
                     read_weight_map(index)

@@ -60,10 +60,6 @@ UNKNOWN = {
     "loading_call": (
         no_change, lambda: of_diffusers.loading_call(lambda model, path: None, 1, 2), "_load_pretrained_model",
     ),
-    "loads_single_files": (
-        without("diffusers.loaders.single_file_model", "SINGLE_FILE_LOADABLE_CLASSES"),
-        lambda: of_diffusers.loads_single_files("Wan"), "SINGLE_FILE_LOADABLE_CLASSES",
-    ),
     "skip_layers_in": (
         without("diffusers.hooks._helpers", "TransformerBlockMetadata"),
         lambda: of_diffusers.skip_layers_in(Nothing), "hooks._helpers.TransformerBlockMetadata",

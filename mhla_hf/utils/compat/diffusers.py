@@ -93,11 +93,6 @@ def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
     wrap("diffusers", module, "_should_convert_state_dict_to_diffusers", around)
 
 
-def loads_single_files(class_name: str) -> bool:
-    """Returns whether diffusers converts original weights for a model class."""
-    return class_name in imported("diffusers", "loaders.single_file_model", "SINGLE_FILE_LOADABLE_CLASSES")
-
-
 def rename_wan_weights(names: Iterable[str]) -> dict[str, str]:
     """Returns the original name of each weight of Wan by its name in diffusers."""
     rename = imported("diffusers", "loaders.single_file_utils", "convert_wan_transformer_to_diffusers")
