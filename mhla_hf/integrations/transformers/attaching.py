@@ -30,6 +30,7 @@ from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
 from .. import has_mhla
 from . import modules
+from .attention import LayerInputsHook, ModelInputsHook
 from .configuration import (
     NAME,
     check_sizes,
@@ -50,7 +51,6 @@ from .configuration import (
     towers_of,
     wants_mhla,
 )
-from .inputs import LayerInputsHook, ModelInputsHook
 
 
 logger = logging.get_logger(__name__)
@@ -77,9 +77,10 @@ def prepare(model: PreTrainedModel, config: Any) -> bool:
     Raises:
         ValueError: If the model cannot be MHLA, or has sizes that no model has.
     """
-    from ...models.stub import forget_stub
+    if getattr(config, "auto_map", None):
+        from ...models.stub import forget_stub
 
-    forget_stub(config)
+        forget_stub(config)
     stored = any(is_complete(getattr(part, "mhla", None)) for part in (config, *towers_of(config).values()))
     prepare_config(config)
     if wants_mhla(config) and not modules.can_dispatch(type(model)):

@@ -10,7 +10,6 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
@@ -200,12 +199,7 @@ def _load(
     location = load_config.pretrained_model_name_or_path
     pickles = load_config.use_safetensors is False or not vars(model).pop(_STORED, False)
     check_loaded_files(checkpoint_files or (), location, pickles=pickles)
-    try:
-        info, offloaded = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    except UnpicklingError as error:
-        raise ValueError(
-            f"The weights of {location} hold more than tensors and could run code when read; save them as safetensors."
-        ) from error
+    info, offloaded = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if not (args or kwargs):
         # Names are given where an adapter is loaded.
         check_new_parameters(model, info.missing_keys)

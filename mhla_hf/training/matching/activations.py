@@ -89,7 +89,7 @@ def move_call(call: LayerCall, device: torch.device, dtype: torch.dtype) -> Laye
 
 
 def _encode(value: Any, keep: Callable[[torch.Tensor], str], where: str) -> Any:
-    from ...integrations.transformers.inputs import ModelInputs
+    from ...integrations.transformers.attention import ModelInputs
 
     if isinstance(value, torch.Tensor):
         return {"tensor": keep(value)}
@@ -111,7 +111,7 @@ def _encode(value: Any, keep: Callable[[torch.Tensor], str], where: str) -> Any:
 
 
 def _decode(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
-    from ...integrations.transformers.inputs import ModelInputs
+    from ...integrations.transformers.attention import ModelInputs
 
     if isinstance(value, list):
         return [_decode(entry, read) for entry in value]
