@@ -154,8 +154,10 @@ def heads_of(module: nn.Module) -> dict[str, int]:
     if not (num_heads and head_dim and hidden_size):
         raise ValueError(f"Cannot tell the number and width of the heads of {type(module).__name__}.")
     groups = _first(module, ("num_key_value_groups",))
-    grouped = _first(module, ("num_key_value_heads",)) or _first(config, ("num_key_value_heads",)) or num_heads
-    shared = num_heads // groups if groups else grouped if num_heads % grouped == 0 else num_heads
+    # Configurations whose layers differ refuse to name a number that is one layer's.
+    shared = num_heads // groups if groups else _first(module, ("num_key_value_heads",))
+    shared = shared or _first(config, ("num_key_value_heads",)) or num_heads
+    shared = shared if num_heads % shared == 0 else num_heads
     return {"num_heads": num_heads, "num_key_value_heads": shared, "head_dim": head_dim, "hidden_size": hidden_size}
 
 
