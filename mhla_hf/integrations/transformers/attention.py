@@ -303,7 +303,7 @@ def make_rotation(attention: nn.Module, position_embeddings: Any, query: torch.T
         ValueError: If the embeddings are not cosine and sine `[B, T, R]`, or rotating back and forth does not return
             the query.
     """
-    apply = rotation_of(attention)
+    apply: Any = rotation_of(attention)
     is_pair = isinstance(position_embeddings, (tuple, list)) and len(position_embeddings) == 2
     undone = apply is not None and is_pair and all(part.dim() == 3 for part in position_embeddings)
     if undone and type(attention) not in _CHECKED and not torch.compiler.is_compiling() and not query.is_meta:

@@ -66,7 +66,7 @@ def can_dispatch(model_class: type) -> bool:
 
 def _looks_attention_up(model_class: type) -> bool:
     """Return whether a model's constructor looks its attention classes up by implementation, in a dict."""
-    built = [model_class]
+    built: list[Any] = [model_class]
     for built_class in built:
         source = source_of(built_class.__init__)
         for name, value in vars(sys.modules[built_class.__module__]).items():
@@ -138,7 +138,7 @@ def is_cross_attention(name: str, module: nn.Module) -> bool:
     return any(part.startswith("cross") or part in ("encoder_attn", "EncDecAttention") for part in name.split("."))
 
 
-def heads_of(module: nn.Module) -> dict[str, int]:
+def heads_of(module: nn.Module) -> dict[str, Any]:
     """Read `num_heads`, `num_key_value_heads`, `head_dim` and `hidden_size` off an attention module.
 
     Raises:
