@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .models.directory import ModelDirectory
 from .models.registry import family_for
 from .training.matching.layers import mhla_layers
 from .utils.messages import shorten_list, shorten_text
+from .utils.tensor_files import read_entries
 
 
 KINDS = ("MHLA layer", "softmax layer", "other module", "MHLA parameter", "nothing")
@@ -69,29 +69,19 @@ class LoraReport:
         return {**asdict(self), "counts": self.counts}
 
 
-def check_lora(
-    model: str | Path,
-    lora: str | Path,
-    *,
-    component: str | None = None,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-) -> LoraReport:
+def check_lora(model: str | Path, lora: str | Path, *, component: str | None = None, **hub: Any) -> LoraReport:
     """Find the weights of a LoRA that apply to an MHLA model, by their names and shapes; no weights are loaded.
 
     Args:
         model: Directory or Hub id of an MHLA pipeline or model.
         lora: Directory or .safetensors file of a LoRA, of peft or in any format that diffusers loads.
         component: The pipeline's transformer to check, if it has several.
-        revision: Branch, tag or commit of the model on the Hub.
-        token: Access token for the Hub.
-        cache_dir: Cache folder for downloads.
+        **hub: `revision`, `token` and `cache_dir` of a model on the Hub.
 
     Raises:
         ValueError: If the model is not MHLA, the LoRA cannot be read, or none of its weights applies.
     """
-    directory = ModelDirectory.open(model, revision=revision, token=token, cache_dir=cache_dir)
+    directory = ModelDirectory.open(model, **hub)
     part = directory.select_mhla(component)[0]
     path = _weight_file(Path(lora).expanduser())
     shapes, others = _read_lora(path, part)
@@ -116,11 +106,7 @@ def _weight_file(location: Path) -> Path:
 
 def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], tuple[str, ...]]:
     """Shapes of the weights for a model by peft's names, and names of weights for other models of a pipeline."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"LoRA {path} cannot be read as safetensors: {shorten_text(str(error), 200)}") from error
+    shapes = {entry.name: list(entry.shape) for entry in read_entries(path)}
     if not any("lora" in name for name in shapes):
         raise ValueError(f"LoRA {path} holds no LoRA weights, but {shorten_list(shapes)}.")
     if part.is_transformers or any(name.startswith(_PEFT_PREFIX) for name in shapes):

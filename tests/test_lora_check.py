@@ -101,7 +101,7 @@ PAIR = {
 FILES: dict[str, tuple[Any, str]] = {
     "missing": (None, "has no .safetensors file"),
     "lora.bin": ("no weights", "has no .safetensors file"),
-    "lora.safetensors": ("no weights", "cannot be read as safetensors"),
+    "lora.safetensors": ("no weights", "is truncated or not a safetensors file"),
     "model": ({"proj_out.weight": torch.zeros(2, 2)}, "holds no LoRA weights, but proj_out.weight"),
     "other": ({"transformer_2.proj_out.lora_A.weight": torch.zeros(2, 24)}, "has nothing for transformer"),
     "unknown": ({"a.lora_A.weight": torch.zeros(2, 24), "a.lora_B.weight": torch.zeros(24, 2)}, "None of the 2"),

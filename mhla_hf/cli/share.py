@@ -209,6 +209,7 @@ def serve_command(context: typer.Context) -> None:
         mhla-hf serve qwen3-mhla
         mhla-hf serve qwen3-mhla --port 8001 --dtype bfloat16
     """
+    import transformers
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -220,34 +221,23 @@ def serve_command(context: typer.Context) -> None:
     # As a program, it would handle Ctrl-C and mistakes in another way than `mhla-hf`.
     parsed: Any = typer.main.get_command(app).make_context("mhla-hf serve", list(context.args))
     if "--continuous-batching" in context.args:
-        problem: str | None = (
+        raise ValueError(
             "--continuous-batching keeps keys and values in pages, and MHLA caches summaries of blocks: leave it out, "
             "and requests are answered one after the other."
         )
-    else:
-        problem = _obstacle(parsed.params["force_model"], parsed.params["trust_remote_code"])
-    if problem is not None:
-        raise ValueError(problem)
+    model = parsed.params["force_model"]
+    if model is None:
+        raise ValueError("a model must be given, directory or Hub id: mhla-hf serve MODEL")
+    # GGUF files hold their configuration, and are never MHLA. The server would start with an encoder, and then fail on
+    # every request.
+    if not model.endswith(".gguf"):
+        location, _, revision = model.partition("@")
+        options = {"revision": revision or None, "trust_remote_code": parsed.params["trust_remote_code"]}
+        config = transformers.AutoConfig.from_pretrained(location, **options)
+        name = (config.architectures or [config.model_type])[0]
+        model_class = getattr(transformers, name, None)
+        # The server loads classes from a repository's code.
+        if model_class is not None and not model_class.can_generate():
+            raise ValueError(f"{model} is a {name}, which generates no text; serve a language model")
     with parsed:
         parsed.command.invoke(parsed)
-
-
-def _obstacle(model: str | None, trust_remote_code: bool) -> str | None:
-    """Why the server would start with a model, and then fail on every request; `None` if it would not."""
-    import transformers
-
-    if model is None:
-        return "a model must be given, directory or Hub id: mhla-hf serve MODEL"
-    if model.endswith(".gguf"):
-        # These files hold their configuration, and are never MHLA.
-        return None
-    location, _, revision = model.partition("@")
-    config = transformers.AutoConfig.from_pretrained(
-        location, revision=revision or None, trust_remote_code=trust_remote_code
-    )
-    names = config.architectures or [config.model_type]
-    model_class = getattr(transformers, names[0], None)
-    # The server loads classes from a repository's code.
-    if model_class is None or model_class.can_generate():
-        return None
-    return f"{model} is a {names[0]}, which generates no text; serve a language model"
