@@ -70,7 +70,7 @@ def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, A
     report = {
         "source": origin,
         "class_name": check.class_name,
-        "models": [asdict(model) for model in check.models],
+        "models": check.models,
         "problems": [asdict(problem) for problem in problems],
         "failure_signatures": [signature.to_dict() for _, signature in signatures],
     }
@@ -87,12 +87,16 @@ def _show_description(check: "DirectoryCheck") -> None:
     if check.class_name:
         say(check.class_name, style="bold")
     for model in check.models:
-        facts = [model.class_name]
-        if model.mhla_layers:
-            softmax = "" if model.num_layers is None else f", {max(0, model.num_layers - model.mhla_layers)} softmax"
-            facts += [f"{model.mhla_layers} MHLA{softmax} layers", f"blocks {model.blocks}"]
-        facts += [f"{model.parameters:,} parameters", " and ".join(model.dtypes), format_bytes(model.nbytes)]
-        say(f"  {model.name}: {'; '.join(filter(None, facts))}")
+        facts, options = [model["class_name"]], model["options"] or {}
+        if model["mhla_layers"]:
+            softmax = (model["num_layers"] or 0) - model["mhla_layers"]
+            names = {"blocks": "", "block_size": "of tokens ", "grid": "on tokens "}
+            axes = {name: options[name] for name in names if isinstance(options.get(name), list)}
+            facts.append(f"{model['mhla_layers']} MHLA{f', {softmax} softmax' * (softmax > 0)} layers")
+            words = (names[name] + "×".join(map(str, sizes)) for name, sizes in axes.items())
+            facts.append(f"blocks {' '.join(words)}")
+        facts += [f"{model['parameters']:,} parameters", " and ".join(model["dtypes"]), format_bytes(model["nbytes"])]
+        say(f"  {model['name']}: {'; '.join(filter(None, facts))}")
 
 
 def _show_problems(problems: "list[Problem]") -> None:

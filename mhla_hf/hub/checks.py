@@ -69,41 +69,6 @@ class Problem:
         return f"{'the directory' if self.file == '.' else self.file}: {self.message}"
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """A model of a directory.
-
-    Attributes:
-        name: Name of the component; `"model"` for a model without a pipeline.
-        class_name: Its class.
-        mhla_layers: Number of attention layers with MHLA weights.
-        num_layers: Number of layers by the configuration; `None` where it has no such entry.
-        options: The stored MHLA options; `None` for a softmax model.
-        parameters: Number of values in its tensors.
-        dtypes: Number of tensors by type.
-        nbytes: Size of its tensors, in bytes.
-    """
-
-    name: str
-    class_name: str
-    mhla_layers: int
-    num_layers: int | None
-    options: dict[str, Any] | None
-    parameters: int
-    dtypes: dict[str, int]
-    nbytes: int
-
-    @property
-    def blocks(self) -> str:
-        """Number or size of the blocks, as far as the options give it."""
-        options = self.options or {}
-        names = ("blocks", "block_size", "grid")
-        axes = {name: "×".join(map(str, options[name])) for name in names if isinstance(options.get(name), list)}
-        if "blocks" in axes:
-            return axes["blocks"] + (f" on {axes['grid']} tokens" if "grid" in axes else "")
-        return f"of {axes['block_size']} tokens" if "block_size" in axes else ""
-
-
 def check_directory(path: str | Path, *, values: bool = True, progress: bool = False) -> list[Problem]:
     """Check a pipeline of diffusers, or a model of diffusers or transformers, MHLA or not.
 
@@ -134,7 +99,10 @@ class DirectoryCheck:
     Attributes:
         problems: What is wrong, errors first.
         class_name: Class of the pipeline or model; empty if it cannot be read.
-        models: The models whose files can be read.
+        models: The models whose files can be read, for JSON: `name` of the component (`"model"` without a pipeline),
+            `class_name`, `mhla_layers` (those with MHLA weights) and `num_layers` (`None` where the configuration has
+            no such entry), `options` of MHLA (`None` for softmax), `parameters` and `nbytes` of its tensors, and
+            `dtypes`, the number of tensors by type.
     """
 
     def __init__(
@@ -142,7 +110,7 @@ class DirectoryCheck:
     ) -> None:
         self.root, self.class_name = root, ""
         self.problems: list[Problem] = []
-        self.models: list[ModelDescription] = []
+        self.models: list[dict[str, Any]] = []
         self.files: set[Path] = set()
         if not root.is_dir():
             self._note(root, "is not a directory.")
@@ -312,16 +280,16 @@ class DirectoryCheck:
         config, tensors = model.config, next(iter(sets.values()), {})
         sizes = [(dtype, math.prod(shape)) for dtype, shape in tensors.values()]
         types = Counter(str(dtype).removeprefix("torch.") for dtype, _ in sizes)
-        description = ModelDescription(
-            name=model.component,
-            class_name=model.class_name,
-            mhla_layers=len({match[1] for match in map(_MHLA_LAYER.match, tensors) if match}),
-            num_layers=next((config[key] for key in LAYER_COUNTS if isinstance(config.get(key), int)), None),
-            options=config["mhla"] if isinstance(config.get("mhla"), dict) else None,
-            parameters=sum(count for _, count in sizes),
-            dtypes=dict(types.most_common()),
-            nbytes=sum(dtype.itemsize * count for dtype, count in sizes),
-        )
+        description = {
+            "name": model.component,
+            "class_name": model.class_name,
+            "mhla_layers": len({match[1] for match in map(_MHLA_LAYER.match, tensors) if match}),
+            "num_layers": next((config[key] for key in LAYER_COUNTS if isinstance(config.get(key), int)), None),
+            "options": config["mhla"] if isinstance(config.get("mhla"), dict) else None,
+            "parameters": sum(count for _, count in sizes),
+            "dtypes": dict(types.most_common()),
+            "nbytes": sum(dtype.itemsize * count for dtype, count in sizes),
+        }
         self.models.append(description)
 
     def _compare(self, owner: Path, directory: ModelDirectory, model: Any, tensors: Mapping[str, Any]) -> None:

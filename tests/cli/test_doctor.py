@@ -93,7 +93,7 @@ class TestModel:
         output = run(str(pipeline), "--json", str(tmp_path / "report.json"))
         assert "WanPipeline\n" in output and output.rstrip().endswith("No problems.")
         transformer = next(line for line in output.splitlines() if "transformer:" in line)
-        assert "MHLAWanTransformer3DModel; 1 MHLA, 1 softmax layers; blocks 1×2×2 on 1×4×4 tokens; " in transformer
+        assert "MHLAWanTransformer3DModel; 1 MHLA, 1 softmax layers; blocks 1×2×2 on tokens 1×4×4; " in transformer
         assert "text_encoder: UMT5EncoderModel; " in output and "vae: AutoencoderKLWan; " in output
         report = json.loads((tmp_path / "report.json").read_text())
         assert report["problems"] == [] and report["errors"] == report["warnings"] == 0
