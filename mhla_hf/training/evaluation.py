@@ -25,8 +25,7 @@ from .data.batches import LatentSamples, evaluation_batches
 from .data.cache import LatentDataset
 from .data.images import image_grid
 from .data.videos import write_video
-from .families import family_of_class, objective_for
-from .loading import load_encoders
+from .families import family_of_class, load_encoders, objective_for
 from .matching.layers import evaluating
 from .processes import gathered_root
 from .stages.objectives import LatentBatch, Objective

@@ -20,20 +20,29 @@ from accelerate import init_empty_weights
 from ..models.directory import ModelDirectory
 from ..models.registry import FAMILIES as MODEL_FAMILIES
 from ..models.registry import MHLA_CLASSES, family_for, mhla_class_for
-from ..models.weight_files import check_weights
+from ..models.weight_files import check_weights, damage_named
 from ..utils.compat.diffusers import call_default
-from ..utils.files import check_fields, read_json
+from ..utils.files import Types, check_fields, read_json
 from ..utils.locations import find_pipeline
-from .config import DIGITS, UNCONVERTED, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
+from .config import COMPONENTS, DIGITS, UNCONVERTED, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
 from .data.images import find_label, pipeline_labels
-from .loading import check_conversion, read_scheduler
-from .parameters import check_takes_adapters
+from .parameters import check_conversion, check_takes_adapters
 from .stages.objectives import DiTObjective, Objective, SanaObjective, WanObjective
 
 
 # The factor of a VAE or a patch, or the side of an image in latents, is far below.
 _MOST = 4096
 _MOST_STAGES = 12
+_MOST_TIMESTEPS = 100_000
+_SCHEDULER_FIELDS: dict[str, Types] = {
+    "_class_name": str,
+    "prediction_type": str,
+    "beta_schedule": str,
+    "num_train_timesteps": int,
+    "trained_betas": (list, type(None)),
+    **dict.fromkeys(("flow_shift", "shift", "beta_start", "beta_end"), (float, type(None))),
+}
+_LAYER_COUNTS = ("num_layers", "num_hidden_layers", "num_decoder_layers", "layers_per_block")
 # Entries of a scheduler's configuration that the noise of DiT depends on.
 _NOISE_ENTRIES = (
     "beta_start", "beta_end", "beta_schedule", "num_train_timesteps", "prediction_type", "trained_betas",
@@ -492,6 +501,51 @@ def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:
     mean = torch.tensor(vae.config.latents_mean, device=encoded.device).view(1, -1, 1, 1, 1)
     deviation = torch.tensor(vae.config.latents_std, device=encoded.device).view(1, -1, 1, 1, 1)
     return (encoded - mean) / deviation
+
+
+def load_encoders(directory: ModelDirectory) -> Any:
+    """Load a pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU.
+
+    Raises:
+        ValueError: If diffusers has no such pipeline, or its files are damaged; the message names them.
+    """
+    import diffusers
+
+    root, index = directory.root, directory.index or {}
+    transformers = {name: None for name in COMPONENTS if name in index}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.name in {*index} - {*transformers}):
+        tensors = check_weights(folder)
+        for path in sorted(folder.glob("*.json")):
+            content = read_json(path, "the pipeline's file")
+            for name in _LAYER_COUNTS if tensors and path.name == "config.json" else ():
+                # A layer has a tensor at least, and building millions of layers takes hours.
+                if isinstance(content.get(name), int) and content[name] > tensors:
+                    raise ValueError(f"the pipeline's file {path}: {name!r} is above the {tensors} tensors beside it.")
+    with damage_named(root):
+        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(root, **transformers)
+    pipeline.set_progress_bar_config(disable=True)
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(False).eval()
+    return pipeline
+
+
+def read_scheduler(directory: ModelDirectory) -> dict[str, Any]:
+    """Read the scheduler's configuration of a pipeline; empty for a pipeline without scheduler.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    path = directory.root / "scheduler" / "scheduler_config.json"
+    # A link that leads nowhere is an error, and no missing file.
+    if not os.path.lexists(path):
+        return {}
+    config = read_json(path, "the scheduler's configuration", optional=_SCHEDULER_FIELDS)
+    if not 1 <= config.get("num_train_timesteps", 1) <= _MOST_TIMESTEPS:
+        raise ValueError(
+            f"the scheduler's configuration {path}: 'num_train_timesteps' must be from 1 to {_MOST_TIMESTEPS:,}."
+        )
+    return config
 
 
 def _flow_noise(config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:

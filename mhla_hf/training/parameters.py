@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that train: which they are, AdamW over them, the learning rate, their average (EMA), and LoRA."""
+"""Models that train: loaded and written, their parameters, AdamW over them, their average (EMA), and LoRA."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from ..models.directory import TRAINING_RECORD, ModelDirectory
 from ..utils.compat.diffusers import lora_metadata_key
 from ..utils.destinations import atomic_directory
+from ..utils.files import list_files, write_json
+from ..utils.locations import PIPELINE_INDEX
+from ..utils.model_cards import CARD, is_own_card
 from .config import TrainingConfig
 
 
@@ -258,7 +263,7 @@ def merge_lora(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), own, layer.get_base_layer())
 
 
-def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> None:
+def save_adapter(destination: Path, model: nn.Module, component: str) -> None:
     """Save the LoRA matrices and their scale as diffusers reads them, and the MHLA parameters beside them.
 
     They load by `pipeline.load_lora_weights`, or by `load_lora_adapter` of the transformer where the pipeline has no
@@ -284,3 +289,64 @@ def save_adapter(destination: Path, model: torch.nn.Module, component: str) -> N
         save_file(adapter, temporary / LORA_FILE, metadata=metadata)
         if ours:
             save_file(ours, temporary / MHLA_FILE, metadata={"format": "pt"})
+
+
+def check_conversion(directory: ModelDirectory, mhla: dict | str | None) -> None:
+    """Check that an ordinary model comes with MHLA options, or `none`, and an MHLA model without.
+
+    Raises:
+        ValueError: If it does not; the message says what to give.
+    """
+    if directory.is_mhla and mhla is not None:
+        raise ValueError(f"mhla: {directory.location} is MHLA already; its options are fixed")
+    if not directory.is_mhla and mhla is None:
+        kind = "model" if directory.index is None else "pipeline"
+        raise ValueError(
+            f"model: {directory.location} is an ordinary {kind}; say how to convert it (mhla, blocks), convert it "
+            "first with `mhla-hf convert`, or pass mhla='none' to train it as it is"
+        )
+
+
+def load_model(directory: ModelDirectory, mhla: dict | str | None = None) -> nn.Module:
+    """Load the model to train, with fp32 weights.
+
+    Args:
+        directory: The model.
+        mhla: MHLA options for an ordinary model, which is converted on load; `none` leaves it as it is.
+
+    Raises:
+        ValueError: If an ordinary model comes without options or an MHLA one with them, or files are damaged.
+    """
+    check_conversion(directory, mhla)
+    return directory.load(mhla if isinstance(mhla, dict) else None)
+
+
+def export_model(directory: ModelDirectory, destination: Path, model: Any, record: dict[str, Any]) -> None:
+    """Write a copy of a model's directory, or its pipeline's, with the trained model in it.
+
+    The model card is not copied where it is about the original, or was generated for the model before training.
+
+    Args:
+        directory: The model before training.
+        destination: Directory to make; written under a temporary name, then moved.
+        model: The trained model, whole and without LoRA.
+        record: Contents of `training.json`.
+
+    Raises:
+        ValueError: If links in the directory lead out of it, see `list_files`.
+    """
+    root, index, component = directory.root, directory.index, directory.component
+    excluded = {TRAINING_RECORD, *({component, PIPELINE_INDEX} if index else {"config.json"})}
+    excluded |= set() if directory.is_mhla and is_own_card(root) else {CARD}
+    with atomic_directory(destination) as temporary:
+        for path in list_files(root):
+            is_weight = index is None and len(path.parts) == 1 and directory.names.match(path)
+            # Version-control and download bookkeeping of the source does not belong to the copy.
+            if not (is_weight or path.parts[0] in excluded or path.parts[0].startswith(".")):
+                (temporary / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(root / path, temporary / path)
+        model.save_pretrained(temporary if index is None else temporary / component)
+        if index is not None:
+            index = {**index, component: ["diffusers", type(model).__name__]}
+            (temporary / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(temporary / TRAINING_RECORD, record)

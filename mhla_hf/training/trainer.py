@@ -38,7 +38,6 @@ from .data.batches import DataOrder, stable_seed
 from .data.cache import LatentDataset
 from .data.folders import folder_fingerprint, model_fingerprint
 from .evaluation import Callback, ModelTracker, Reports, Validator
-from .loading import export_model, load_model
 from .matching.layers import mhla_layers
 from .matching.matching import STAGE as MATCHING
 from .matching.matching import match_stage, matching_bar
@@ -137,7 +136,7 @@ class Trainer(ABC):
         if self.own_model:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(stable_seed(config.seed, "parameters"))
-                self.model = load_model(self.source, config.mhla)
+                self.model = parameters.load_model(self.source, config.mhla)
         if config.train == "lora" and not hasattr(self.model, "peft_config"):
             parameters.add_lora(self.model, config.lora_rank, config.lora_alpha, stable_seed(config.seed, "lora"))
 
@@ -583,7 +582,7 @@ class Trainer(ABC):
         if self.output is not None and self.source is not None:
             result.pipeline = self.output / ("model" if self.source.index is None else "pipeline")
             if main:
-                export_model(self.source, result.pipeline, model, self._record(result))
+                parameters.export_model(self.source, result.pipeline, model, self._record(result))
         self.accelerator.wait_for_everyone()
         if self.owns_accelerator:
             self.accelerator.end_training()

@@ -15,13 +15,13 @@ from mhla_hf import MHLAWanTransformer3DModel, convert
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import DiffusionTrainer, TrainingConfig, evaluate
 from mhla_hf.training.checkpoints import list_checkpoints, read_metrics
-from mhla_hf.training.loading import load_model
 from mhla_hf.training.matching.layers import find_projections, mhla_layers
 from mhla_hf.training.matching.teacher import shared_teacher
 from mhla_hf.training.parameters import (
     add_lora,
     is_lora_parameter,
     is_mhla_parameter,
+    load_model,
     merge_lora,
     set_trainable,
     trainable_names,

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from mhla_hf import load_pipeline
 from mhla_hf.conversion import convert_pretrained, import_official
 from mhla_hf.models.directory import ModelDirectory
-from mhla_hf.training.loading import export_model
+from mhla_hf.training.parameters import export_model
 from mhla_hf.utils.files import list_files
 from tests import tiny
 

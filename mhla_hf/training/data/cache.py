@@ -32,8 +32,7 @@ from ...utils.files import atomic_file, check_fields, path_inside, read_json, wr
 from ...utils.locations import download_pipeline
 from ...utils.messages import shorten_text, shorten_value
 from ..config import DIGITS, GENERATED, LONGEST_TEXT, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
-from ..families import GUIDANCE_LABEL, Family, SampleSizes, family_of_class
-from ..loading import load_encoders
+from ..families import GUIDANCE_LABEL, Family, SampleSizes, family_of_class, load_encoders
 from ..processes import Processes
 from .batches import stable_seed
 from .digits import digit_images, digit_videos

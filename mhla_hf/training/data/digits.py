@@ -184,8 +184,7 @@ class MovingDigits(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> DigitVideo:
-        if not 0 <= index < self.length:
-            raise IndexError(f"index must be 0 to {self.length - 1}; got {index}.")
+        index = range(self.length)[index]
         random = np.random.default_rng([self.seed, SPLITS.index(self.split), index])
         weights = np.asarray(self.config.count_weights)
         count = int(random.choice(len(weights), p=weights / weights.sum())) + 1

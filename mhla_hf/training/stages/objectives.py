@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ...models.registry import family_for
 from . import noise_prediction
 from .noise_prediction import NoiseSchedule
 
@@ -288,11 +287,6 @@ class Objective(ABC):
             for name, tensor in batch.condition.items()
         }
         return self.model_inputs(cast(Any, model.config), noisy.to(dtype or noisy.dtype), batch.levels, condition)
-
-    @classmethod
-    def attention_name(cls, layer: int) -> str:
-        """Name of the self-attention module of a layer, MHLA or not."""
-        return family_for(cls.model_class).layers.format(index=layer).removesuffix(".mhla")
 
     @classmethod
     def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:

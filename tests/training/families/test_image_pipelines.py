@@ -16,7 +16,7 @@ from mhla_hf.cli.main import app
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import LatentDataset, evaluate, objective_for
 from mhla_hf.training.checkpoints import read_metrics
-from mhla_hf.training.loading import load_model
+from mhla_hf.training.parameters import load_model
 
 from ... import tiny_images
 

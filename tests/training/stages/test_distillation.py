@@ -12,10 +12,9 @@ from mhla_hf.conversion import convert_pretrained
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import DiffusionTrainer, DiTObjective, TrainingConfig
 from mhla_hf.training.data.batches import DataOrder, make_batch
-from mhla_hf.training.loading import export_model, load_model
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
-from mhla_hf.training.parameters import is_mhla_parameter
+from mhla_hf.training.parameters import export_model, is_mhla_parameter, load_model
 from mhla_hf.training.stages.noise_prediction import NoiseSchedule, noise_distillation_losses
 from mhla_hf.training.stages.prediction import DiffusionStage
 from tests import tiny
