@@ -259,18 +259,15 @@ class Validator:
         self.config = config
         self.device = device
         self.family = family_of_class(source.class_name)
-        pipeline = load_encoders(source)
+        self.pipeline = load_encoders(source)
         if "text_encoder" in self.family.prompt_encoders:
-            pipeline.text_encoder.to(device)
+            self.pipeline.text_encoder.to(device)
         length = dataset.settings["max_sequence_length"]
         with torch.no_grad():
             self.inputs = self.family.validation_inputs(
-                pipeline, source, config, dataset.sizes[0], length, dataset.manifest["classes"]
+                self.pipeline, source, config, dataset.sizes[0], length, dataset.manifest["classes"]
             )
-        self.pipeline_class = type(pipeline)
-        self.vae, self.scheduler = pipeline.vae, pipeline.scheduler
-        stored = {name: pipeline.config.get(name) for name in self.family.pipeline_options}
-        self.options = {name: value for name, value in stored.items() if value is not None}
+        self.pipeline.register_modules(**dict.fromkeys(self.family.prompt_encoders))
 
     def write(self, transformer: torch.nn.Module, folder: Path, step: int) -> tuple[list[Path], np.ndarray]:
         """Write the samples of a step: a file for each video, or one with a grid of all images.
@@ -297,18 +294,12 @@ class Validator:
     @torch.no_grad()
     def generate(self, transformer: torch.nn.Module) -> np.ndarray:
         """One sample per prompt, uint8: `[P, F, H, W, 3]` of videos, `[P, H, W, 3]` of images."""
-        pipeline = self.pipeline_class(
-            **dict.fromkeys(self.family.prompt_encoders),
-            vae=self.vae.to(self.device),
-            scheduler=self.scheduler,
-            transformer=transformer,
-            **self.options,
-        )
-        pipeline.set_progress_bar_config(disable=True)
+        self.pipeline.register_modules(transformer=transformer)
+        self.pipeline.vae.to(self.device)
         samples = []
         with evaluating(transformer):
             for inputs in self.inputs:
-                sample = pipeline(
+                sample = self.pipeline(
                     **send_to_device(inputs, self.device),
                     num_inference_steps=self.config.validation_inference_steps,
                     guidance_scale=self.config.validation_guidance,
@@ -316,7 +307,7 @@ class Validator:
                     output_type="np",
                 )[0][0]
                 samples.append(np.rint(np.asarray(sample) * 255).clip(0, 255).astype(np.uint8))
-        self.vae.to("cpu")
+        self.pipeline.vae.to("cpu")
         return np.stack(samples)
 
     def write_and_log(

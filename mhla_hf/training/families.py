@@ -99,7 +99,6 @@ class Family(ABC):
         encoders: Parts of the pipeline that encode samples.
         text_length: Default number of tokens that captions are padded to; 0 for models of classes.
         video_size: Default height, width and number of frames; empty for models of images.
-        pipeline_options: Entries of the pipeline's configuration that its sampling depends on.
         encoded_names: Arguments of the pipeline's call for what its `encode_prompt` returns.
         call_options: Further arguments of the pipeline's call.
     """
@@ -109,7 +108,6 @@ class Family(ABC):
     encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
     text_length: ClassVar[int] = 0
     video_size: ClassVar[str] = ""
-    pipeline_options: ClassVar[tuple[str, ...]] = ()
     encoded_names: ClassVar[tuple[str, ...]] = ()
     call_options: ClassVar[dict[str, Any]] = {}
 
@@ -256,7 +254,6 @@ class Wan(Family):
     objective = WanObjective
     text_length = 512
     video_size = "480,832,81"
-    pipeline_options = ("expand_timesteps",)
     encoded_names = ("prompt_embeds", "negative_prompt_embeds")
 
     def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:

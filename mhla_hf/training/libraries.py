@@ -14,7 +14,7 @@ from torch import nn
 from ..models.directory import ModelDirectory
 from ..utils.destinations import atomic_directory
 from .config import TRANSFORMERS, TrainingConfig, check_options
-from .data.batches import DataOrder, LatentSamples, check_null_condition, first_of_buckets, make_batch
+from .data.batches import LatentSamples, check_null_condition, first_of_buckets, make_batch
 from .data.cache import LatentDataset
 from .data.folders import folder_fingerprint, samples_fingerprint
 from .evaluation import ModelTracker, Validator, make_validator
@@ -80,9 +80,7 @@ class DiffusionTrainer(Trainer):
             if config.cache is None and config.output is None:
                 raise ValueError("cache must be given: the directory made by the cache step")
             dataset = LatentDataset(config.cache or Path(str(config.output)) / "cache")
-        if len(dataset) < 1:
-            raise ValueError("the data set is empty")
-        self.dataset = dataset
+        self._take_data(dataset)
         self.null_condition = getattr(dataset, "null_condition", None) if null_condition is None else null_condition
         check_null_condition(config.condition_dropout, self.null_condition)
         self._load_model()
@@ -92,16 +90,8 @@ class DiffusionTrainer(Trainer):
 
     def probe_batch(self) -> Batch:
         """Arguments of the model's `forward` for the first batch of the data, at noise levels that never change."""
-        order = DataOrder(
-            dataset_size=len(self.dataset),
-            batch_size=self.config.batch_size,
-            seed=self.config.seed,
-            stage="probe",
-            buckets=getattr(self.dataset, "buckets", None),
-        )
-        batch = make_batch(self.dataset, order, 0, 0, self.objective)
-        noisy = self.objective.add_noise(batch.latents, batch.noise, batch.levels)
-        return self.objective.model_inputs(self.model.config, noisy, batch.levels, batch.condition)
+        batch = make_batch(self.dataset, self._data_order("probe"), 0, 0, self.objective)
+        return self.objective.inputs_of(self.model, batch)
 
     def _batches(self) -> Any:
         return partial(
@@ -178,9 +168,7 @@ class TransformersTrainer(Trainer):
         super().__init__(config, model, teacher, callback, accelerator, tracker)
         if self.source is not None and config.distill_steps and teacher is None:
             _ = self.original
-        if len(batches) < 1:
-            raise ValueError("the data set is empty")
-        self.dataset = batches
+        self._take_data(batches)
         self._load_model()
         self.objective = TransformersObjective.of(self.model, config.distill_target, config.distill_temperature)
 

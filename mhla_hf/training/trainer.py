@@ -130,6 +130,11 @@ class Trainer(ABC):
         """The ordinary model behind that of the source."""
         return self.source.original(self.config.teacher, "teacher")
 
+    def _take_data(self, dataset: Any) -> None:
+        if len(dataset) < 1:
+            raise ValueError("the data set is empty")
+        self.dataset = dataset
+
     def _load_model(self) -> None:
         """Load the model of the source unless there is one, and add LoRA where it trains."""
         config = self.config
@@ -230,9 +235,6 @@ class Trainer(ABC):
         """Lock the output, and the cache for reading, and find the checkpoint to resume from.
 
         The main process decides, so that all agree even while files appear; an error it meets is raised in all.
-
-        Raises:
-            ValueError: If the output or the cache is in use, or the checkpoint does not exist or fit.
         """
         found: list[Path | None] = [None]
         if self.output is None:
@@ -281,6 +283,11 @@ class Trainer(ABC):
             "inputs": self.inputs,
         }
 
+    def _data_order(self, stage: str, **sharing: int) -> DataOrder:
+        config, buckets = self.config, getattr(self.dataset, "buckets", None)
+        options = {"dataset_size": len(self.dataset), "batch_size": config.batch_size, "seed": config.seed}
+        return DataOrder(stage=stage, buckets=buckets, **options, **sharing)
+
     # The original that matching and distillation learn from.
 
     def _keep_original_weights(self) -> None:
@@ -315,11 +322,7 @@ class Trainer(ABC):
     # The stages.
 
     def _match(self) -> tuple[list[float], float]:
-        """Match the MHLA layers with those that they replaced, one by one, unless a checkpoint has what follows.
-
-        Returns:
-            As of `_train`.
-        """
+        """Match each MHLA layer, unless a checkpoint has what follows; returns losses and seconds as `_train` does."""
         config, accelerator, steps = self.config, self.accelerator, self.config.transfer_steps
         layers = [layer.name for layer in mhla_layers(self.model)]
         names = parameters.trainable_names(self.model, config.train, layers)
@@ -432,16 +435,8 @@ class Trainer(ABC):
                 accelerator.scaler.load_state_dict(state["scaler"])
         if self.position is None and self.reports.steps_before == 0:
             self.reports.start(stage.name, self.model)
-        order = DataOrder(
-            dataset_size=len(self.dataset),
-            batch_size=config.batch_size,
-            seed=config.seed,
-            stage=stage.name,
-            accumulation_steps=config.gradient_accumulation_steps,
-            world_size=accelerator.num_processes,
-            rank=accelerator.process_index,
-            buckets=getattr(self.dataset, "buckets", None),
-        )
+        sharing = {"world_size": accelerator.num_processes, "rank": accelerator.process_index}
+        order = self._data_order(stage.name, accumulation_steps=config.gradient_accumulation_steps, **sharing)
         # Last, since it starts processes, which end when it is closed.
         self.batches = MicroBatches(stage.make_batch, order).read(
             self.step, stage.steps, config.dataloader_num_workers
@@ -451,8 +446,7 @@ class Trainer(ABC):
         """Take an optimizer step.
 
         Returns:
-            The loss averaged over micro-steps and processes, further figures, and whether one of the processes
-            has received a signal to stop.
+            The mean loss of micro-steps and processes, further figures, and whether a process was told to stop.
         """
         stage, config, accelerator = self.stage, self.config, self.accelerator
         factor = learning_rate_factor(
