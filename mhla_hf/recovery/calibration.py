@@ -45,7 +45,7 @@ from ..utils.messages import shorten_text
 from ..utils.options import parse_size
 from ..utils.tensor_files import FLOATS, read_entries
 from .data import open_probe
-from .fits import HeadsFit, LayerCall, ProjectionFit, TemperatureFit
+from .fits import HeadsCall, HeadsFit, ProjectionFit, TemperatureFit
 
 
 Progress = Callable[[int, int], None]
@@ -267,7 +267,7 @@ class _Probe:
             seen[layer.name] += len(output)
             if len(self.batches) >= _HELD_OUT:
                 numbers = torch.full_like(numbers, self.current)
-            call = LayerCall(args, kwargs, output, heads, numbers % _HELD_OUT == 1)
+            call = HeadsCall(args, kwargs, output, heads, numbers % _HELD_OUT == 1)
             for fit in fits[layer.name]:
                 fit.observe(call)
 

@@ -21,7 +21,7 @@ from ..training.data.probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES,
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
 from ..training.families import objective_for
 from ..training.matching.layers import Batch, mhla_layers
-from ..utils.locations import PIPELINE_INDEX, is_hub_id
+from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count
 from .recipes import TEXT, TRANSFORMERS, Recipe
@@ -128,14 +128,14 @@ class RecoveryData:
         assert data is not None
         if family == "causal" and data == GENERATED:
             return self._generated_text(model)
-        amounts: dict[str, Any] = {"samples": options.samples, "held_out": options.held_out, "seed": self.seed}
+        of_text: dict[str, Any] = {}
         if family in TEXT:
-            amounts |= {"length": options.max_length, "text_field": options.text_field}
-            return text_batches(model, self.directory.root, data, cache=self.cache, **amounts)
-        if family == "vision":
-            return image_batches(model, self.directory.root, data, **amounts)
-        self._make_cache(model)
-        return _latents(model, self.directory.root, self.cache, options.held_out, TrainingConfig(seed=self.seed))
+            of_text = {"length": options.max_length, "text_field": options.text_field, "cache": self.cache}
+        elif family != "vision":
+            self._make_cache(model)
+            data = str(self.cache)
+        amounts: dict[str, Any] = {"samples": options.samples, "held_out": options.held_out, "seed": self.seed}
+        return open_data(model, self.directory, data, **amounts, **of_text)
 
     def _make_cache(self, model: nn.Module) -> None:
         """Encode images or videos to latents and embeddings."""
@@ -210,7 +210,7 @@ def open_probe(
     Args:
         parts: Models of one directory.
         mhla: Options to convert them with; `None` for models that are MHLA.
-        data: See [`probe_batches`][mhla_hf.recovery.data.probe_batches]. Pipelines need none.
+        data: See [`open_data`][mhla_hf.recovery.data.open_data]. Pipelines need none.
         samples: Samples of the probe, from 4 (2 of `data`) to 65,536.
         batch_size: Samples of a batch, of `data`, at most 65,536.
         seed: Seed of the probe.
@@ -231,9 +231,13 @@ def open_probe(
         unused = sorted(name for name, value in call_options.items() if value is not None)
         if unused:
             raise ValueError(f"{', '.join(unused)}: of no use beside data.")
-        models = {part.component: part.load(mhla).to(torch_device).eval() for part in parts}
-        options: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": seed}
-        probes = {name: probe_batches(model, root, data, component=name, **options) for name, model in models.items()}
+        models, probes = {}, {}
+        for part in parts:
+            models[part.component] = model = part.load(mhla).to(torch_device).eval()
+            source = open_data(model, part, data, samples=samples, held_out=1, seed=seed)
+            count = min(samples, 16 * len(source))
+            size = min(batch_size, count)
+            probes[part.component] = source.batches("calibrate", count // size, size)
         return models, probes, origin
     if parts[0].index is None:
         raise ValueError(
@@ -249,45 +253,35 @@ def open_probe(
     return models, pipeline_batches(pipeline, samples=samples, seed=seed, **call_options), origin
 
 
-def probe_batches(
+def open_data(
     model: nn.Module,
-    directory: Path,
+    directory: ModelDirectory,
     data: str,
     *,
     samples: int,
-    batch_size: int,
-    component: str,
+    held_out: int,
     seed: int,
-) -> list[Batch]:
-    """Make batches of given data to calibrate on.
+    **of_text: Any,
+) -> BatchSource:
+    """Open data for a converted model.
 
     Args:
-        model: The converted model.
-        directory: Its directory, or the pipeline's.
+        model: The model.
+        directory: Where it, or its original, is, with its tokenizer, image processor or scheduler.
         data: For language models and encoders a folder of texts, a JSONL file, or the id of a data set; for vision
             models a folder of images or `digits`; for diffusion models the cache of a training.
-        samples: Rows, passages, images or noisy latents.
-        batch_size: Samples of a batch.
-        component: Name of the model in a pipeline.
+        samples: Rows, passages or images to train on.
+        held_out: Samples to hold out.
         seed: Seed of their order, and of noise.
+        **of_text: Further arguments of `text_batches`.
 
     Raises:
         ValueError: If there are no such data, or they do not fit the model.
     """
-    source: BatchSource
     if is_mhla_class(type(model).__name__):
-        config = TrainingConfig(component=component, seed=seed)
-        source = _latents(model, directory, Path(data).expanduser(), 1, config)
-    elif any(len(layer.mhla.blocks) == 2 for layer in mhla_layers(model)):
-        source = image_batches(model, directory, data, samples=samples, held_out=1, seed=seed)
-    else:
-        source = text_batches(model, directory, data, samples=samples, held_out=1, seed=seed)
-    count = min(samples, 16 * len(source))
-    batch_size = min(batch_size, count)
-    return source.batches("calibrate", count // batch_size, batch_size)
-
-
-def _latents(model: nn.Module, directory: Path, cache: Path, held_out: int, config: TrainingConfig) -> Latents:
-    """Open cached latents with the objective of the model's pipeline, which adds noise."""
-    pipeline = directory if (directory / PIPELINE_INDEX).is_file() else None
-    return Latents(LatentDataset(cache), objective_for(model, pipeline, config), model, held_out, config.seed)
+        config = TrainingConfig(component=directory.component, seed=seed)
+        objective = objective_for(model, None if directory.index is None else directory, config)
+        return Latents(LatentDataset(Path(data).expanduser()), objective, model, held_out, seed)
+    if any(len(layer.mhla.blocks) == 2 for layer in mhla_layers(model)):
+        return image_batches(model, directory.root, data, samples=samples, held_out=held_out, seed=seed)
+    return text_batches(model, directory.root, data, samples=samples, held_out=held_out, seed=seed, **of_text)

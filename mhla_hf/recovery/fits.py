@@ -132,7 +132,7 @@ def solve_ridge(products: torch.Tensor, targets: torch.Tensor, strength: float) 
 
 
 @dataclass(frozen=True)
-class LayerCall:
+class HeadsCall:
     """One call of an `mhla` module.
 
     Attributes:
@@ -189,7 +189,7 @@ class TemperatureFit:
         """True for a layer with such a feature map."""
         return layer.mhla.feature_map_query is not None
 
-    def observe(self, call: LayerCall) -> None:
+    def observe(self, call: HeadsCall) -> None:
         """Add the errors of one call at each temperature."""
         weights = self._weights()
         for index, temperature in enumerate(TEMPERATURES):
@@ -270,7 +270,7 @@ class HeadsFit:
     def _columns(mhla: MHLA) -> int:
         return (2 if mhla.window_gain is None else 3) + (0 if mhla.lepe is None else mhla.lepe.weight[0].numel())
 
-    def observe(self, call: LayerCall) -> None:
+    def observe(self, call: HeadsCall) -> None:
         """Add the rows of one call."""
         with swapped_parameters(self.own):
             parts = self.mhla.attention_parts(*call.args, **call.kwargs)
@@ -414,7 +414,7 @@ class ProjectionFit:
         """Memory of the sums."""
         return 2 * Moments.nbytes(1, 2 * layer.mhla.num_heads * layer.mhla.value_head_dim)
 
-    def observe(self, call: LayerCall) -> None:
+    def observe(self, call: HeadsCall) -> None:
         """Add the rows of one call."""
         output = call.output
         if self.own:

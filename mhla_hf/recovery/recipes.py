@@ -21,7 +21,7 @@ import yaml
 
 from ..config import MHLAConfig, automatic_share
 from ..training.config import DISTILL_TARGETS, LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
-from ..utils.messages import check_choice, check_names, did_you_mean, shorten_text, shorten_value
+from ..utils.messages import check_choice, check_names, did_you_mean, shorten_text
 from ..utils.options import Options, option
 
 
@@ -41,41 +41,33 @@ VARIANTS = ("fast", "paper")
 """Names of other recipes for many families; `fast` is changes to the default recipe."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataOptions(Options):
-    """Amount and size of the data."""
-
-    samples: int = option(
-        2048, "Samples to train on, if there are so many: rows or passages of text, images, videos.", minimum=1,
-        maximum=MOST_SAMPLES,
-    )  # fmt: skip
-    held_out: int = option(
-        96, "Samples that quality is measured on; a fifth of all at most.", minimum=1, maximum=MOST_SAMPLES
-    )
-    max_length: int | None = option(
-        None, "Tokens of a row, or most tokens of a passage. Default: 512 for language models, 128 for encoders.",
-        minimum=2, maximum=LONGEST_TEXT, families=TEXT,
-    )  # fmt: skip
-    text_field: str = option("text", "Field with the text, in JSONL files and data sets.", families=TEXT)
-    height: int | None = option(
-        None, "Height in pixels. Default: the model's own, 480 for videos.", minimum=8, maximum=LONGEST_SIDE,
-        families=VIDEO + IMAGES,
-    )  # fmt: skip
-    width: int | None = option(
-        None, "Width in pixels. Default: the model's own, 832 for videos.", minimum=8, maximum=LONGEST_SIDE,
-        families=VIDEO + IMAGES,
-    )  # fmt: skip
-    num_frames: int | None = option(
-        None, "Frames of a video. Default: 81.", minimum=1, maximum=MOST_FRAMES, families=VIDEO
-    )
-
-
 def _count(default: int, help: str, minimum: int = 1, maximum: int = MOST_STEPS) -> int:
     return option(default, help, minimum=minimum, maximum=maximum)
 
 
-def _rate(default: float, help: str = "Peak rate.") -> float:
-    return option(default, help, above=0)
+def _side(help: str) -> int | None:
+    return option(None, help, minimum=8, maximum=LONGEST_SIDE, families=VIDEO + IMAGES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(Options):
+    """Amount and size of the data."""
+
+    samples: int = option(2048, "Samples to train on, if there are so many.", minimum=1, maximum=MOST_SAMPLES)
+    held_out: int = option(96, "Samples to measure on; a fifth of all at most.", minimum=1, maximum=MOST_SAMPLES)
+    max_length: int | None = option(
+        None,
+        "Tokens of a row, or most tokens of a passage. Default: 512 for language models, 128 for encoders.",
+        minimum=2,
+        maximum=LONGEST_TEXT,
+        families=TEXT,
+    )
+    text_field: str = option("text", "Field with the text, in JSONL files and data sets.", families=TEXT)
+    height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos.")
+    width: int | None = _side("Width in pixels. Default: the model's own, 832 for videos.")
+    num_frames: int | None = option(
+        None, "Frames of a video. Default: 81.", minimum=1, maximum=MOST_FRAMES, families=VIDEO
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +85,8 @@ class MatchOptions(Options):
     steps: int = _count(600, "Optimizer steps of each layer.")
     batches: int = _count(160, "Batches whose activations are kept.")
     batch_size: int = _count(1, "Samples of a batch.", maximum=MOST_IN_BATCH)
-    learning_rate: float = _rate(3e-3, "Peak rate of the layer's projections.")
-    mhla_learning_rate: float = _rate(5e-3, "Peak rate of the parameters that MHLA adds.")
+    learning_rate: float = option(3e-3, "Peak rate of the layer's projections.", above=0)
+    mhla_learning_rate: float = option(5e-3, "Peak rate of the parameters that MHLA adds.", above=0)
     cache: str = option(
         "auto", "Where activations are kept; auto takes memory where they fit, else the disk.", choices=TRANSFER_CACHES
     )
@@ -106,18 +98,15 @@ class DistillOptions(Options):
 
     steps: int = _count(90, "Optimizer steps.")
     batch_size: int = _count(4, "Samples of a step.", maximum=MOST_IN_BATCH)
-    learning_rate: float = _rate(2e-4)
+    learning_rate: float = option(2e-4, "Peak rate.", above=0)
     mhla_learning_rate: float | None = option(None, _MHLA_RATE, above=0)
-    ratio: float = option(
-        1.0, "Share of the distance to the original in the loss; the rest is the loss on the data.", above=0, maximum=1
-    )
+    ratio: float = option(1.0, "Weight of the distance to the original; the rest is the data's.", above=0, maximum=1)
     temperature: float | None = option(
         None, "Temperature of the distributions compared. Default: 1.", above=0, families=TRANSFORMERS
     )
     target: str | None = option(
         None,
-        "Output of the original that is learned. Default: logits of language models and classifiers, else "
-        "last_hidden_state.",
+        "Output of the original to learn. Default: logits of language models and classifiers, else last_hidden_state.",
         choices=DISTILL_TARGETS,
         families=TRANSFORMERS,
     )
@@ -129,7 +118,7 @@ class FinetuneOptions(Options):
 
     steps: int = _count(2000, "Optimizer steps.")
     batch_size: int = _count(8, "Samples of a step.", maximum=MOST_IN_BATCH)
-    learning_rate: float = _rate(2e-5)
+    learning_rate: float = option(2e-5, "Peak rate.", above=0)
     mhla_learning_rate: float | None = option(None, _MHLA_RATE, above=0)
 
 
@@ -138,9 +127,7 @@ class Expected(Options):
     """Memory and steps of a run, in gigabytes (10^9 bytes); computed by `conversion/recipe_memory.py`."""
 
     weights_gb: float = option(0.0, "The model in fp32.", minimum=0)
-    training_gb: float = option(
-        0.0, "Gradients, moments and the original's changed weights, in the stage with the most of them.", minimum=0
-    )
+    training_gb: float = option(0.0, "Gradients, moments and changed weights of the stage with the most.", minimum=0)
     cache_gb: float = option(0.0, "Kept activations, in memory or on disk.", minimum=0)
     steps: int = option(0, "Optimizer steps of all stages.", minimum=0)
 
@@ -218,10 +205,6 @@ class Recipe:
                 content.pop(section, None)
             else:
                 content[section] = value
-        match = content.get("match")
-        if match and "match.steps" in changes and "match.batches" not in changes and isinstance(match["steps"], int):
-            # Fewer steps see fewer batches.
-            match["batches"] = max(1, min(match.get("batches", MatchOptions.batches), match["steps"]))
         # What was computed for other values holds no longer.
         content.pop("expected", None)
         return parse_recipe(content, self.name)
@@ -234,10 +217,8 @@ class Recipe:
         """
         for name in stages or ("",):
             check_choice("stages", name, STAGES)
-        return self.changed(
-            {**{name: None for name in STAGES if name not in stages},
-             **{name: {} for name in stages if getattr(self, name) is None}}
-        )  # fmt: skip
+        left_out = {name: None for name in STAGES if name not in stages}
+        return self.changed({**left_out, **{name: {} for name in stages if getattr(self, name) is None}})
 
     def with_budget(self, factor: float) -> Recipe:
         """A copy with that many times the steps in every stage that trains, one at least.
@@ -303,12 +284,6 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError("aliases are not allowed")
         return super().compose_node(parent, index)
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [key.value for key, _ in node.value]
-        if len(set(keys)) < len(keys):
-            raise yaml.YAMLError(f"a key is given twice among {', '.join(keys)}")
-        return super().construct_mapping(node, deep)
-
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
@@ -372,7 +347,21 @@ def parse_recipe(content: Any, where: str) -> Recipe:
         ValueError: See [`load_recipe`].
     """
     with _errors_begin(f"{where}: "):
-        return _parse(content, where)
+        check_names("recipe", content, [item.name for item in dataclasses.fields(Recipe) if item.name != "name"])
+        values = {key: value for key, value in content.items() if value is not None}
+        family = values.get("family")
+        check_choice("family", family, FAMILIES)
+        # To YAML, layers may also be a list of numbers or one number.
+        layers = values.get("layers", "all")
+        values["layers"] = ",".join(map(str, layers)) if isinstance(layers, list) else str(layers)
+        if automatic_share(values["layers"]) is None:
+            MHLAConfig(layers=values["layers"])
+        values["mhla"] = _mhla_options(values.get("mhla", {}), str(family))
+        sections = {key: _section(key, values[key], str(family)) for key in _SECTIONS if key in values}
+        recipe = Recipe(name=where, **{**values, **sections})
+        for problem in _contradictions(recipe):
+            raise ValueError(problem)
+        return recipe
 
 
 @contextmanager
@@ -382,29 +371,6 @@ def _errors_begin(prefix: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from None
-
-
-def _parse(content: Any, name: str) -> Recipe:
-    check_names("recipe", content, [item.name for item in dataclasses.fields(Recipe) if item.name != "name"])
-    values = {key: value for key, value in content.items() if value is not None}
-    family = values.get("family")
-    check_choice("family", family, FAMILIES)
-    # To YAML, layers may also be a list of numbers or one number.
-    layers = values.get("layers", "all")
-    values["layers"] = (
-        layers if isinstance(layers, str) else ",".join(map(str, layers if isinstance(layers, list) else [layers]))
-    )
-    if automatic_share(values["layers"]) is None:
-        MHLAConfig(layers=values["layers"])
-    for key in ("description", "model"):
-        if not isinstance(values.get(key, ""), str):
-            raise ValueError(f"{key} must be a text, got {shorten_value(values[key])}")
-    values["mhla"] = _mhla_options(values.get("mhla", {}), str(family))
-    sections = {key: _section(key, values[key], str(family)) for key in _SECTIONS if key in values}
-    recipe = Recipe(name=name, **{**values, **sections})
-    for problem in _contradictions(recipe):
-        raise ValueError(problem)
-    return recipe
 
 
 def _section(name: str, content: Any, family: str) -> Options:
@@ -449,8 +415,6 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         stage = getattr(recipe, name)
         if stage is not None and stage.batch_size > recipe.data.samples:
             yield f"{name}.batch_size must be at most data.samples, {recipe.data.samples}, got {stage.batch_size}"
-    if recipe.match is not None and recipe.match.cache != "none" and recipe.match.batches > recipe.match.steps:
-        yield f"match.batches must be at most match.steps, {recipe.match.steps}, got {recipe.match.batches}"
 
 
 def parse_share(name: str, value: float | str) -> Fraction:

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,20 +181,10 @@ def recover(
         "dtype": None if cast is None else str(cast).removeprefix("torch."),
         "recipe": {**chosen.to_dict(), "description": None, "expected": None, "model": None},
     }
-    run = Recovery(
-        part,
-        WorkFolder(Path(output).expanduser()),
-        chosen,
-        seed,
-        place,
-        save_every,
-        keep_stages,
-        progress,
-        hub,
-        on_stage,
-        cast,
-    )
-    is_converted = run.work.is_run_of(identity) and (run.work.is_done(CONVERTED) or run.work.has_result)
+    work = WorkFolder(Path(output).expanduser())
+    settings = StageSettings(work.path, save_every, seed, place, progress)
+    run = Recovery(part, work, chosen, settings, keep_stages, cast, hub, on_stage)
+    is_converted = work.is_run_of(identity) and (work.is_done(CONVERTED) or work.has_result)
     if not is_converted:
         plan_model(part, chosen.mhla, PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast))
     open_data: OpenData | None = data if callable(data) else None
@@ -203,22 +193,22 @@ def recover(
             directory=part,
             recipe=chosen,
             data=named,
-            converted=run.work.path / CONVERTED / MODEL,
+            converted=work.path / CONVERTED / MODEL,
             prompts=None if prompts is None else str(prompts),
-            cache=run.work.path / DATA,
+            cache=work.path / DATA,
             seed=seed,
             progress=progress,
         )
         if not is_converted:
             given_data.check()
         open_data = given_data.open
-    with run.work.claimed(identity, resume):
+    with work.claimed(identity, resume):
         try:
             return run.run(open_data, origin_of(named))
         except TrainingStopped as stop:
             done = shorten_text(str(stop).partition(";")[0], 200) or "stopped"
             raise TrainingStopped(
-                f"{done}; the same command with --resume continues from there ({run.work.output})",
+                f"{done}; the same command with --resume continues from there ({work.output})",
                 stop.exit_code - 128,
             ) from None
 
@@ -274,14 +264,11 @@ class Recovery:
     source: ModelDirectory
     work: WorkFolder
     recipe: Recipe
-    seed: int
-    device: torch.device
-    save_every: int
+    settings: StageSettings
     keep_stages: bool
-    progress: bool
+    dtype: torch.dtype | None
     hub: Mapping[str, Any]
-    on_stage: Callable[[str], None] | None = None
-    dtype: torch.dtype | None = None
+    on_stage: Callable[[str], None] | None
 
     def run(self, open_data: OpenData | None, origin: Mapping[str, Any]) -> RecoveryReport:
         """Run whatever is not done yet.
@@ -330,7 +317,9 @@ class Recovery:
         """Convert the source unless that is done, after selecting layers if the recipe asks for it."""
         if self.work.is_done(CONVERTED):
             return
-        report = RecoveryReport(self.work.output, self.recipe.family, recipe=self.recipe.to_dict(), seed=self.seed)
+        report = RecoveryReport(
+            self.work.output, self.recipe.family, recipe=self.recipe.to_dict(), seed=self.settings.seed
+        )
         share = automatic_share(self.recipe.layers)
         with _timed() as seconds:
             if share is None:
@@ -362,7 +351,7 @@ class Recovery:
             layers=layers,
             dtype=self.dtype,
             overwrite=True,
-            progress=self.progress,
+            progress=self.settings.progress,
             **self.hub,
         )
         part = report.components[self.source.component]
@@ -372,7 +361,7 @@ class Recovery:
         return ModelDirectory.read(self.work.path / CONVERTED / MODEL, self.source.component)
 
     def _load(self) -> nn.Module:
-        return self._converted().load().to(self.device).eval()
+        return self._converted().load().to(self.settings.device).eval()
 
     def _stages(
         self, model: nn.Module, data: BatchSource, report: RecoveryReport, origin: Mapping[str, Any]
@@ -387,7 +376,7 @@ class Recovery:
             quality = Quality(model, data)
             if not done:
                 report.figures = {"softmax": quality.original, CONVERTED: quality.measure(model)}
-                report.data, report.machine = {**data.describe(), **origin}, machine_facts(self.device)
+                report.data, report.machine = {**data.describe(), **origin}, machine_facts(self.settings.device)
                 report.fingerprint = data.fingerprint
             # Before anything changes: the original's values of what later stages train.
             teacher = SharedTeacher(model)
@@ -403,13 +392,7 @@ class Recovery:
             if self.on_stage is not None:
                 self.on_stage(name)
             with _timed() as seconds:
-                settings = StageSettings(
-                    folder=work.path / name,
-                    save_every=self.save_every,
-                    seed=self.seed,
-                    device=self.device,
-                    progress=self.progress,
-                )
+                settings = replace(self.settings, folder=work.path / name)
                 details = STAGES[name](model, teacher, data, getattr(self.recipe, name), settings)
             report.figures[name], report.seconds[name], report.stages[name] = quality.measure(model), seconds, details
             work.finish(name, report, {key: each for key, each in model.named_parameters() if key in changes[name]})

@@ -33,7 +33,7 @@ _BATCH_SIZE = 16
 _MOST_TOKENS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StageSettings:
     """What stages need besides the model, the teacher, the data and the recipe.
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ...layers.mhla import MHLA
-from ...layers.original import original_name, original_values
+from ...layers.original import original_name, original_values, values_of_original
 from .layers import AttentionLayer, Batch, LayerCall, base_model, evaluating, mhla_layers, original_heads, record_calls
 
 
@@ -153,26 +152,11 @@ def shared_teacher(model: nn.Module, teacher: nn.Module | SharedTeacher | None =
         return teacher
     if teacher is None:
         return SharedTeacher(model)
-    shared = SharedTeacher(model, {})
-    trunk, original_trunk = base_model(model), base_model(teacher)
-    if any(isinstance(module, MHLA) for module in original_trunk.modules()):
-        raise ValueError(
-            "teacher has MHLA layers: load the original, of transformers with attn_implementation='sdpa', or pass "
-            "teacher=None to run the student with its original attention."
-        )
-    found = dict(original_trunk.named_parameters(remove_duplicate=False))
     # A head that one of the two lacks has no part in it.
+    trunk = base_model(model)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is trunk)
-    weights = {}
-    for name, parameter in shared.named_parameters():
-        if not name.startswith(prefix):
-            continue
-        original = found.get(name.removeprefix(prefix))
-        if original is None or original.shape != parameter.shape:
-            problem = "has no" if original is None else "has another shape of"
-            raise ValueError(f"teacher {problem} {name}: it must be what this {type(model).__name__} was made from.")
-        weights[name] = original
-    return SharedTeacher(model, weights)
+    weights = values_of_original(trunk, base_model(teacher))
+    return SharedTeacher(model, {f"{prefix}{name}": value for name, value in weights.items()})
 
 
 class _Call(nn.Module):
