@@ -7,7 +7,6 @@ Encoded videos are kept, and `recover` resumes what it has begun, so a killed de
 from __future__ import annotations
 
 import copy
-import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ..analysis import mixing_figure, mixing_summary, reference_layout
@@ -112,13 +110,13 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
         for variant in VARIANTS:
             with _shown(console, f"Recover {variant}"):
                 results[variant] = recover_variant(config, variant, train, held_out)
-        videos, seconds = {}, {}
+        videos, costs = {}, {}
         for name in ("softmax", *VARIANTS):
             with _shown(console, f"Generate with {name}"):
                 folder = config.base_directory if name == "softmax" else config.directory / name
-                videos[name], seconds[name] = _generate(config, folder)
+                videos[name], costs[name] = _generate(config, folder)
         with _shown(console, "Write the report"):
-            return write_outputs(config, videos, results, seconds, time.perf_counter() - began)
+            return write_outputs(config, videos, results, costs, time.perf_counter() - began)
 
 
 def digit_latents(config: DemoConfig) -> tuple[DigitLatents, DigitLatents]:
@@ -205,8 +203,8 @@ def recover_variant(
     return recover(base, config.directory / variant, data, changes=recipe, **options, **fixed).to_dict()
 
 
-def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, float]:
-    """Videos `[prompts, F, H, W, 3]` uint8 of a pipeline, and the seconds of their generation."""
+def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, dict[str, float]]:
+    """Videos `[prompts, F, H, W, 3]` uint8 of a pipeline, the seconds of their generation, and its parameters."""
     # Plain diffusers, as a user of the converted pipeline would load it.
     from diffusers import DiffusionPipeline
 
@@ -218,8 +216,9 @@ def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, float]:
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     began = time.perf_counter()
     frames = pipeline(list(config.prompts), generator=generators, max_sequence_length=32, **options).frames
-    seconds = time.perf_counter() - began
-    return np.rint(np.asarray(frames) * 255.0).clip(0, 255).astype(np.uint8), seconds
+    cost = {"generation_seconds": time.perf_counter() - began}
+    cost["parameters"] = sum(parameter.numel() for parameter in pipeline.transformer.parameters())
+    return np.rint(np.asarray(frames) * 255.0).clip(0, 255).astype(np.uint8), cost
 
 
 @contextmanager
@@ -262,7 +261,7 @@ def write_outputs(
     config: DemoConfig,
     videos: Mapping[str, np.ndarray],
     results: Mapping[str, dict[str, Any]],
-    generation_seconds: Mapping[str, float],
+    costs: Mapping[str, dict[str, float]],
     seconds: float,
 ) -> dict[str, Any]:
     """Write pictures, report and model card into the output directory.
@@ -271,7 +270,7 @@ def write_outputs(
         config: Options of the demo.
         videos: `[prompts, F, H, W, 3]` uint8 by model.
         results: Reports of the recoveries by variant.
-        generation_seconds: Seconds to generate the videos, by model.
+        costs: Seconds to generate the videos and number of parameters, by model.
         seconds: Seconds of this run of the demo.
 
     Returns:
@@ -282,8 +281,7 @@ def write_outputs(
         name: {
             "held_out": {stage: result["figures"][stage] for stage in STAGE_TITLES},
             "cpu_seconds": {stage: taken["cpu_seconds"] for stage, taken in result["seconds"].items()},
-            "parameters": _count_parameters(output / name),
-            "generation_seconds": generation_seconds[name],
+            **costs[name],
         }
         for name, result in results.items()
     }
@@ -293,8 +291,7 @@ def write_outputs(
         "recipe": results["mhla"]["recipe"],
         "softmax": {
             "held_out_loss": results["mhla"]["figures"]["softmax"]["loss"],
-            "parameters": _count_parameters(config.base_directory),
-            "generation_seconds": generation_seconds["softmax"],
+            **costs["softmax"],
         },
         "variants": variants,
         "machine": machine_facts(torch.device("cpu")),
@@ -366,9 +363,3 @@ def _plot_mixing(path: Path, pipeline: Path) -> None:
     layers = mhla_layers(ModelDirectory.read(pipeline).load())
     matrices: Any = {layer.name.split(".")[1]: mixing_summary(layer.mhla).matrix for layer in layers}
     save_figure(mixing_figure(matrices, reference_layout(layers[0].mhla)), path)
-
-
-def _count_parameters(pipeline: Path) -> int:
-    """Number of parameters of a pipeline's transformer, from the header of its weight file."""
-    with safe_open(pipeline / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())

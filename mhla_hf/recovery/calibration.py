@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,13 +224,19 @@ def calibrate_model(
         layers = find_projections(model, layers, on_device(batches[0], model))
         _check_weights(layers)
         groups = _groups(layers, limit)
-        probe = _Probe(model, layers, batches, progress, len(groups))
+        passes = sum(1 + any(map(HeadsFit.applies, group)) for group in groups)
+        probe = _Probe(model, layers, batches, progress, passes * len(batches))
         for group in groups:
             for solved, new in _calibrate_group(probe, group):
                 report.layers.append(solved)
                 changes.update(new)
         before = {name: parameter.clone() for name, parameter in parameters.items() if parameter in changes}
-    _write({**originals, **changes})
+    present = {parameter: parameter.detach().clone() for parameter in {**originals, **changes}}
+    with torch.no_grad(), ExitStack() as undo:
+        undo.callback(lambda: [parameter.copy_(value) for parameter, value in present.items()])
+        for parameter, value in {**originals, **changes}.items():
+            parameter.copy_(value)
+        undo.pop_all()
     record_step(model, "calibrated", before)
     report.seconds = time.monotonic() - started
     return report
@@ -243,9 +250,8 @@ class _Probe:
     layers: Sequence[AttentionLayer]
     batches: Sequence[Batch]
     progress: Progress | None
-    groups: int
+    total: int
     done: int = 0
-    current: int = 0
 
     @torch.no_grad()
     def show(self, fits: Mapping[str, Sequence[_Fit]], most_samples: int | None = None) -> None:
@@ -260,35 +266,26 @@ class _Probe:
             for tensor, which in ((heads, "its original attention"), (output, "MHLA")):
                 if not torch.isfinite(tensor).all():
                     raise ValueError(
-                        f"layer {layer.name}: {which} gives numbers that are not finite for batch {self.current} of "
+                        f"layer {layer.name}: {which} gives numbers that are not finite for batch {index} of "
                         "the probe. The model is unchanged; check that batch, or calibrate in float32."
                     )
             numbers = torch.arange(seen[layer.name], seen[layer.name] + len(output), device=output.device)
             seen[layer.name] += len(output)
             if len(self.batches) >= _HELD_OUT:
-                numbers = torch.full_like(numbers, self.current)
+                numbers = torch.full_like(numbers, index)
             call = HeadsCall(args, kwargs, output, heads, numbers % _HELD_OUT == 1)
             for fit in fits[layer.name]:
                 fit.observe(call)
 
         for index, batch in enumerate(self.batches):
-            self.current = index
             with original_heads(self.model, self.layers, observe):
                 run(self.model, on_device(batch, self.model))
             if most_samples is None:
-                self._advance()
+                self.done += 1
+                if self.progress is not None:
+                    self.progress(self.done, self.total)
             elif index and min(seen.values()) >= most_samples:
                 break
-
-    def _advance(self) -> None:
-        self.done += 1
-        if self.progress is not None:
-            self.progress(self.done, 2 * self.groups * len(self.batches))
-
-    def skip(self) -> None:
-        """Skip one pass over the data."""
-        for _ in self.batches:
-            self._advance()
 
 
 def _calibrate_group(probe: _Probe, group: Sequence[AttentionLayer]) -> Iterator[tuple[LayerCalibration, Changes]]:
@@ -307,8 +304,6 @@ def _calibrate_group(probe: _Probe, group: Sequence[AttentionLayer]) -> Iterator
     }
     if heads:
         probe.show(heads)
-    else:
-        probe.skip()
     ridges: dict[str, list[float | None]] = {name: [None] * len(found) for name, found in candidates.items()}
     for name, fits in heads.items():
         solved = [fit.solve() for fit in fits]
@@ -426,19 +421,6 @@ def _check_weights(layers: Sequence[AttentionLayer]) -> None:
                     problem = "is quantised or sharded: calibrate in full or half precision, then quantise"
                 if problem is not None:
                     raise ValueError(f"{name.removesuffix('.base_layer')}.{key} {problem}.")
-
-
-@torch.no_grad()
-def _write(changes: Changes) -> None:
-    """Write all parameters, or none if an error interrupts it."""
-    before = {parameter: parameter.clone() for parameter in changes}
-    try:
-        for parameter, value in changes.items():
-            parameter.copy_(value)
-    except BaseException:
-        for parameter, value in before.items():
-            parameter.copy_(value)
-        raise
 
 
 def calibrate_directory(

@@ -18,7 +18,7 @@ from ..training.data.batches import BatchSource, Latents, RecordedCalls
 from ..training.data.texts import PackedText
 from ..training.evaluation import evaluate_batches
 from ..training.libraries import DiffusionTrainer, TransformersTrainer
-from ..training.matching.layers import Batch, evaluating, mhla_layers, on_device, original_heads, run
+from ..training.matching.layers import Batch, base_model, evaluating, mhla_layers, on_device, original_heads, run
 from ..training.matching.matching import match_layers, matching_bar
 from ..training.matching.teacher import SharedTeacher
 from .calibration import calibrate_model
@@ -167,48 +167,38 @@ class Quality:
         source: The held-out data.
 
     Attributes:
-        name: Name of the main figure.
         original: The original's figures.
     """
 
     def __init__(self, model: nn.Module, source: BatchSource) -> None:
         self.source = source
-        self.kind = _kind(model, source)
-        self.name = {"latents": "above_softmax_percent", "rows": "above_softmax_percent"}.get(self.kind, "cosine")
-        self.reference: list[torch.Tensor] = []
-        self.original: dict[str, float] = {}
-        if self.kind == "latents":
-            assert isinstance(source, Latents)
+        self.is_absolute = isinstance(source, (Latents, PackedText))
+        self.classifies = type(model).__name__.endswith("ForImageClassification")
+        if isinstance(source, Latents):
             self.latents = source.held_out_latents(_BATCH_SIZE, source.draws)
         else:
-            length = 1
-            if isinstance(source, PackedText):
-                length = len(source.table[0])
+            length = len(source.table[0]) if isinstance(source, PackedText) else 1
             self.batches = source.held_out(max(1, min(_BATCH_SIZE, _MOST_TOKENS // length)))
         with original_heads(model, mhla_layers(model)):
-            if self.kind in ("latents", "rows"):
-                self.original = self._absolute(model)
-            else:
-                self.reference = self._outputs(model)
+            self.original = self._absolute(model) if self.is_absolute else {}
+            self.reference = [] if self.is_absolute else self._outputs(model)
 
     def measure(self, model: nn.Module) -> dict[str, float]:
         """Measure the model."""
-        if self.kind in ("latents", "rows"):
+        if self.is_absolute:
             figures = self._absolute(model)
             name = next(iter(figures))
-            above = 100 * (figures[name] / self.original[name] - 1)
-            return {**figures, "above_softmax_percent": above}
+            return {**figures, "above_softmax_percent": 100 * (figures[name] / self.original[name] - 1)}
         pairs = list(zip(self._outputs(model), self.reference, strict=True))
         cosines = torch.cat([F.cosine_similarity(mine, theirs, dim=-1) for mine, theirs in pairs])
         figures = {"cosine": cosines.mean().item()}
-        if self.kind == "classes":
+        if self.classifies:
             agreed = torch.cat([(mine.argmax(-1) == theirs.argmax(-1)).float() for mine, theirs in pairs])
             figures["agreement"] = agreed.mean().item()
         return figures
 
     def _absolute(self, model: Any) -> dict[str, float]:
-        if self.kind == "latents":
-            assert isinstance(self.source, Latents)
+        if isinstance(self.source, Latents):
             return {"loss": evaluate_batches(model, self.latents, self.source.objective).loss}
         assert isinstance(self.source, PackedText)
         nats = sum(_negative_log_likelihood(model, batch) for batch in self.batches)
@@ -221,26 +211,15 @@ class Quality:
             for batch in self.batches:
                 batch = on_device(batch, model)
                 # The trunk: heads that are not of the checkpoint would be noise.
-                trunk = model if self.kind == "classes" else getattr(model, "base_model", model)
-                output = run(trunk, batch)[0].float()
-                if self.kind == "predictions":
+                output = run(model if self.classifies else base_model(model), batch)[0].float()
+                if isinstance(self.source, RecordedCalls):
                     output = output.flatten(1)
-                elif self.kind != "classes":
+                elif not self.classifies:
                     mask = batch.get("attention_mask", torch.ones(output.shape[:2], device=output.device))
                     mask = mask.unsqueeze(-1).to(output)
                     output = (output * mask).sum(1) / mask.sum(1)
                 outputs.append(output.cpu())
         return outputs
-
-
-def _kind(model: nn.Module, source: BatchSource) -> str:
-    if isinstance(source, Latents):
-        return "latents"
-    if isinstance(source, PackedText):
-        return "rows"
-    if isinstance(source, RecordedCalls):
-        return "predictions"
-    return "classes" if type(model).__name__.endswith("ForImageClassification") else "hidden_states"
 
 
 @torch.no_grad()

@@ -206,7 +206,7 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
         ({"keep": "all"}, "keep='all' must be a share"),
         ({"budget": 0}, "budget must be a number above 0 and at most .*, got 0"),
         ({"device": "tpu"}, "device='tpu' must be cpu"),
-        ({"layers": "0,9"}, "layers names 9, but BertModel has layers 0 to 2"),
+        ({"layers": "0,9"}, "layers 0 to 2"),
         ({"layers": "auto:3/2"}, "must be a fraction above 0 and at most 1"),
         ({"blocks": [2]}, "mhla.blocks: it has no meaning for sequences of text; give mhla.block_size"),
         ({"data": "nothing"}, "data: nothing is neither a folder of"),
