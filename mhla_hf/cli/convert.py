@@ -250,7 +250,7 @@ def _write_record(json_file: Path | None, directory: Path) -> None:
 
 
 def _show(report: "ConversionReport") -> None:
-    from ..conversion.report import advice
+    from ..conversion.writing import advice
     from ..utils.messages import format_bytes
 
     rows = []

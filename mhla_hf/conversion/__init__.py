@@ -3,7 +3,7 @@
 
 from .convert import convert_pretrained, unconvert_pretrained
 from .official import import_official
-from .report import ConversionReport
+from .writing import ConversionReport
 
 
 __all__ = ["ConversionReport", "convert_pretrained", "import_official", "unconvert_pretrained"]

@@ -21,9 +21,8 @@ from ..utils.locations import PIPELINE_INDEX, find_directory, find_file, is_weig
 from ..utils.machine import parse_dtype
 from ..utils.messages import shorten_list
 from ..utils.options import parse_size
-from .planning import MAX_SHARD_BYTES, ComponentPlan, PlanOptions, plan_component, plan_files
-from .report import ComponentReport, ConversionReport
-from .writing import check_apart, write_result
+from .planning import MAX_SHARD_BYTES, ComponentPlan, ComponentReport, PlanOptions, plan_component, plan_files
+from .writing import ConversionReport, check_apart, write_result
 
 
 def convert_pretrained(

@@ -20,7 +20,7 @@ from ..config import MHLAConfig
 from ..models.directory import ModelDirectory
 from ..models.options import from_stored, options_by_component, to_stored
 from ..models.registry import family_for, mhla_class_for
-from ..models.wan_keys import mhla_options, official_names, wan_config
+from ..models.single_file import mhla_options, official_names, wan_config
 from ..models.weight_files import WeightSet
 from ..utils.destinations import claim_destination
 from ..utils.files import check_entry, read_json, read_weight_map
@@ -42,8 +42,7 @@ from .planning import (
     plan_component,
     plan_files,
 )
-from .report import ConversionReport
-from .writing import check_apart, write_result
+from .writing import ConversionReport, check_apart, write_result
 
 
 UPSTREAM = "WanTransformer3DModel"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of conversions, made from configurations and headers: name, shape, dtype and source of every tensor."""
+"""Plans of conversions, made from configurations and headers, and what is recorded of each model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,67 @@ from ..models.weight_files import DIFFUSERS_FILES, FileNames, WeightSet
 from ..utils.compat.diffusers import declared, fp32_parts
 from ..utils.messages import shorten_list, shorten_value
 from ..utils.tensor_files import FLOATS, TensorEntry, check_floats, plan_shards
-from .report import ComponentReport, WeightSetReport
 
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest weight file by default, as in `huggingface_hub`."""
+
+
+@dataclass
+class WeightSetReport:
+    """One set of a model's weights: the only one, or a variant's.
+
+    Attributes:
+        variant: Part of the file names such as `fp16`; `None` for the main set.
+        files: Weight files written.
+        source_files: Weight files read, each with its size in bytes and SHA-256.
+        copied_tensors: Number of tensors taken from the source.
+        copied_parameters: Number of values in them.
+        dtypes: Number of tensors written in each dtype.
+        initialised_dtypes: Number of new tensors in each dtype.
+    """
+
+    variant: str | None = None
+    files: list[str] = field(default_factory=list)
+    source_files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    copied_tensors: int = 0
+    copied_parameters: int = 0
+    dtypes: dict[str, int] = field(default_factory=dict)
+    initialised_dtypes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class ComponentReport:
+    """Conversion of one model.
+
+    Attributes:
+        source_class: Class that the source's weights were for.
+        target_class: Class that the written weights are for.
+        weight_sets: Weights read and written, by variant.
+        initialised: New tensors by name: shape and the values they start from.
+        mhla: The complete MHLA options.
+        mhla_layers: Indices of the MHLA layers.
+        num_layers: Number of layers. In a model with several towers the layers are counted through all of them, and
+            `mhla` holds the options of each.
+        dropped: Tensors of the source that were not taken over: the model does not know them, or they repeat a tensor
+            they are tied to.
+        warning: What the options make of the model that is rarely meant, such as a single block; empty without.
+    """
+
+    source_class: str
+    target_class: str
+    weight_sets: list[WeightSetReport] = field(default_factory=list)
+    initialised: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mhla: dict[str, Any] = field(default_factory=dict)
+    mhla_layers: list[int] = field(default_factory=list)
+    num_layers: int = 0
+    dropped: list[str] = field(default_factory=list)
+    warning: str = ""
+
+    @property
+    def initialised_parameters(self) -> int:
+        """Number of new values."""
+        return sum(math.prod(entry["shape"]) for entry in self.initialised.values())
 
 
 @dataclass

@@ -34,6 +34,7 @@ from ..utils.messages import shorten_text
 from ..utils.tensor_files import check_floats
 from .planning import (
     ComponentPlan,
+    ComponentReport,
     PlanOptions,
     StoredWeights,
     WeightsPlan,
@@ -43,7 +44,6 @@ from .planning import (
     initial_entry,
     plan_files,
 )
-from .report import ComponentReport
 
 
 # Heads that published checkpoints often lack, since nothing that they were made for uses them. transformers

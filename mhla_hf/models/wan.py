@@ -26,7 +26,7 @@ from ..ops.sharded import TokenShard
 from ..utils.compat.diffusers import context_parallel_plan, declared, skip_attention_in
 from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, attend, tables_of_layer, tables_with_grid
 from .base import shard_of
-from .wan_keys import softmax_names, wan_config
+from .single_file import softmax_names, wan_config
 
 
 class MHLAWanAttnProcessor:

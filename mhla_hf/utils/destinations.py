@@ -168,16 +168,14 @@ class Destination:
                 f"destination {self.path} is not empty; choose another one or pass overwrite=True (--overwrite)."
             )
 
-    def recover(self, remove: bool) -> set[Path]:
+    def recover(self, remove: bool) -> None:
         """Clean up after a killed process and log it.
 
         Args:
-            remove: Also remove leftovers. Requires the lock: they could belong to a living process.
-
-        Returns:
-            Previous content that was not replaced and cannot be put back, since something else took its place.
+            remove: Also remove leftovers. Requires the lock: they could belong to a living process. What was not
+                replaced, and cannot be put back since something else took its place, is kept.
         """
-        for folder in self._leftovers("moving-"):
+        for folder in self._leftovers("moving-") if self._inside else []:
             self._empty_into_place(folder)
             logger.warning("Finished %s, which a run that was killed had left half-way.", self.path)
         kept: set[Path] = set()
@@ -197,9 +195,11 @@ class Destination:
             logger.warning("Restored %s, which a run that was killed had put aside.", self.path)
         for path in [*self._leftovers("old-"), *self._leftovers()] if remove else []:
             if path not in kept:
-                shutil.rmtree(path, ignore_errors=True)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
                 logger.warning("Removed %s, left over from a run that was killed.", path)
-        return kept
 
     def _rename(self, new: Path, old: Path) -> None:
         replaces = self.overwrite and bool(self._content())
@@ -324,25 +324,10 @@ def remove_leftovers(parent: Path) -> None:
     Requires the lock of the directory, or a directory that nobody else writes to. Temporary files of other programs
     are left alone.
     """
-    if not parent.is_dir():
-        return
-    kept: set[Path] = set()
-    for found in filter(None, map(_TEMPORARY.fullmatch, sorted(os.listdir(parent)))):
-        destination = Destination(parent / found["name"], overwrite=True)
-        if found["kind"].startswith("old-") and destination.home == parent:
-            kept |= destination.recover(remove=False)
-    count = 0
-    for found in filter(None, map(_TEMPORARY.fullmatch, os.listdir(parent))):
-        path = parent / found[0]
-        if path in kept:
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-        count += found["kind"] != "lock-"
-    if count:
-        logger.warning("Removed %d temporary files or folders of a killed run from %s.", count, parent)
+    entries = sorted(os.listdir(parent)) if parent.is_dir() else []
+    for name in sorted({found["name"] for found in map(_TEMPORARY.fullmatch, entries) if found}):
+        Destination(parent / name, overwrite=True).recover(remove=True)
+        (parent / f"{TEMPORARY_PREFIX}lock-{name}").unlink(missing_ok=True)
 
 
 def _flush_tree(folder: Path) -> None:

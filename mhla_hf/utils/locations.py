@@ -123,45 +123,32 @@ def find_file(location: str | os.PathLike[str], **options: Any) -> Path:
         return Path(hf_hub_download(address["repository"], address["name"], **hub))
 
 
-def find_directory(
-    location: str | Path,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    subfolder: str | None = None,
-    local_files_only: bool = False,
-) -> tuple[Path, dict[str, Any]]:
-    """Returns the directory for a path or Hub id, and its origin. Repositories are downloaded with every variant.
+def find_directory(location: str | Path, *, subfolder: str | None = None, **hub: Any) -> tuple[Path, dict[str, Any]]:
+    """Return the directory for a path or Hub id, and its origin. Repositories are downloaded with every variant.
 
     Args:
         location: A directory, or a Hub id `owner/name`.
-        revision: Branch, tag or commit of a Hub repository.
-        token: Access token for the Hub.
-        cache_dir: Cache folder for downloads.
         subfolder: Only this folder.
-        local_files_only: Use earlier downloads alone.
+        **hub: `revision`, `token`, `cache_dir` and `local_files_only`, for a Hub repository.
 
     Raises:
         ValueError: If it is neither a directory nor a readable Hub repository.
     """
-    origin: dict[str, Any] = {"location": str(location)}
-    if subfolder:
-        origin["subfolder"] = subfolder
+    origin: dict[str, Any] = {"location": str(location), **({"subfolder": subfolder} if subfolder else {})}
     path = local_directory(location, "source")
     if path is not None:
         # The name alone: records are published, and the rest of the path is private.
         origin["location"] = path.resolve().name
     else:
-        patterns = None if subfolder is None else f"{subfolder}/*"
-        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        patterns = f"{subfolder}/*" if subfolder else None
         path = download_repository(str(location), allow_patterns=patterns, **hub)
-        origin["revision"] = revision
+        origin["revision"] = hub.get("revision")
         if re.fullmatch(r"[0-9a-f]{40}", path.name):
             origin["commit"] = path.name
-    if subfolder:
-        path = path_inside(path, subfolder, "subfolder")
-    return path, origin
+    folder = path_inside(path, subfolder, "subfolder") if subfolder else path
+    if not folder.is_dir():
+        raise SourceNotFoundError(f"subfolder={subfolder!r} is not in {location}.")
+    return folder, origin
 
 
 def local_origin(directory: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .compat import installed_versions
-from .messages import shorten_value
+from .messages import check_choice
 
 
 DTYPES: dict[str, torch.dtype] = {
@@ -83,8 +83,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     Raises:
         ValueError: If it is not float32, bfloat16 or float16.
     """
-    if dtype is None or dtype in DTYPES.values():
-        return dtype  # type: ignore[return-value]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"dtype={shorten_value(str(dtype))} must be one of {', '.join(DTYPES)}.")
-    return DTYPES[dtype]  # type: ignore[index]
+    if dtype is None or isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+        return dtype
+    check_choice("dtype", dtype, DTYPES)
+    return DTYPES[str(dtype)]

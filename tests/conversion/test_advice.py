@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The next step that a conversion advises."""
 
-from mhla_hf.conversion.report import ComponentReport, ConversionReport, advice
+from mhla_hf.conversion.planning import ComponentReport
+from mhla_hf.conversion.writing import ConversionReport, advice
 
 
 def report(*classes):

@@ -311,7 +311,7 @@ def test_refuses_wrong_options(llama_dir, tmp_path):
     refused(llama_dir, tmp_path, "blocks has no meaning for sequences", {"blocks": [2]})
     refused(llama_dir, tmp_path, "(a sequence has one|one entry per axis)", {"block_size": [4, 4]})
     refused(llama_dir, tmp_path, "Unknown mhla option", {"block": 4})
-    refused(llama_dir, tmp_path, "dtype='int4' must be one of", dtype="int4")
+    refused(llama_dir, tmp_path, "dtype='int4' is not one of", dtype="int4")
 
 
 # Commands and the other public names
