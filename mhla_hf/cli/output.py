@@ -107,27 +107,18 @@ def progress_bars(shown: bool, waiting: str = "") -> Iterator[Callable[[str, int
 
     Args:
         shown: Whether anything is printed.
-        waiting: What is shown before the first call; by default nothing, as mistakes are found first.
+        waiting: What runs before the first bar; the bars are removed in the end then.
     """
     from rich.console import Console
     from rich.progress import Progress
 
-    bars = Progress(console=Console(stderr=True, quiet=not shown), disable=not shown, transient=bool(waiting))
-    tasks: dict[str, Any] = {}
-    if waiting:
-        bars.add_task(waiting, total=None)
-        bars.start()
+    console = Console(stderr=True, quiet=not shown)
+    with Progress(console=console, disable=not shown, transient=bool(waiting)) as bars:
+        tasks = {waiting: bars.add_task(waiting, total=None)} if waiting else {}
 
-    def update(name: str, done: int, total: int) -> None:
-        bars.start()
-        if waiting and not tasks:
-            bars.update(bars.task_ids[0], visible=False)
-        if name not in tasks:
-            tasks[name] = bars.add_task(name, total=total)
-        bars.update(tasks[name], completed=done, total=total)
+        def update(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done, total=total)
 
-    try:
         yield update
-    finally:
-        if bars.live.is_started:
-            bars.stop()

@@ -236,9 +236,7 @@ def prepare_push(
     if errors:
         more = f" And {len(errors) - 1} more: mhla-hf doctor lists them." if len(errors) > 1 else ""
         raise ValueError(f"{directory} is not pushed. {errors[0]}{more}")
-    stub = stub_files(ModelDirectory.read(directory))
-    if not stub:
-        raise ValueError(f"{directory} has no MHLA model; push others with push_to_hub of their library.")
+    stub = stub_files(ModelDirectory.read(directory).select_mhla()[0])
     contents = Contents(directory, {path.as_posix(): directory / path for path in uploaded})
     contents.left_out = [path.as_posix() for path in files if path not in uploaded]
     pickles = [name for name in contents.files if name.endswith(PICKLES)]
