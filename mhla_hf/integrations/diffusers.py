@@ -54,14 +54,14 @@ def register_with_diffusers() -> None:
     after_import("diffusers", _extend_namespace)
     for module, owner, name, around in _METHODS:
         extend("diffusers", f"diffusers.{module}", partial(_wrap, owner, name, around))
-    extend(
-        "diffusers", "diffusers.loaders.single_file_model", lambda module: hook_single_files(module, _should_convert)
-    )
-    extend("diffusers", "diffusers.utils.hub_utils", lambda module: hook_uploads(module, _upload))
     package = __name__.partition(".")[0]
-    extend(
-        "diffusers", "diffusers.pipelines.pipeline_utils", lambda _: register_library(package, sys.modules[package])
-    )
+    others: dict[str, Any] = {
+        "loaders.single_file_model": partial(hook_single_files, around=_should_convert),
+        "utils.hub_utils": partial(hook_uploads, around=_upload),
+        "pipelines.pipeline_utils": lambda _: register_library(package, sys.modules[package]),
+    }
+    for module, callback in others.items():
+        extend("diffusers", f"diffusers.{module}", callback)
 
 
 def _wrap(owner: str, name: str, around: Any, module: ModuleType) -> None:
@@ -89,10 +89,7 @@ def _extend_namespace(module: ModuleType) -> None:
         def __getattr__(self, name: str) -> Any:
             if name in MHLA_CLASSES:
                 return MHLA_CLASSES[name].load_class()
-            parent = getattr(super(), "__getattr__", None)
-            if parent is None:
-                raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-            return parent(name)
+            return getattr(super(), "__getattr__", super().__getattribute__)(name)
 
         def __dir__(self) -> list[str]:
             return sorted({*super().__dir__(), *MHLA_CLASSES})
@@ -165,14 +162,13 @@ def _from_pretrained_auto(original: Any, cls: Any, location: Any = None, *args: 
     try:
         return original(cls, location, *args, **kwargs)
     except ValueError:
-        if kwargs.get("trust_remote_code"):
-            raise
-        where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
-        family = next(iter(MHLA_CLASSES.values()))
-        name = family.load_class().load_config(location, **where).get("_class_name")
+        name = None
+        if not kwargs.pop("trust_remote_code", None):
+            where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
+            any_class = next(iter(MHLA_CLASSES.values())).load_class()
+            name = any_class.load_config(location, **where).get("_class_name")
         if name not in MHLA_CLASSES:
             raise
-        kwargs.pop("trust_remote_code", None)
         return MHLA_CLASSES[name].load_class().from_pretrained(location, *args, **kwargs)
 
 

@@ -29,28 +29,9 @@ from ...models.registry import default_rope, is_tested
 from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
 from .. import has_mhla
-from . import modules
+from . import configuration, modules
 from .attention import LayerInputsHook, ModelInputsHook
-from .configuration import (
-    NAME,
-    check_sizes,
-    implementations,
-    is_complete,
-    keep_softmax,
-    keep_softmax_in_unserved,
-    mark,
-    max_positions,
-    may_keep_softmax,
-    of_whole,
-    prepare_config,
-    remember,
-    resolve_image,
-    resolve_sequence,
-    restore,
-    text_part,
-    towers_of,
-    wants_mhla,
-)
+from .configuration import NAME, keep_softmax, mark, may_keep_softmax, of_whole, text_part, towers_of, wants_mhla
 
 
 logger = logging.get_logger(__name__)
@@ -81,19 +62,19 @@ def prepare(model: PreTrainedModel, config: Any) -> bool:
         from ...models.stub import forget_stub
 
         forget_stub(config)
-    stored = any(is_complete(getattr(part, "mhla", None)) for part in (config, *towers_of(config).values()))
-    prepare_config(config)
+    stored = any(
+        configuration.is_complete(getattr(part, "mhla", None)) for part in (config, *towers_of(config).values())
+    )
+    configuration.prepare_config(config)
     if wants_mhla(config) and not modules.can_dispatch(type(model)):
-        if may_keep_softmax(config):
-            _keep_softmax(model, config, _NOT_DISPATCHING)
-        elif text_part(config) is config or not towers_of(config):
-            raise ValueError(f"{type(model).__name__}{_REFUSED}{_NOT_DISPATCHING}")
+        if may_keep_softmax(config) or text_part(config) is config or not towers_of(config):
+            _refuse(model, config, f"{type(model).__name__}{_REFUSED}{_NOT_DISPATCHING}")
         else:
             # Its towers are asked when they are built; what it has beside them is not meant.
             set_attention(config, _softmax_of(model))
     check_text(model, config)
     if wants_mhla(config):
-        check_sizes(vars(config), str(config.name_or_path or type(config).__name__))
+        configuration.check_sizes(vars(config), str(config.name_or_path or type(config).__name__))
     return stored
 
 
@@ -113,24 +94,21 @@ def attach(model: PreTrainedModel) -> None:
         try:
             _attach_to(model, attentions)
         except ValueError as error:
-            _refuse(model, str(error))
+            _refuse(model, model.config, str(error))
     if wants_mhla(model.config) and _is_whole(model) and not has_mhla(model):
-        _refuse(model, f"{type(model).__name__}{_REFUSED}{_nothing_served(model)}")
-    keep_softmax_in_unserved(model)
+        _refuse(model, model.config, f"{type(model).__name__}{_REFUSED}{_nothing_served(model)}")
+    configuration.keep_softmax_in_unserved(model)
     mark(model.config)
 
 
-def _refuse(model: PreTrainedModel, message: str) -> None:
+def _refuse(model: PreTrainedModel, config: Any, message: str) -> None:
     """Let a part that was asked as part of a whole keep softmax; raise an error for others."""
-    if may_keep_softmax(model.config):
-        _keep_softmax(model, model.config, message.partition(_REFUSED)[2] or message)
+    if may_keep_softmax(config):
+        reason = (message.partition(_REFUSED)[2] or message).rstrip(".")
+        keep_softmax(type(model).__name__, config, _softmax_of(model), reason)
         return
     other = " Other parts can be asked by name, as in attn_implementation={'vision_config': 'mhla'}."
-    raise ValueError(f"{message}{other if of_whole(model.config) else ''}")
-
-
-def _keep_softmax(model: PreTrainedModel, config: Any, reason: str) -> None:
-    keep_softmax(type(model).__name__, config, _softmax_of(model), reason.rstrip("."))
+    raise ValueError(f"{message}{other if of_whole(config) else ''}")
 
 
 def _softmax_of(model: PreTrainedModel) -> str:
@@ -207,12 +185,12 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
 
 def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAConfig:
     if modules.is_image_model(config):
-        return resolve_image(config.mhla, modules.patch_grid(config))
-    return resolve_sequence(
+        return configuration.resolve_image(config.mhla, modules.patch_grid(config))
+    return configuration.resolve_sequence(
         config.mhla,
         causal=bool(getattr(attention, "is_causal", True)),
         head_dim=modules.heads_of(attention)["head_dim"],
-        positions=max_positions(config),
+        positions=configuration.max_positions(config),
         rope=default_rope(config.model_type),
     )
 
@@ -337,12 +315,12 @@ def convert_transformers_model(
             "(mhla-hf convert) and load the result."
         )
     shared = _copy_configs(model)
-    before = remember(model.config)
+    before = configuration.remember(model.config)
     for config, _, _ in before:
         set_attention(config, None)
     model.config.mhla = {} if mhla is None else mhla
     try:
-        prepare_config(model.config)
+        configuration.prepare_config(model.config)
         models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         for part in models:
             check_text(part, part.config)
@@ -350,7 +328,7 @@ def convert_transformers_model(
         for part in reversed(models):
             attach(part)
         if not has_mhla(model):
-            raise ValueError(f"{type(model).__name__}{_REFUSED}{_nothing_served(model)}")
+            _refuse(model, model.config, f"{type(model).__name__}{_REFUSED}{_nothing_served(model)}")
     except Exception:
         _detach(model)
         for module, name, config in shared:
@@ -364,7 +342,9 @@ def convert_transformers_model(
         dtype = weight.dtype if weight.is_floating_point() else model.dtype
         attention.mhla.to(device=weight.device, dtype=dtype).train(attention.training)
     mark(model.config)
-    model.set_attn_implementation(NAME if not model.config.sub_configs else implementations(model.config))
+    model.set_attn_implementation(
+        NAME if not model.config.sub_configs else configuration.implementations(model.config)
+    )
     record_weights(model)
     if not without_weights:
         count = sum(".mhla." in name for name, _ in model.named_parameters())
@@ -460,7 +440,7 @@ def switching(model: PreTrainedModel, requested: Any) -> Iterator[None]:
         ValueError: If a part is to be softmax whose pretrained weights are not known, or that does not follow the
             model; nothing is changed then.
     """
-    parts, configs = _parts(model), remember(model.config)
+    parts, configs = _parts(model), configuration.remember(model.config)
     before = {part for part, attention in parts.items() if _is_mhla(attention)}
     try:
         yield
@@ -474,7 +454,7 @@ def switching(model: PreTrainedModel, requested: Any) -> Iterator[None]:
             check_adapters(model, "use softmax attention")
             restore_softmax(model, "use softmax attention", _tensors_of(parts, parts.keys() - after))
     except Exception:
-        restore(configs)
+        configuration.restore(configs)
         raise
     if after - before:
         # Tensors of no part were softmax only as long as all parts were.
@@ -532,7 +512,7 @@ def forget_mhla(config: Any, parts: Iterable[Any]) -> None:
         if part.mhla is None:
             part.__dict__.pop("mhla", None)
     mark(config)
-    if not implementations(config):
+    if not configuration.implementations(config):
         config.__dict__.pop(STATE_KEY, None)
 
 

@@ -397,22 +397,6 @@ def check_layers(model: Any, missing: Iterable[str], surplus: Iterable[str], whe
         )
 
 
-def refuse_on_disk(missing_keys: Any, device_map: Any) -> None:
-    """Refuses new parameters that would have to be offloaded to the disk, where only checkpoints' tensors can go.
-
-    Raises:
-        ValueError: If there are any.
-    """
-    places = device_map if isinstance(device_map, dict) else {}
-    for key in missing_keys if "disk" in places.values() else ():
-        above = [place for place in places if place == "" or key == place or key.startswith(f"{place}.")]
-        if ".mhla." in key and above and places[max(above, key=len)] == "disk":
-            raise ValueError(
-                f"{key} is new and its layer is offloaded to the disk. Convert the checkpoint first (mhla-hf convert) "
-                "and load the result."
-            )
-
-
 def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
     """Checks that MHLA does not add more parameters than the model has, before there is memory for them.
 

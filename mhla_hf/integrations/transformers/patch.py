@@ -194,7 +194,7 @@ def _load(
             )
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     from ...models.weight_files import check_loaded_files
-    from .configuration import check_layers, check_new_parameters, refuse_on_disk
+    from .configuration import check_layers, check_new_parameters
 
     location = load_config.pretrained_model_name_or_path
     pickles = load_config.use_safetensors is False or not vars(model).pop(_STORED, False)
@@ -203,7 +203,6 @@ def _load(
     if not (args or kwargs):
         # Names are given where an adapter is loaded.
         check_new_parameters(model, info.missing_keys)
-        refuse_on_disk(info.missing_keys, load_config.device_map)
         check_layers(model, *reported_names(model, info), str(model.config.name_or_path))
         setattr(model, _MISSING, set(info.missing_keys))
     return info, offloaded
