@@ -11,12 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
-from transformers import AutoModel
 
 import mhla_hf  # noqa: F401
 
 from .mhla_models import first_output, mhla_model
-from .tiny_files import save_softmax
 from .tiny_models import inputs
 
 
@@ -54,15 +52,6 @@ def test_some_layers_on_disk(name, tmp_path):
     dispatch_model(model, devices, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
     assert any(parameter.is_meta for parameter in model.parameters())
     assert_same(model, batch, expected)
-
-
-def test_new_parameters_cannot_go_to_the_disk(tmp_path):
-    asked = {"attn_implementation": "mhla", "mhla": {"block_size": 4}}
-    directory = save_softmax("bert", tmp_path / "softmax")
-    with pytest.raises(ValueError, match="offloaded to the disk. Convert the checkpoint first"):
-        AutoModel.from_pretrained(
-            directory, device_map="auto", max_memory={"cpu": "40KB"}, offload_folder=tmp_path / "offload", **asked
-        )
 
 
 def _free_port():
