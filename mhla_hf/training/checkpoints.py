@@ -28,7 +28,7 @@ from torch import nn
 
 from ..utils.destinations import atomic_directory, remove_directory
 from ..utils.files import atomic_file, clear_write_errors, parse_json, read_json, write_staged_json
-from .data.folders import file_fingerprint
+from .data.batches import file_fingerprint
 from .processes import shard_like
 
 

@@ -458,7 +458,7 @@ def check_run(directory: ModelDirectory, config: TrainingConfig) -> None:
 
 
 def objective_for(
-    model: Any, directory: ModelDirectory | str | os.PathLike[str] | None = None, config: TrainingConfig | None = None
+    model: Any, directory: ModelDirectory | str | Path | None = None, config: TrainingConfig | None = None
 ) -> Objective:
     """The objective that a model is trained and evaluated with.
 

@@ -14,9 +14,15 @@ from torch import nn
 from ..models.directory import ModelDirectory
 from ..utils.destinations import atomic_directory
 from .config import TRANSFORMERS, TrainingConfig, check_options
-from .data.batches import LatentSamples, check_null_condition, first_of_buckets, make_batch
+from .data.batches import (
+    LatentSamples,
+    check_null_condition,
+    first_of_buckets,
+    folder_fingerprint,
+    make_batch,
+    samples_fingerprint,
+)
 from .data.cache import LatentDataset
-from .data.folders import folder_fingerprint, samples_fingerprint
 from .evaluation import ModelTracker, Validator, make_validator
 from .families import objective_for, open_pipeline
 from .matching.layers import Batch

@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,9 +34,8 @@ from ..utils.model_cards import carried_metadata
 from . import checkpoints, parameters
 from .checkpoints import Position
 from .config import UNCONVERTED, TrainingConfig
-from .data.batches import DataOrder, stable_seed
+from .data.batches import DataOrder, folder_fingerprint, model_fingerprint, stable_seed
 from .data.cache import LatentDataset
-from .data.folders import folder_fingerprint, model_fingerprint
 from .evaluation import Callback, ModelTracker, Reports, Validator
 from .matching.layers import mhla_layers
 from .matching.matching import STAGE as MATCHING
@@ -94,7 +93,6 @@ class Trainer(ABC):
     """
 
     stage_class: ClassVar[type[Stage]]
-    open_source: ClassVar[Callable[[str, str], ModelDirectory]]
     source: Any
     model: Any
     dataset: Any
@@ -124,6 +122,11 @@ class Trainer(ABC):
         if self.source is not None and self.output is not None:
             # The finished pipeline gets a copy of them.
             list_files(self.source.root)
+
+    @staticmethod
+    @abstractmethod
+    def open_source(location: str, component: str) -> ModelDirectory:
+        """Open the pipeline or model to train."""
 
     @cached_property
     def original(self) -> ModelDirectory:

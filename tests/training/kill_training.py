@@ -22,7 +22,7 @@ import torch._dynamo  # noqa: F401
 import tqdm.auto  # noqa: F401
 
 from mhla_hf.training.checkpoints import find_checkpoint, list_checkpoints, read_metrics, read_state
-from mhla_hf.training.data.folders import evenly_spaced
+from mhla_hf.training.data.batches import evenly_spaced
 
 from .training_process import make_trainer
 

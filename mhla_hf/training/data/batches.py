@@ -10,6 +10,8 @@ what one process with batch 4 sees.
 Without buckets an epoch is one permutation of the data set. With them each bucket has its own permutations,
 read one after another, and the batches of all processes of a step come from one bucket. The order of the buckets is
 drawn so that each gets its share of every epoch up to a batch, and no sample is left out.
+
+Hashes identify data and weights, so that a run is not resumed with others.
 """
 
 from __future__ import annotations
@@ -17,21 +19,25 @@ from __future__ import annotations
 import bisect
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.utils.data import Subset
 
 from ..matching.layers import Batch
 from ..stages.objectives import LatentBatch, Objective, Tensors
-from .folders import samples_fingerprint
 
 
+# Larger files are sampled to identify them.
+_READ_WHOLE = 4 * 2**20
+_PIECE, _PIECES = 4096, 1024
 # At most this share of the samples is held out.
 _HELD_OUT_SHARE = 5
 # Noise draws of held-out latents in all, and of each sample at most.
@@ -133,6 +139,97 @@ def stable_seed(*parts: Any) -> int:
     """A 63-bit seed from plain values, the same on every machine and in every process."""
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def file_fingerprint(path: Path) -> str:
+    """Hash a file's size and its content; of large files only samples.
+
+    Of each tensor of a large safetensors file the first, middle and last row are read: training changes every part of
+    a tensor, so a few megabytes identify a text encoder of eleven gigabytes.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{size};".encode())
+    if path.suffix == ".safetensors" and size > _READ_WHOLE:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    _add_rows(digest, name, file)
+            return digest.hexdigest()[:16]
+        except SafetensorError:  # Damaged: identified like any other file.
+            pass
+    with path.open("rb") as data:
+        for begin in range(0, size, max(size // _PIECES, _PIECE) if size > _READ_WHOLE else _PIECE):
+            data.seek(begin)
+            digest.update(data.read(_PIECE))
+    return digest.hexdigest()[:16]
+
+
+def _add_rows(digest: Any, name: str, file: Any) -> None:
+    part = file.get_slice(name)
+    shape = part.get_shape()
+    digest.update(f"{name}:{part.get_dtype()}{shape};".encode())
+    for row in sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else ():
+        add_tensor(digest, part[row : row + 1], samples=_PIECES)
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Hash the names and contents of a component's files; hidden ones do not count."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder)
+        if not any(part.startswith(".") for part in name.parts):
+            digest.update(f"{name.as_posix()}:{file_fingerprint(path)};".encode())
+    return digest.hexdigest()[:16]
+
+
+def model_fingerprint(model: Any, without: Collection[str] = ()) -> str:
+    """Hash the names, shapes and some values of a model's parameters.
+
+    Args:
+        model: Object with `named_parameters`.
+        without: Names of parameters that do not count.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if name not in without:
+            digest.update(f"{name}:{tuple(parameter.shape)};".encode())
+            # The shards of other processes cannot be read from one alone.
+            if not hasattr(parameter, "device_mesh"):
+                add_tensor(digest, parameter, samples=64)
+    return digest.hexdigest()[:16]
+
+
+def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
+    """Hash the size of a data set and some of its samples.
+
+    Of tensors that differ each time they are read, as augmented ones do, the shapes alone count.
+
+    Args:
+        dataset: See `LatentSamples`.
+        samples: Number of samples to read.
+    """
+    digest = hashlib.sha256(f"{len(dataset)};".encode())
+    for index in evenly_spaced(range(len(dataset)), samples):
+        again = dataset[index]
+        for name, tensor in sorted(dataset[index].items()):
+            digest.update(f"{name}:{tuple(tensor.shape)};".encode())
+            if torch.equal(tensor, again[name]):
+                add_tensor(digest, tensor, samples=1024)
+    return digest.hexdigest()[:16]
+
+
+def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
+    """Pick up to `count` evenly spaced items, including both ends."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(number * (len(items) - 1) / (count - 1))] for number in range(count)]
+
+
+def add_tensor(digest: Any, tensor: torch.Tensor, samples: int) -> None:
+    """Add some values of a tensor to a hash."""
+    values = tensor.detach().reshape(-1)
+    chosen = values[:: max(1, len(values) // samples)]
+    digest.update(chosen.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 @lru_cache(maxsize=4)
@@ -325,7 +422,7 @@ class BatchSource:
             rank: Number of this process.
             world_size: Number of processes.
         """
-        order = self._order(stage, batch_size, rank=rank, world_size=world_size)
+        order = self._order(stage, batch_size, rank, world_size)
         return self._make([self.indices[order.dataset_index(number)] for number in order.sample_numbers(step)])
 
     def held_out(self, batch_size: int) -> list[Batch]:
@@ -343,8 +440,9 @@ class BatchSource:
     _make: Callable[[Sequence[int]], Batch]
     """Makes a batch of some samples, where `batch` and `held_out` do not make theirs otherwise."""
 
-    def _order(self, stage: str, batch_size: int, **processes: int) -> DataOrder:
-        return DataOrder(dataset_size=len(self), batch_size=batch_size, seed=self.seed, stage=stage, **processes)
+    def _order(self, stage: str, batch_size: int, rank: int = 0, world_size: int = 1) -> DataOrder:
+        order = DataOrder(dataset_size=len(self), batch_size=batch_size, seed=self.seed, stage=stage)
+        return replace(order, rank=rank, world_size=world_size)
 
 
 class Latents(BatchSource):
@@ -390,7 +488,7 @@ class Latents(BatchSource):
         self.draws = draws or min(_MOST_DRAWS, math.ceil(_DRAWS / len(self.held_out_samples)))
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        order = self._order(stage, batch_size, rank=rank, world_size=world_size)
+        order = self._order(stage, batch_size, rank, world_size)
         dropping = (self.condition_dropout, self.null_condition)
         return self.inputs(make_batch(self.samples, order, step, 0, self.objective, *dropping))
 

@@ -34,9 +34,9 @@ from ...utils.messages import shorten_text, shorten_value
 from ..config import DIGITS, GENERATED, LONGEST_TEXT, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
 from ..families import GUIDANCE_LABEL, Family, SampleSizes, family_of_class, load_encoders
 from ..processes import Processes
-from .batches import stable_seed
+from .batches import folder_fingerprint, stable_seed
 from .digits import digit_images, digit_videos
-from .folders import DataSample, UnusableSampleError, folder_fingerprint
+from .folders import DataSample, UnusableSampleError
 from .images import captioned_images, class_images, pipeline_labels
 from .videos import captioned_videos
 

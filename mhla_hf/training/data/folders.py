@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of training data: files, captions, samples that are read one at a time; and hashes that identify data."""
+"""Folders of training data: files, captions, and samples that are read one at a time."""
 
 from __future__ import annotations
 
 import csv
-import hashlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ...utils.files import check_fields, parse_json, path_inside
 from ...utils.messages import shorten_text
@@ -30,9 +28,6 @@ _TEXT_FIELDS = dict.fromkeys((*_FILE_KEYS, *_CAPTION_KEYS), (str, type(None)))
 _LONGEST_LINE = 1 << 20
 # Files named in full in the log; further ones are counted.
 _NAMED = 20
-# Larger files are sampled to identify them.
-_READ_WHOLE = 4 * 2**20
-_PIECE, _PIECES = 4096, 1024
 
 
 class UnusableSampleError(ValueError):
@@ -248,9 +243,8 @@ def _listed(folder: DataFolder, row: dict[Any, Any], where: str) -> tuple[Path, 
     problem = folder.problem(path)
     if None in row:
         problem = "has more fields than the header; put texts with commas in quotes"
-    elif caption is None:
-        problem = f"needs one of {', '.join(_CAPTION_KEYS)}"
-    if problem is not None:
+    if problem is not None or caption is None:
+        problem = problem or f"needs one of {', '.join(_CAPTION_KEYS)}"
         raise UnusableSampleError(shorten_text(f"{where}: {problem}", 500))
     return path, printable(caption)
 
@@ -289,94 +283,3 @@ def _rows(path: Path) -> Iterator[dict[Any, Any]]:
                         yield check_fields(parse_json(line, where), where)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"data: {path} cannot be read after line {number} ({error}); save it as UTF-8") from error
-
-
-def file_fingerprint(path: Path) -> str:
-    """Hash a file's size and its content; of large files only samples.
-
-    Of each tensor of a large safetensors file the first, middle and last row are read: training changes every part of
-    a tensor, so a few megabytes identify a text encoder of eleven gigabytes.
-    """
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{size};".encode())
-    if path.suffix == ".safetensors" and size > _READ_WHOLE:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    _add_rows(digest, name, file)
-            return digest.hexdigest()[:16]
-        except SafetensorError:  # Damaged: identified like any other file.
-            pass
-    with path.open("rb") as data:
-        for begin in range(0, size, max(size // _PIECES, _PIECE) if size > _READ_WHOLE else _PIECE):
-            data.seek(begin)
-            digest.update(data.read(_PIECE))
-    return digest.hexdigest()[:16]
-
-
-def _add_rows(digest: Any, name: str, file: Any) -> None:
-    part = file.get_slice(name)
-    shape = part.get_shape()
-    digest.update(f"{name}:{part.get_dtype()}{shape};".encode())
-    for row in sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else ():
-        add_tensor(digest, part[row : row + 1], samples=_PIECES)
-
-
-def folder_fingerprint(folder: Path) -> str:
-    """Hash the names and contents of a component's files; hidden ones do not count."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = path.relative_to(folder)
-        if not any(part.startswith(".") for part in name.parts):
-            digest.update(f"{name.as_posix()}:{file_fingerprint(path)};".encode())
-    return digest.hexdigest()[:16]
-
-
-def model_fingerprint(model: Any, without: Collection[str] = ()) -> str:
-    """Hash the names, shapes and some values of a model's parameters.
-
-    Args:
-        model: Object with `named_parameters`.
-        without: Names of parameters that do not count.
-    """
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if name not in without:
-            digest.update(f"{name}:{tuple(parameter.shape)};".encode())
-            # The shards of other processes cannot be read from one alone.
-            if not hasattr(parameter, "device_mesh"):
-                add_tensor(digest, parameter, samples=64)
-    return digest.hexdigest()[:16]
-
-
-def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
-    """Hash the size of a data set and some of its samples.
-
-    Of tensors that differ each time they are read, as augmented ones do, the shapes alone count.
-
-    Args:
-        dataset: See `LatentSamples`.
-        samples: Number of samples to read.
-    """
-    digest = hashlib.sha256(f"{len(dataset)};".encode())
-    for index in evenly_spaced(range(len(dataset)), samples):
-        again = dataset[index]
-        for name, tensor in sorted(dataset[index].items()):
-            digest.update(f"{name}:{tuple(tensor.shape)};".encode())
-            if torch.equal(tensor, again[name]):
-                add_tensor(digest, tensor, samples=1024)
-    return digest.hexdigest()[:16]
-
-
-def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
-    """Pick up to `count` evenly spaced items, including both ends."""
-    if len(items) <= count:
-        return list(items)
-    return [items[round(number * (len(items) - 1) / (count - 1))] for number in range(count)]
-
-
-def add_tensor(digest: Any, tensor: torch.Tensor, samples: int) -> None:
-    """Add some values of a tensor to a hash."""
-    values = tensor.detach().reshape(-1)
-    chosen = values[:: max(1, len(values) // samples)]
-    digest.update(chosen.cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -385,7 +385,7 @@ def open_images(
 
     processor = load_processor(AutoImageProcessor, directory, "image processor")
     images: dict[str, Callable[[], np.ndarray]] = {}
-    problems = []
+    problems: list[str] = []
     if data == DIGITS:
         size = getattr(config, "image_size", 64)
         side = int(size[0] if isinstance(size, (list, tuple)) else size)

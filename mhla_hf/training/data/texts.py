@@ -27,8 +27,16 @@ from ...utils.locations import is_hub_id
 from ...utils.messages import how_to_install, shorten_list, shorten_text
 from ..config import GENERATED
 from ..matching.layers import Batch, mhla_layers
-from .batches import BatchSource, chunks, drawn_held_out, last_held_out, stable_seed
-from .folders import DataFolder, file_fingerprint, load_processor, log_problems, model_fingerprint, printable
+from .batches import (
+    BatchSource,
+    chunks,
+    drawn_held_out,
+    file_fingerprint,
+    last_held_out,
+    model_fingerprint,
+    stable_seed,
+)
+from .folders import DataFolder, load_processor, log_problems, printable
 
 
 ROW_LENGTH, PASSAGE_LENGTH = 512, 128

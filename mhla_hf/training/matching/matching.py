@@ -28,8 +28,7 @@ from ...utils.machine import parse_dtype
 from ...utils.messages import check_choice, check_count
 from ...utils.options import parse_size
 from ..config import TrainingConfig
-from ..data.batches import DataOrder
-from ..data.folders import add_tensor, evenly_spaced, model_fingerprint
+from ..data.batches import DataOrder, add_tensor, evenly_spaced, model_fingerprint
 from ..processes import Processes, StopSignals, TrainingStopped
 from .activations import CACHES, DiskCache, MemoryCache, OnlineCache, choose_cache, pack, total_size
 from .layer_training import LayerTraining, autocast, layer_loss, trained_names
