@@ -222,7 +222,7 @@ def test_mixing_weights_learn_at_a_rate_of_their_size(rate, mixing):
         ({"steps": 0}, "steps=0"),
         ({"train": "all"}, "train='all' is not one of"),
         ({"cache": "disk"}, "cache='disk' needs output"),
-        ({"cache_dtype": "int8"}, "dtype='int8' must be one of"),
+        ({"cache_dtype": "int8"}, "dtype='int8' is not one of"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
