@@ -19,11 +19,13 @@ from diffusers import (
     WanTransformer3DModel,
     WanVideoToVideoPipeline,
 )
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.hooks import apply_layerwise_casting
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
 from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel, convert, load_pipeline
+from mhla_hf.utils import files
 from tests import ROOT, tiny
 from tests.models.adapter_checks import randomize_lora
 from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
@@ -84,6 +86,33 @@ def test_mhla_from_an_ordinary_pipeline(softmax_dir):
     stock = WanPipeline.from_pretrained(softmax_dir)
     assert_same_parameters(pipeline.transformer, stock.transformer, only_common=True)
     assert np.abs(generate(pipeline) - generate(stock)).max() > 1e-4
+
+
+def test_the_package_reads_each_file_and_builds_the_model_once(softmax_dir, monkeypatch):
+    reads, built = [], []
+    read_text, load_config, install = (
+        files._read_text,
+        ConfigMixin.load_config,
+        MHLAWanTransformer3DModel._install_mhla,
+    )
+
+    def counted_read(path, what):
+        reads.append(path.relative_to(softmax_dir).as_posix())
+        return read_text(path, what)
+
+    def counted_load(cls, *args, **kwargs):
+        # Not what diffusers reads for itself.
+        if "mhla_hf" in sys._getframe(1).f_code.co_filename:
+            reads.append(cls.__name__)
+        return load_config.__func__(cls, *args, **kwargs)
+
+    monkeypatch.setattr(files, "_read_text", counted_read)
+    monkeypatch.setattr(ConfigMixin, "load_config", classmethod(counted_load))
+    monkeypatch.setattr(
+        MHLAWanTransformer3DModel, "_install_mhla", lambda model, mhla: (built.append(mhla), install(model, mhla))
+    )
+    load_pipeline(softmax_dir, mhla=MHLA)
+    assert sorted(reads) == ["model_index.json", "transformer/config.json", "vae/config.json"] and len(built) == 1
 
 
 @pytest.mark.parametrize("attn_implementation", [None, "mhla"])

@@ -242,7 +242,7 @@ def models_command(
 
 def _write_record(json_file: Path | None, directory: Path) -> None:
     """Write what the directory records of its conversion."""
-    from ..models.source import CONVERSION_RECORD
+    from ..models.directory import CONVERSION_RECORD
     from ..utils.files import read_json
 
     if json_file is not None:

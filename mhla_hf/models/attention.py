@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from ..layers import HeadNorms, PairwiseRotary
-from ..utils.compat.diffusers import is_attention_skipped
+from ..utils.compat.diffusers import is_attention_skipped, skip_attention_in
 from .base import MHLAModelMixin, Upstream
 
 
@@ -43,7 +43,8 @@ def attend(
         hidden_states: `[B, T, hidden]`.
         rotary_emb: Cosines and sines `[1, T, 1, K / 2]`, for neighbouring pairs of channels.
         perturbed: Lets every token attend to itself alone, as a guider's hook on `attn` does.
-        **where: `grid`, and `shard` under context parallelism; see [`mhla_hf.layers.mhla.MHLA`].
+        **where: `grid` of the T tokens, row-major, and `shard` under context parallelism; see
+            [`mhla_hf.layers.mhla.MHLA`].
 
     Returns:
         `[B, T, hidden]`.
@@ -123,11 +124,38 @@ def tables_of_layer(
     return flat, tuple(tables[0].shape[1:4])
 
 
+class MHLAAttnProcessor:
+    """Stateless processor of an MHLA self-attention layer; the parameters live in `attn.mhla`."""
+
+    # Set by `enable_parallelism`.
+    _parallel_config = None
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **where: Any,
+    ) -> torch.Tensor:
+        """Attend over `hidden_states` `[B, T, hidden]`; see [`attend`] for the other arguments.
+
+        Raises:
+            ValueError: If a context or an attention mask is given, or the grid is missing.
+        """
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise ValueError("MHLA is self-attention and takes neither encoder_hidden_states nor attention_mask.")
+        return attend(attn, hidden_states, **where)
+
+
+skip_attention_in(MHLAAttnProcessor)
+
+
 class KeepsMHLAProcessor(Upstream):
     """Goes before an attention class of diffusers in the bases of its MHLA version."""
 
     # Processor class of layers with MHLA parameters.
-    mhla_processor_class: ClassVar[type]
+    mhla_processor_class: ClassVar[type] = MHLAAttnProcessor
 
     def set_processor(self, processor: object) -> None:
         """As upstream, but an MHLA layer keeps an MHLA processor: another one would drop its trained weights.

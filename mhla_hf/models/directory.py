@@ -26,7 +26,10 @@ CONVERSION_RECORD, TRAINING_RECORD = "conversion.json", "training.json"
 _MOST_RECORDS = 8
 _MOST_COMPRESSION = 1024
 # What a search for the original of a pipeline's component reads of a Hub repository: a pipeline, or the model alone.
-_ORIGINAL_FILES = ("*.json", "diffusion_pytorch_model*")
+_ORIGINAL_FILES = (
+    *(PIPELINE_INDEX, CONVERSION_RECORD, TRAINING_RECORD),
+    *("config.json", "transformer*/config.json", "diffusion_pytorch_model*"),
+)
 
 
 @dataclass(frozen=True)

@@ -20,47 +20,13 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
-from ..utils.compat.diffusers import checkpointed, skip_attention_in
-from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, attend, attend_in_parts
+from ..utils.compat.diffusers import checkpointed
+from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor, attend_in_parts
 from .base import MHLAModelMixin
-
-
-class MHLAImageAttnProcessor:
-    """Stateless processor of an MHLA self-attention layer; the parameters live in `attn.mhla`."""
-
-    def __call__(
-        self,
-        attn: Attention,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        grid: tuple[int, ...] | None = None,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-        perturbed: bool = False,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attends over `hidden_states` `[B, T, hidden]`, the T tokens of `grid`, row-major.
-
-        `rotary_emb` is cosines and sines `[1, T, 1, K / 2]`, for neighbouring pairs of channels. `perturbed` lets
-        every token attend to itself alone, as a guider's hook on `attn` does.
-
-        Raises:
-            ValueError: If `grid` is missing, or a context, an attention mask or another argument is given.
-        """
-        others = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask, **kwargs}
-        if any(value is not None for value in others.values()):
-            given = ", ".join(name for name, value in others.items() if value is not None)
-            raise ValueError(f"MHLA is self-attention over the whole grid and takes no {given}.")
-        return attend(attn, hidden_states, rotary_emb=rotary_emb, perturbed=perturbed, grid=grid)
-
-
-skip_attention_in(MHLAImageAttnProcessor)
 
 
 class MHLAImageAttention(KeepsMHLAProcessor, Attention):
     """Self-attention of every layer, MHLA or not: only MHLA layers get the grid."""
-
-    mhla_processor_class = MHLAImageAttnProcessor
 
     def forward(
         self,
@@ -84,7 +50,6 @@ class MHLAImageModelMixin(MHLAModelMixin):
 
     default_grid: ClassVar[tuple[int, ...]] = (32, 32)
     attention_class: ClassVar[type] = MHLAImageAttention
-    processor_class: ClassVar[type] = MHLAImageAttnProcessor
 
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -99,7 +64,7 @@ class MHLAImageModelMixin(MHLAModelMixin):
         for attention in attentions:
             attention.__class__ = self.attention_class
         for index in mhla_layers:
-            attentions[index].set_processor(self.processor_class())
+            attentions[index].set_processor(attentions[index].mhla_processor_class())
 
 
 class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, PeftAdapterMixin):
@@ -173,7 +138,7 @@ class MHLAPixArtTransformer2DModel(
         before = getattr(self, "original_attn_processors", None)
         if before is not None:
             # Fused before it was converted: MHLA layers keep their new processors when projections come apart again.
-            new = {name: kept for name, kept in self.attn_processors.items() if isinstance(kept, self.processor_class)}
+            new = {name: kept for name, kept in self.attn_processors.items() if isinstance(kept, MHLAAttnProcessor)}
             self.original_attn_processors = {**before, **new}
 
     def forward(
@@ -232,7 +197,7 @@ class MHLAPixArtTransformer2DModel(
     def set_default_attn_processor(self) -> None:
         """As upstream for the layers that are not MHLA; those get the MHLA processor."""
         for attention in self._attentions():
-            attention.set_processor(self.processor_class() if hasattr(attention, "mhla") else AttnProcessor())
+            attention.set_processor(MHLAAttnProcessor() if hasattr(attention, "mhla") else AttnProcessor())
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
         """As in `PeftAdapterMixin`; `ValueError` while projections are fused, which would pass adapters by."""

@@ -23,11 +23,11 @@ from diffusers.models.transformers.transformer_sana_video import (
 )
 
 from ..utils.compat.diffusers import declared, skip_attention_in, skip_layers_in
-from .attention import KeepsMHLAProcessors, tables_of_layer, tables_with_grid
-from .image import MHLAImageAttention, MHLAImageAttnProcessor, MHLAImageModelMixin
+from .attention import KeepsMHLAProcessors, MHLAAttnProcessor, tables_of_layer, tables_with_grid
+from .image import MHLAImageAttention, MHLAImageModelMixin
 
 
-class MHLASanaAttnProcessor(MHLAImageAttnProcessor):
+class MHLASanaAttnProcessor(MHLAAttnProcessor):
     """As for other image models; outputs in float16 are clipped to its range, as SANA does."""
 
     def __call__(self, attn: Attention, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -93,7 +93,6 @@ class MHLASanaTransformer2DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaT
     default_options = MappingProxyType({"mixing_init": "uniform", "eps": 1e-15})
     upstream_is_linear = True
     attention_class = MHLASanaAttention
-    processor_class = MHLASanaAttnProcessor
     _no_split_modules = declared(SanaTransformer2DModel, "_no_split_modules", "MHLASanaTransformerBlock")
     _repeated_blocks = ["MHLASanaTransformerBlock"]
 

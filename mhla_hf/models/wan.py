@@ -22,45 +22,19 @@ from diffusers.models.transformers.transformer_wan import (
     WanTransformer3DModel,
 )
 
-from ..ops.sharded import TokenShard
 from ..utils.compat.diffusers import context_parallel_plan, declared, skip_attention_in
-from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, attend, tables_of_layer, tables_with_grid
+from .attention import (
+    KeepsMHLAProcessor,
+    KeepsMHLAProcessors,
+    MHLAAttnProcessor,
+    tables_of_layer,
+    tables_with_grid,
+)
 from .base import shard_of
 from .single_file import softmax_names, wan_config
 
 
-class MHLAWanAttnProcessor:
-    """Stateless processor of an MHLA self-attention layer; the parameters live in `attn.mhla`."""
-
-    # Set by `enable_parallelism`.
-    _parallel_config = None
-
-    def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-        grid: tuple[int, int, int] | None = None,
-        shard: TokenShard | None = None,
-    ) -> torch.Tensor:
-        """Attends over `hidden_states` `[B, T, hidden]`, T = frames · height · width of `grid`, row-major.
-
-        `rotary_emb` is cosines and sines `[1, T, 1, K / 2]`, see [`tables_of_layer`]. Under context parallelism, both
-        are of the tokens that `shard` says.
-
-        Raises:
-            ValueError: If a context or an attention mask is given, or the grid is missing.
-        """
-        if encoder_hidden_states is not None or attention_mask is not None:
-            raise ValueError("MHLA is self-attention and takes neither encoder_hidden_states nor attention_mask.")
-        if grid is None or rotary_emb is None:
-            raise ValueError("MHLA layers of Wan need the rotary embeddings of their own model, which carry the grid.")
-        return attend(attn, hidden_states, rotary_emb=rotary_emb, grid=grid, shard=shard)
-
-
-skip_attention_in(MHLAWanAttnProcessor, WanAttnProcessor)
+skip_attention_in(WanAttnProcessor)
 
 
 class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
@@ -74,9 +48,7 @@ class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
 class MHLAWanAttention(KeepsMHLAProcessor, WanAttention):
     """Self-attention of every layer, MHLA or softmax: flattens the rotary tables and passes the grid on to MHLA."""
 
-    _available_processors = declared(WanAttention, "_available_processors", MHLAWanAttnProcessor)
-
-    mhla_processor_class = MHLAWanAttnProcessor
+    _available_processors = declared(WanAttention, "_available_processors", MHLAAttnProcessor)
 
     def forward(
         self,
@@ -95,7 +67,8 @@ class MHLAWanAttention(KeepsMHLAProcessor, WanAttention):
                 rotary_emb = tuple(table[:, slice(*shard.run)] for table in rotary_emb)
             if is_mhla and grid is not None:
                 kwargs.update(grid=grid, shard=shard)
-        return self.processor(self, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs)
+        kwargs["rotary_emb"] = rotary_emb
+        return self.processor(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
 
 
 class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
@@ -129,4 +102,4 @@ class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
         for attention in attentions:
             attention.__class__ = MHLAWanAttention
         for index in mhla_layers:
-            attentions[index].set_processor(MHLAWanAttnProcessor())
+            attentions[index].set_processor(MHLAAttnProcessor())

@@ -142,7 +142,7 @@ DIFFUSERS_FILES, TRANSFORMERS_FILES = FileNames("diffusion_pytorch_model"), File
 
 
 def check_weights(folder: Path) -> int:
-    """Check that the safetensors files of a folder are whole, by their headers and sizes.
+    """Check that the safetensors files of a folder are whole, and that indices of shards name files in it.
 
     Returns:
         The number of tensors in them.
@@ -150,6 +150,9 @@ def check_weights(folder: Path) -> int:
     Raises:
         ValueError: If one of them is truncated or damaged; the message names it.
     """
+    for pattern in ("*.safetensors.index*.json", "*.bin.index*.json"):
+        for index in sorted(folder.glob(pattern)):
+            read_weight_map(index)
     return sum(len(check_safetensors(path)[0]) for path in sorted(folder.glob("*.safetensors")))
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .files import atomic_file, path_inside, read_json, read_weight_map
+from .files import atomic_file, path_inside
 from .messages import LIST_LENGTH, one_line, shorten_list
 
 
@@ -220,7 +220,7 @@ def download_repository(repository: str, **options: Any) -> Path:
 
 
 def find_pipeline(location: str | os.PathLike[str], argument: str, **options: Any) -> Path:
-    """Returns the directory of a pipeline; of a Hub repository, only the pipeline's own files are downloaded.
+    """Return the directory of a pipeline, unread; of a Hub repository, only the pipeline's own files are downloaded.
 
     Args:
         location: A directory or a Hub id.
@@ -228,12 +228,15 @@ def find_pipeline(location: str | os.PathLike[str], argument: str, **options: An
         **options: Options of `DiffusionPipeline.download`; safetensors unless `use_safetensors` says otherwise.
 
     Raises:
-        SourceNotFoundError: If it is neither.
-        ValueError: If it has no `model_index.json`, or names in it or in an index of weights lead out of it.
+        SourceNotFoundError: If it is neither, or a directory without `model_index.json`.
         OSError: If there is no such repository.
     """
     directory = local_directory(location, argument)
-    return download_pipeline(os.fspath(location), **options) if directory is None else _checked(directory)
+    if directory is None:
+        return download_pipeline(os.fspath(location), **options)
+    if not (directory / PIPELINE_INDEX).exists():
+        raise SourceNotFoundError(f"{argument} {directory} has no {PIPELINE_INDEX}: it is not a pipeline directory.")
+    return directory
 
 
 def download_pipeline(repository: str, **options: Any) -> Path:
@@ -241,20 +244,7 @@ def download_pipeline(repository: str, **options: Any) -> Path:
     from diffusers import DiffusionPipeline
 
     with hub_downloads(repository, options.get("cache_dir")):
-        directory = DiffusionPipeline.download(repository, **{"use_safetensors": True, **options})
-    return _checked(Path(directory))
-
-
-def _checked(directory: Path) -> Path:
-    """Checks that the components of a pipeline, and the weight files that they list, are inside its directory."""
-    path = directory / PIPELINE_INDEX
-    for name, entry in read_json(path, "the pipeline's index").items():
-        if isinstance(entry, list):
-            folder = path_inside(directory, name, str(path))
-            for pattern in ("*.safetensors.index*.json", "*.bin.index*.json"):
-                for index in sorted(folder.glob(pattern)):
-                    read_weight_map(index)
-    return directory
+        return Path(DiffusionPipeline.download(repository, **{"use_safetensors": True, **options}))
 
 
 class HubError(OSError, ValueError):

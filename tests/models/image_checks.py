@@ -8,7 +8,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 
 import mhla_hf.layers.mhla
 from mhla_hf import BlockLayout, MHLAConfig, convert, mhla_attention
-from mhla_hf.models.image import MHLAImageAttnProcessor
+from mhla_hf.models.attention import MHLAAttnProcessor
 from tests.models.model_case import (
     OPTION_SETS,
     ModelCase,
@@ -38,7 +38,7 @@ class ImageChecks(ModelCase):
         assert model.mhla_layers == chosen and sorted(model.mhla_modules()) == chosen
         for index, attention in enumerate(model._self_attentions()):
             assert hasattr(attention, "mhla") == (index in chosen)
-            assert isinstance(attention.processor, MHLAImageAttnProcessor) == (index in chosen)
+            assert isinstance(attention.processor, MHLAAttnProcessor) == (index in chosen)
 
     @pytest.mark.smoke
     def test_hybrid_keeps_the_other_layers_exactly(self):
@@ -172,7 +172,7 @@ class ImageChecks(ModelCase):
         free, attention = model._self_attentions()
         with pytest.raises(ValueError, match="AttnProcessor2_0 would ignore"):
             attention.set_processor(AttnProcessor2_0())
-        assert isinstance(attention.processor, MHLAImageAttnProcessor)
+        assert isinstance(attention.processor, MHLAAttnProcessor)
         # What is not MHLA stays free, and what there is can be set again.
         free.set_processor(AttnProcessor2_0())
         attention.set_processor(attention.processor)

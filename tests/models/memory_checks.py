@@ -86,12 +86,12 @@ def integers(model, folder):
 
 PREPARATIONS = {
     "hook": (lambda model, folder: add_hook_to_module(model, ModelHook()), "has hooks .*remove_hook_from_module"),
-    "cpu_offload": (lambda model, folder: cpu_offload(model, CPU), "are offloaded .*Load it without offloading"),
-    "disk_offload": (lambda model, folder: disk_offload(model, str(folder), CPU), "are offloaded"),
+    "cpu_offload": (lambda model, folder: cpu_offload(model, CPU), "weights that are offloaded"),
+    "disk_offload": (lambda model, folder: disk_offload(model, str(folder), CPU), "weights that are offloaded"),
     "group_offload": (group_offload, "has hooks .*Convert it before"),
     "layerwise_casting": (layerwise_casting, "8 bits .*Convert the original weights"),
     "bfloat16_casting": (bfloat16_casting, "has hooks on "),
-    "meta": (lambda model, folder: model.to("meta"), "have no weights"),
+    "meta": (lambda model, folder: model.to("meta"), "on meta"),
     "int8": (integers, "quantised"),
 }
 

@@ -7,7 +7,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProc
 from peft import LoraConfig
 
 from mhla_hf import MHLAPixArtTransformer2DModel, convert
-from mhla_hf.models.image import MHLAImageAttnProcessor
+from mhla_hf.models.attention import MHLAAttnProcessor
 from tests import tiny_images
 from tests.models.adapter_checks import AdapterChecks
 from tests.models.cases import PixArtCase
@@ -40,7 +40,7 @@ class TestPixArt(PixArtCase, ImageChecks):
         model.unfuse_qkv_projections()
         model.fuse_qkv_projections()
         kinds = [type(attention.processor) for attention in model._self_attentions()]
-        assert kinds == [FusedAttnProcessor2_0, MHLAImageAttnProcessor]
+        assert kinds == [FusedAttnProcessor2_0, MHLAAttnProcessor]
         torch.testing.assert_close(self.run(model), expected)
         model.unfuse_qkv_projections()
         assert [type(attention.processor) for attention in model._self_attentions()][0] is AttnProcessor2_0
@@ -90,7 +90,7 @@ def test_a_model_whose_projections_were_fused_converts(layers):
     torch.testing.assert_close(case.run(model), expected)
     model.unfuse_qkv_projections()
     kinds = {type(attention.processor) for attention in model._self_attentions()}
-    assert kinds == ({MHLAImageAttnProcessor} if layers is None else {MHLAImageAttnProcessor, AttnProcessor2_0})
+    assert kinds == ({MHLAAttnProcessor} if layers is None else {MHLAAttnProcessor, AttnProcessor2_0})
     assert {name for name in model.state_dict() if ".mhla." not in name} == keys
     torch.testing.assert_close(case.run(model), expected)
 
