@@ -166,18 +166,6 @@ class MHLA(nn.Module):
             self.window_gain = nn.Parameter(torch.empty(2, num_heads, channels))
         self.reset_parameters()
 
-    @classmethod
-    def parameter_shapes(cls, config: MHLAConfig, **widths: Any) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the parameters that such a module would have, without allocating it.
-
-        Args:
-            config: The options.
-            **widths: As for the constructor.
-        """
-        with torch.device("meta"):
-            module = cls(config, **widths)
-        return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-
     def initial_tensor(self, name: str) -> torch.Tensor:
         """Return the initial value of one parameter, float32 on the CPU, deterministic.
 

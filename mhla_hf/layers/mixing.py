@@ -81,11 +81,11 @@ def reference_blocks(config: MHLAConfig, default_grid: Sequence[int] | None = No
             axes is too large.
     """
     blocks, grid = config.blocks, config.grid or default_grid
-    if blocks is None and grid is None:
-        raise ValueError("The mhla options need blocks, or a grid to derive the number of blocks from.")
-    if blocks is None and config.block_size is not None:
-        blocks = BlockLayout(grid=grid, block_size=config.block_size).blocks
-    blocks = choose_blocks(grid) if blocks is None else blocks
+    if blocks is None:
+        if grid is None:
+            raise ValueError("The mhla options need blocks, or a grid to derive the number of blocks from.")
+        size = config.block_size
+        blocks = choose_blocks(grid) if size is None else BlockLayout(grid=grid, block_size=size).blocks
     # What `MHLAConfig` cannot check while it does not know the grid.
     if math.prod(blocks) > MAX_BLOCKS:
         raise ValueError(f"The mhla options make {tuple(blocks)} blocks, which are more than {MAX_BLOCKS}.")

@@ -219,8 +219,8 @@ def test_a_fresh_window_leaves_the_output_unchanged():
         assert torch.equal(other.initial_tensor("window_gain")[:, 0, 0], torch.tensor([1.0, 0.0]))
     assert "window_gain" not in dict(plain.named_parameters())
     assert plain.attention_parts(*tokens, grid=(3, 4, 4)).window is None
-    shapes = MHLA.parameter_shapes(config.replace(window="cross", window_gains="per_channel"), **options)
-    assert shapes["window_gain"] == (2, HEADS, WIDTH) and other.window_size == (1, 3, 3)
+    other = MHLA(config.replace(window="cross", window_gains="per_channel"), **options)
+    assert other.window_gain.shape == (2, HEADS, WIDTH) and other.window_size == (1, 3, 3)
 
 
 def test_parts_add_up_without_a_window():
