@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes while it trains: checkpoints, and metrics (one line of `metrics.jsonl` per optimizer step).
+"""What a run writes while it trains: checkpoints, and reports of its steps (a line of `metrics.jsonl` for each).
 
 A checkpoint is a directory `<stage>-<step>` with `model.safetensors` (the parameters that train),
 `optimizer.safetensors` (AdamW's moments by parameter name), `ema.safetensors` where an average of the weights is kept,
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -28,8 +28,9 @@ from torch import nn
 
 from ..utils.destinations import atomic_directory, remove_directory
 from ..utils.files import atomic_file, clear_write_errors, parse_json, read_json, write_staged_json
+from .config import TrainingConfig
 from .data.batches import file_fingerprint
-from .processes import shard_like
+from .processes import gathered_root, shard_like
 
 
 # In the order that a run goes through them; it may leave some out.
@@ -362,3 +363,131 @@ class MetricsFile:
         """Close the file. Only a row that `append` failed to write can be lost now."""
         with suppress(OSError):
             self._file.close()
+
+
+Callback = Callable[[str, int, float], None]
+"""Called with (stage, step, loss)."""
+
+_PROJECT = "mhla-hf"
+
+
+class ModelTracker(Protocol):
+    """Observes the model during training, such as [`AttentionTracker`][mhla_hf.analysis.AttentionTracker].
+
+    It may change neither the model nor the state of random number generators.
+    """
+
+    def is_due(self, step: int) -> bool:
+        """Whether to record after this many steps of all stages."""
+
+    def record(self, model: nn.Module, step: int) -> dict[str, Any]:
+        """Records, and returns a row of its history, ready for JSON."""
+
+    def figures(self, row: dict[str, Any]) -> dict[str, float]:
+        """Figures of a row for trackers such as TensorBoard."""
+
+    def restore(self, history: Iterable[dict[str, Any]]) -> None:
+        """Continue a history."""
+
+
+class Reports:
+    """Reports of the steps of a run: rows of `metrics.jsonl`, trackers, records of attention, and the callback.
+
+    Args:
+        config: The options, which are the hyperparameters in trackers.
+        accelerator: The processes; the main one writes.
+        output: Directory of the run; None writes no metrics.
+        position: Position that the run resumes from.
+        callback: Called after every step.
+        tracker: Looks at the model while it trains.
+
+    Attributes:
+        steps_before: Steps of the stages before the present one, which trackers count too.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        accelerator: Accelerator,
+        output: Path | None,
+        position: Position | None,
+        callback: Callback | None,
+        tracker: ModelTracker | None,
+    ) -> None:
+        self.accelerator, self.callback, self.tracker = accelerator, callback, tracker
+        self.in_shards = accelerator.distributed_type == DistributedType.FSDP
+        self.at_start: dict[str, Any] | None = None
+        self.steps_before = 0
+        self.metrics: MetricsFile | None = None
+        if output is not None and accelerator.is_main_process:
+            self.metrics = MetricsFile(output / "metrics.jsonl", position)
+            if tracker is not None:
+                kinds = ("attention_at_start", "attention")
+                tracker.restore(row[kind] for row in self.metrics.rows for kind in kinds if kind in row)
+        options = {name: value for name, value in config.to_dict().items() if value is not None}
+        plain = {
+            name: value if isinstance(value, int | float | str) else json.dumps(value)
+            for name, value in options.items()
+        }
+        accelerator.init_trackers(_PROJECT, config=plain)
+
+    def losses(self, stage: str) -> list[float]:
+        """Losses of a stage so far, in the process that keeps the metrics; elsewhere none."""
+        return [] if self.metrics is None else [row["loss"] for row in self.metrics.rows if row["stage"] == stage]
+
+    def start(self, stage: str, model: nn.Module) -> None:
+        """Record attention before the first step of a run; not in shards, of which parts cannot be called yet."""
+        self.at_start = None if self.in_shards else self._track(model, model, 0)
+        if self.at_start is not None:
+            self._log(stage, {}, self.at_start, 0)
+
+    def add(
+        self,
+        stage: str,
+        step: int,
+        loss: float,
+        figures: dict[str, float],
+        seconds: float,
+        model: nn.Module | None,
+        module: nn.Module | None = None,
+    ) -> None:
+        """Report a step. Every process must call it.
+
+        Args:
+            stage: The stage.
+            step: The step of that stage, from 1.
+            loss: Its loss.
+            figures: Further figures.
+            seconds: Its duration.
+            model: The model, whose attention is recorded where that is due; None records none.
+            module: The module that accelerate has wrapped around the model, if there is one.
+        """
+        run_step = self.steps_before + step
+        tracked = None if model is None else self._track(model, module or model, run_step)
+        if self.metrics is not None:
+            row = {"stage": stage, "step": step, "loss": loss, **figures, "seconds": round(seconds, 6)}
+            records = {"attention_at_start": self.at_start, "attention": tracked}
+            self.metrics.append({**row, **{name: record for name, record in records.items() if record is not None}})
+            self.at_start = None
+        self._log(stage, {"loss": loss, **figures}, tracked, run_step)
+        if self.callback is not None:
+            self.callback(stage, step, loss)
+
+    def close(self) -> None:
+        """Close the metrics."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _track(self, model: nn.Module, module: nn.Module, run_step: int) -> dict[str, Any] | None:
+        """Record attention if it is due, in the main process; models in shards need all of them."""
+        if self.tracker is None or not self.tracker.is_due(run_step):
+            return None
+        if not self.in_shards and not self.accelerator.is_main_process:
+            return None
+        with gathered_root(module):
+            return self.tracker.record(model, run_step)
+
+    def _log(self, stage: str, figures: dict[str, float], tracked: dict[str, Any] | None, run_step: int) -> None:
+        if tracked is not None and self.tracker is not None:
+            figures = {**figures, **self.tracker.figures(tracked)}
+        self.accelerator.log({f"{stage}/{name}": value for name, value in figures.items()}, step=run_step)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..models.directory import ModelDirectory
 from ..utils.destinations import atomic_directory
+from .checkpoints import Callback, ModelTracker
 from .config import TRANSFORMERS, TrainingConfig, check_options
 from .data.batches import (
     LatentSamples,
@@ -23,7 +24,7 @@ from .data.batches import (
     samples_fingerprint,
 )
 from .data.cache import LatentDataset
-from .evaluation import ModelTracker, Validator, make_validator
+from .evaluation import Validator, make_validator
 from .families import objective_for, open_pipeline
 from .matching.layers import Batch
 from .matching.teacher import Teacher
@@ -31,7 +32,7 @@ from .parameters import MHLA_FILE, mhla_state_dict, save_adapter
 from .stages.objectives import Tensors
 from .stages.prediction import DiffusionStage
 from .stages.transformers import BatchesByStep, TransformersObjective, TransformersStage
-from .trainer import Callback, Trainer
+from .trainer import Trainer
 
 
 class DiffusionTrainer(Trainer):
@@ -121,6 +122,8 @@ class DiffusionTrainer(Trainer):
         return inputs
 
     def _make_validator(self) -> Validator | None:
+        if not self.config.validation_prompts:
+            return None
         return make_validator(self.source, self.config, self.dataset, self.accelerator)
 
     def _save_adapter(self, destination: Path, model: nn.Module) -> None:

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 from torch import distributed, nn
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from ..utils.machine import choose_device
 from ..utils.messages import one_line
@@ -336,15 +336,13 @@ class MicroBatches(Dataset):
         self.make_batch, self.order = make_batch, order
 
     def __getitem__(self, place: tuple[int, int]) -> TrainingBatch | Exception:
-        """The micro-batch; of a worker also its error, whose message the loader would fill with a traceback."""
+        """The micro-batch, or its error: the loader would fill the message of a worker's with a traceback."""
         try:
             return self.make_batch(self.order, *place)
         except (OSError, ValueError) as error:
-            if get_worker_info() is None:
-                raise
             return error
 
-    def read(self, first: int, steps: int, workers: int) -> Iterator[TrainingBatch]:
+    def read(self, first: int, steps: int, workers: int) -> Generator[TrainingBatch]:
         """Read the micro-batches of the steps from `first` to `steps`, made ahead by so many processes."""
         micro_steps = range(self.order.accumulation_steps)
         loader = DataLoader(

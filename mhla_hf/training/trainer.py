@@ -32,11 +32,11 @@ from ..utils.files import list_files, write_json
 from ..utils.locations import local_origin
 from ..utils.model_cards import carried_metadata
 from . import checkpoints, parameters
-from .checkpoints import Position
+from .checkpoints import Callback, ModelTracker, Position, Reports
 from .config import UNCONVERTED, TrainingConfig
 from .data.batches import DataOrder, folder_fingerprint, model_fingerprint, stable_seed
 from .data.cache import LatentDataset
-from .evaluation import Callback, ModelTracker, Reports, Validator
+from .evaluation import Validator
 from .matching.layers import mhla_layers
 from .matching.matching import STAGE as MATCHING
 from .matching.matching import match_stage, matching_bar
