@@ -398,6 +398,7 @@ class BatchSource:
 
     Attributes:
         kind: Kind of the data, for `describe`.
+        facts: Further entries of `describe`.
     """
 
     kind: ClassVar[str]
@@ -407,6 +408,7 @@ class BatchSource:
     ) -> None:
         self.seed, self.fingerprint = seed, fingerprint
         self.indices, self.held_out_indices = indices, held_out_indices
+        self.facts: dict[str, Any] = {}
 
     def __len__(self) -> int:
         """Number of samples to train on."""
@@ -431,7 +433,7 @@ class BatchSource:
 
     def describe(self) -> dict[str, Any]:
         """Describe the data as plain JSON values."""
-        return {"kind": self.kind, "samples": len(self), "held_out": len(self.held_out_indices)}
+        return {"kind": self.kind, "samples": len(self), "held_out": len(self.held_out_indices), **self.facts}
 
     def batches(self, stage: str, count: int, batch_size: int) -> list[Batch]:
         """Return the first batches of a stage."""
@@ -486,6 +488,7 @@ class Latents(BatchSource):
             self.samples, self.held_out_samples = dataset, held_out
         super().__init__(seed, identity, range(len(self.samples)), range(len(self.held_out_samples)))
         self.draws = draws or min(_MOST_DRAWS, math.ceil(_DRAWS / len(self.held_out_samples)))
+        self.facts = {"shape": list(self.samples[0]["latents"].shape), "draws": self.draws}
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
         order = self._order(stage, batch_size, rank, world_size)
@@ -508,9 +511,6 @@ class Latents(BatchSource):
     def inputs(self, batch: LatentBatch) -> Batch:
         """Return the arguments of the model's `forward` for a batch."""
         return self.objective.inputs_of(self.model, batch, cast(Any, self.model).dtype)
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "shape": list(self.samples[0]["latents"].shape), "draws": self.draws}
 
 
 class RecordedCalls(BatchSource):

@@ -221,12 +221,13 @@ def read_prompts(path: str | Path) -> list[str]:
 
 
 def drawn_samples(
-    directory: Path, config: CacheConfig, num_classes: int, seed: int, device: torch.device | str
+    directory: Path, family: Family, config: CacheConfig, num_classes: int, seed: int, device: torch.device | str
 ) -> list[DataSample]:
     """List latents that a pipeline with its original attention draws, with its own steps and guidance.
 
     Args:
         directory: The ordinary pipeline.
+        family: The model's family.
         config: The options, with every size given. Prompts or classes are taken in turn.
         num_classes: Number of classes of the model; 0 for text-conditional models.
         seed: Seed of the noise; the seed of each sample is derived from it.
@@ -243,8 +244,11 @@ def drawn_samples(
     conditions = range(num_classes) if config.prompts is None else read_prompts(config.prompts)
     options: dict[str, Any] = {"output_type": "latent", "max_sequence_length": config.max_sequence_length}
     options |= {name: value for name, value in vars(parse_sizes(str(config.sizes))[0]).items() if value > 1}
+    # Such as the size as it is, in place of the nearest of a list.
+    options |= {name: value for name, value in family.call_options.items() if value is not None}
     if num_classes:
-        options = {"output_type": "np"} if num_classes == GUIDANCE_LABEL else {"guidance_scale": 1.0}
+        # The label without class that the pipeline has built in is that of ImageNet.
+        options = {"output_type": "np", **({} if num_classes == GUIDANCE_LABEL else {"guidance_scale": 1.0})}
     captured: list[torch.Tensor] = []
 
     @cache
@@ -331,7 +335,7 @@ class CachePlan:
             original = directory.original(teacher, "teacher")
             # Of a repository only the model may have been downloaded.
             root = original.root if (original.root / "vae").is_dir() else download_pipeline(original.location)
-            samples = drawn_samples(root, config, num_classes, seed, device)
+            samples = drawn_samples(root, family, config, num_classes, seed, device)
         elif config.data == DIGITS and family.video_size:
             samples = digit_videos(count, size.height, size.num_frames)
         elif config.data == DIGITS:

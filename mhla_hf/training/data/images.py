@@ -338,10 +338,7 @@ class Images(BatchSource):
         self, images: Sequence[Any], processor: Any, held_out: int, fingerprint: str, seed: int = 0, left_out: int = 0
     ) -> None:
         super().__init__(seed, fingerprint, *drawn_held_out(len(images), held_out))
-        self.images, self.processor, self.left_out = images, processor, left_out
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "left_out": self.left_out}
+        self.images, self.processor, self.facts = images, processor, {"left_out": left_out}
 
     def _make(self, indices: Sequence[int]) -> Batch:
         made = self.processor(images=[self.images[index]() for index in indices], return_tensors="pt")

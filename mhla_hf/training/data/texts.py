@@ -119,7 +119,9 @@ class TextCorpus:
             for part in parts:
                 for paragraph in part.split("\n\n"):
                     words = " ".join(paragraph.split())
-                    if words.count(" ") + 1 >= minimum_words and _is_prose(words):
+                    # Prose has letters mostly; tables, rulers and examples of code do not.
+                    prose = 2 * sum(map(str.isalpha, words)) > len(words) and ">>>" not in words
+                    if prose and words.count(" ") + 1 >= minimum_words:
                         yield words
 
     def _place(self, path: Path) -> int:
@@ -186,11 +188,6 @@ class TextCorpus:
             yield from datasets.load_dataset(**source, split="train", streaming=True)
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
             raise ValueError(f"data: {self.data} cannot be read: {shorten_text(str(error), 250)}") from error
-
-
-def _is_prose(text: str) -> bool:
-    """`True` if most characters are letters, which excludes tables, rulers and symbols."""
-    return 2 * sum(map(str.isalpha, text)) > len(text) and ">>>" not in text
 
 
 @dataclass(frozen=True)
@@ -349,12 +346,9 @@ class PackedText(BatchSource):
         self, table: TokenTable, held_out: int, seed: int = 0, decode: Callable[[list[int]], str] | None = None
     ) -> None:
         super().__init__(seed, table.fingerprint, *last_held_out(len(table), held_out))
-        self.table = table
+        self.table, self.facts = table, {"length": len(table[0]), "left_out": table.skipped}
         rows = (table[index][1:].tolist() for index in self.held_out_indices)
         self.held_out_bytes = sum(len(decode(row).encode()) for row in rows) if decode is not None else 0
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "length": len(self.table[0]), "left_out": self.table.skipped}
 
     def _make(self, indices: Sequence[int]) -> Batch:
         return {"input_ids": torch.stack([self.table[index] for index in indices])}
@@ -379,15 +373,13 @@ class Passages(BatchSource):
         indices, held_out_indices = drawn_held_out(len(table), held_out)
         self.table, self.padding, self.lengths = table, padding, table.lengths().tolist()
         super().__init__(seed, table.fingerprint, indices, sorted(held_out_indices, key=self.lengths.__getitem__))
+        self.facts = {"length": max(self.lengths), "left_out": table.skipped}
         self._together = lru_cache(maxsize=4)(self._make_together)
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
         group, place = divmod(step, _BATCHES_TOGETHER)
         indices = self._together(stage, group, batch_size * world_size)[place]
         return self._make(indices[rank * batch_size : (rank + 1) * batch_size])
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "length": max(self.lengths), "left_out": self.table.skipped}
 
     def _make_together(self, stage: str, group: int, batch_size: int) -> list[Sequence[int]]:
         """Return the batches of all processes for a group of successive steps."""
