@@ -245,6 +245,10 @@ def plan_model(
     component: ModelDirectory, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions
 ) -> ComponentPlan:
     """Plan the conversion of a model; errors are those of [`convert_pretrained`]."""
+    if component.is_mhla:
+        raise ValueError(
+            f"{component.folder} is a {component.class_name} already; convert the model it was made from."
+        )
     # Each library is imported only for its own models.
     if component.is_transformers:
         from .transformers_planning import plan_transformers_model

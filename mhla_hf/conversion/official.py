@@ -120,7 +120,8 @@ def import_official(
             **mhla_options(shapes, None if blocks is None else tuple(blocks)),
         )
         plan = _plan_import(stored, {**wan_config(shapes, num_heads), "mhla": mhla.to_dict()}, cast, max_bytes)
-        source, origin = None, {"location": checkpoint.resolve().name}
+        source: ModelDirectory | None = None
+        origin: dict[str, Any] = {"location": checkpoint.resolve().name}
         if base is not None:
             source = read_base(base, "transformer", {"revision": revision, "token": token, "cache_dir": cache_dir})
             origin["base"] = source.origin

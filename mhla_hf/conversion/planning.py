@@ -175,10 +175,6 @@ def plan_component(
     """
     import diffusers
 
-    if component.is_mhla:
-        raise ValueError(
-            f"{component.folder} is a {component.class_name} already; convert the model it was made from."
-        )
     family = family_for(component.class_name)
     target_class, upstream_class = family.load_class(), getattr(diffusers, family.upstream)
     if stored is None:

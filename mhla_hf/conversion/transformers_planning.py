@@ -59,8 +59,6 @@ def plan_transformers_model(
     Options that `mhla` does not give are the defaults for such a model, as in
     `from_pretrained(..., attn_implementation="mhla", mhla=...)`; errors are those of `convert_pretrained`.
     """
-    if component.is_mhla:
-        raise ValueError(f"{component.folder} is MHLA already; convert the model it was made from.")
     found = component.weight_sets(options.variant)
     # Before anything is built: a wrong size may ask for more memory than there is.
     check_sizes(component.config, str(component.folder / "config.json"))
@@ -155,7 +153,7 @@ def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]
 
 
 def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Returns a test by name for parameters that transformers keeps in fp32 in a model of a type."""
+    """Return a test by name for parameters that transformers keeps in fp32 in a model of a type."""
     half = dtype in (torch.float16, torch.bfloat16)
     patterns = fp32_patterns(model, dtype == torch.float16) if half else set()
     if not patterns:

@@ -69,7 +69,7 @@ class ConversionReport:
     source_card: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain JSON types."""
+        """Return plain JSON types."""
         versions = {"python": platform.python_version(), **installed_versions(*_PACKAGES)}
         # A checkout may be on the path without being installed.
         versions["mhla-hf"] = versions["mhla-hf"] or __version__
@@ -230,7 +230,7 @@ def byte_progress(total: int, shown: bool) -> Iterator[tuple[Callable[[str], Non
 
 
 def advice(report: ConversionReport) -> str | None:
-    """Returns the next step for the new parameters of a conversion; `None` if there are no new parameters."""
+    """Return the next step for the new parameters of a conversion; `None` if there are no new parameters."""
     fresh = {name: part for name, part in report.components.items() if part.initialised}
     if not fresh:
         return None

@@ -263,7 +263,7 @@ def read_json(
     required: Mapping[str, Types] | None = None,
     optional: Mapping[str, Types] | None = None,
 ) -> dict[str, Any]:
-    """Reads a file that holds a JSON object.
+    """Read a file that holds a JSON object.
 
     Args:
         path: The file. A byte-order mark is skipped.
@@ -279,12 +279,12 @@ def read_json(
 
 
 def read_json_value(path: Path, what: str) -> Any:
-    """Reads a file that holds any JSON; arguments and errors as in [`read_json`]."""
+    """Read a file that holds any JSON; arguments and errors as in [`read_json`]."""
     return parse_json(_read_text(path, what), f"{what} {path}")
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parses JSON.
+    """Parse JSON.
 
     Args:
         text: The JSON text.
@@ -314,7 +314,7 @@ def check_fields(
     required: Mapping[str, Types] | None = None,
     optional: Mapping[str, Types] | None = None,
 ) -> dict[str, Any]:
-    """Checks that parsed JSON is an object with fields of the right types.
+    """Check that parsed JSON is an object with fields of the right types.
 
     Args:
         content: The parsed JSON.

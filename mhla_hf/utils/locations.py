@@ -69,7 +69,7 @@ def is_hub_id(location: str) -> bool:
 
 
 def local_directory(location: str | os.PathLike[str], argument: str) -> Path | None:
-    """Returns the directory that a location names, or `None` for the id of a Hub repository.
+    """Return the directory that a location names, or `None` for the id of a Hub repository.
 
     Args:
         location: A directory (`~` is the home directory), or a Hub id `owner/name`. A directory takes precedence.
@@ -152,7 +152,7 @@ def find_directory(location: str | Path, *, subfolder: str | None = None, **hub:
 
 
 def local_origin(directory: Path) -> dict[str, str]:
-    """Returns what a record says of a directory on this machine, for [`recorded_directory`].
+    """Return what a record says of a directory on this machine, for [`recorded_directory`].
 
     Args:
         directory: The directory.
@@ -163,7 +163,7 @@ def local_origin(directory: Path) -> dict[str, str]:
 
 
 def recorded_directory(origin: Mapping[str, Any], owner: Path) -> Path | None:
-    """Returns the directory that a record of this machine names; `None` for records of others, and for gone ones.
+    """Return the directory that a record of this machine names; `None` for records of others, and for gone ones.
 
     Anybody may name any path in a record. So a path has a code by a key that never leaves this machine, and none is
     followed from a directory in the Hub's cache.
@@ -202,7 +202,7 @@ def _machine_key() -> str | None:
 
 
 def download_repository(repository: str, **options: Any) -> Path:
-    """Downloads a Hub repository, without copies of the weights in formats that are never read.
+    """Download a Hub repository, without copies of the weights in formats that are never read.
 
     Not the files of a pipeline alone: the repository may hold a bare model, and every variant is converted.
 
@@ -240,7 +240,7 @@ def find_pipeline(location: str | os.PathLike[str], argument: str, **options: An
 
 
 def download_pipeline(repository: str, **options: Any) -> Path:
-    """Downloads a pipeline from the Hub; options and errors as in [`find_pipeline`]."""
+    """Download a pipeline from the Hub; options and errors as in [`find_pipeline`]."""
     from diffusers import DiffusionPipeline
 
     with hub_downloads(repository, options.get("cache_dir")):

@@ -31,7 +31,7 @@ class UnsupportedVersionError(ImportError):
 
 
 def check_version(library: str) -> None:
-    """Checks the installed version of a library by its metadata, without importing it.
+    """Check the installed version of a library by its metadata, without importing it.
 
     Args:
         library: `"transformers"`, `"diffusers"` or `"peft"`.
@@ -53,7 +53,7 @@ def check_version(library: str) -> None:
 
 
 def unknown_shape(library: str, expected: str) -> UnsupportedVersionError:
-    """Returns the error for a library whose internals are not those that were checked.
+    """Return the error for a library whose internals are not those that were checked.
 
     Args:
         library: Name of the library.
@@ -70,7 +70,7 @@ def unknown_shape(library: str, expected: str) -> UnsupportedVersionError:
 
 
 def imported(library: str, module: str, name: str) -> Any:
-    """Returns a name of a module of a library.
+    """Return a name of a module of a library.
 
     Raises:
         UnsupportedVersionError: If there is no such module or name.
@@ -82,7 +82,7 @@ def imported(library: str, module: str, name: str) -> Any:
 
 
 def attribute(library: str, owner: Any, name: str, owner_name: str) -> Any:
-    """Returns an attribute of an object or class of a library.
+    """Return an attribute of an object or class of a library.
 
     Raises:
         UnsupportedVersionError: If there is no such attribute.
@@ -93,7 +93,7 @@ def attribute(library: str, owner: Any, name: str, owner_name: str) -> Any:
 
 
 def wrap(library: str, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replaces a function or a method of any kind of another library; a second call does nothing.
+    """Replace a function or a method of any kind of another library; a second call does nothing.
 
     Args:
         library: Name of the library, for [`unwrap`] and errors.
@@ -124,7 +124,7 @@ def wrap(library: str, owner: Any, name: str, around: Callable[..., Any]) -> Non
 
 
 def unwrap(library: str) -> None:
-    """Restores every function of a library that [`wrap`] replaced.
+    """Restore every function of a library that [`wrap`] replaced.
 
     Args:
         library: Name of the library.
@@ -139,13 +139,13 @@ def unwrap(library: str) -> None:
 
 
 def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a module's `forward` without `self`, whatever decorators are around it."""
+    """Return the parameters of a module's `forward` without `self`, whatever decorators are around it."""
     parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
     return {name: parameter for name, parameter in parameters.items() if name != "self"}
 
 
 def unsplit_classes(model: Any) -> set[str]:
-    """Returns the names of layer classes that must not be split over devices.
+    """Return the names of layer classes that must not be split over devices.
 
     Models of transformers and diffusers declare them in `_no_split_modules`; empty for others.
     """

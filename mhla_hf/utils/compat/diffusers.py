@@ -18,7 +18,7 @@ from . import attribute, imported, unknown_shape, wrap
 
 
 def declared(model_class: Any, name: str, *more: Any) -> list[Any]:
-    """Returns a list that a model class of diffusers declares for its loaders and hooks, with more entries.
+    """Return a list that a model class of diffusers declares for its loaders and hooks, with more entries.
 
     Args:
         model_class: The class, or a model of it.
@@ -31,12 +31,12 @@ def declared(model_class: Any, name: str, *more: Any) -> list[Any]:
 
 
 def fp32_parts(model_class: Any) -> set[str]:
-    """Returns the parts of dotted names by which a model class keeps parameters in fp32."""
+    """Return the parts of dotted names by which a model class keeps parameters in fp32."""
     return set(declared(model_class, "_keep_in_fp32_modules"))
 
 
 def context_parallel_plan(model_class: Any, *without: str) -> dict[str, Any]:
-    """Returns the plan by which a model class splits sequences over processes, without that of some modules."""
+    """Return the plan by which a model class splits sequences over processes, without that of some modules."""
     plan = attribute("diffusers", model_class, "_cp_plan", model_class.__name__)
     return {name: rule for name, rule in plan.items() if name not in without}
 
@@ -56,7 +56,7 @@ class LoadedWeights(NamedTuple):
 
 
 def loading_call(load: Callable[..., Any], *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-    """Returns the arguments of a call of `ModelMixin._load_pretrained_model`, which may be changed by name.
+    """Return the arguments of a call of `ModelMixin._load_pretrained_model`, which may be changed by name.
 
     Args:
         load: The method of diffusers, bound to a class.
@@ -76,7 +76,7 @@ def loading_call(load: Callable[..., Any], *args: Any, **kwargs: Any) -> inspect
 
 
 def load_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> LoadedWeights:
-    """Calls `ModelMixin._load_pretrained_model` with the arguments of [`loading_call`]."""
+    """Call `ModelMixin._load_pretrained_model` with the arguments of [`loading_call`]."""
     result = load(*call.args, **call.kwargs)
     if not isinstance(result, tuple) or len(result) != len(LoadedWeights._fields):
         raise unknown_shape("diffusers", "result of ModelMixin._load_pretrained_model")
@@ -84,7 +84,7 @@ def load_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> Load
 
 
 def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
-    """Wraps the question of `from_single_file` whether a file's weights need conversion.
+    """Wrap the question of `from_single_file` whether a file's weights need conversion.
 
     Args:
         module: `diffusers.loaders.single_file_model`.
@@ -94,14 +94,14 @@ def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
 
 
 def rename_wan_weights(names: Iterable[str]) -> dict[str, str]:
-    """Returns the original name of each weight of Wan by its name in diffusers."""
+    """Return the original name of each weight of Wan by its name in diffusers."""
     rename = imported("diffusers", "loaders.single_file_utils", "convert_wan_transformer_to_diffusers")
     # The table works on names alone and hands the values through, so the values may be the original names.
     return rename({name: name for name in names})
 
 
 def lora_metadata_key() -> str:
-    """Returns the key of a LoRA's options in the metadata of its file."""
+    """Return the key of a LoRA's options in the metadata of its file."""
     return imported("diffusers", "loaders.lora_base", "LORA_ADAPTER_METADATA_KEY")
 
 
@@ -109,7 +109,7 @@ def lora_metadata_key() -> str:
 
 
 def component_types(pipeline_class: Any) -> dict[str, Any]:
-    """Returns the types of a pipeline's components by name, as its constructor is annotated."""
+    """Return the types of a pipeline's components by name, as its constructor is annotated."""
     return attribute("diffusers", pipeline_class, "_get_signature_types", "DiffusionPipeline")()
 
 
@@ -127,12 +127,12 @@ def component_quantization(config: Any, name: str) -> Any:
 
 
 def set_modular_component_type(pipeline: Any, name: str, component_class: type) -> None:
-    """Sets the class of a component in the specifications of a modular pipeline, and keeps where it came from."""
+    """Set the class of a component in the specifications of a modular pipeline, and keeps where it came from."""
     attribute("diffusers", pipeline, "_component_specs", "ModularPipeline")[name].type_hint = component_class
 
 
 def register_library(name: str, module: Any) -> None:
-    """Lets the index of a pipeline name classes of a module as `[name, class]`, whatever files come with it.
+    """Let the index of a pipeline name classes of a module as `[name, class]`, whatever files come with it.
 
     Diffusers takes them for those of a pipeline of its own, which it looks for before files in a repository.
     """
@@ -141,7 +141,7 @@ def register_library(name: str, module: Any) -> None:
 
 
 def hook_uploads(module: Any, around: Callable[..., Any]) -> None:
-    """Wraps the upload of what was saved; a version that uploads in another way is left alone.
+    """Wrap the upload of what was saved; a version that uploads in another way is left alone.
 
     Args:
         module: `diffusers.utils.hub_utils`.
@@ -153,7 +153,7 @@ def hook_uploads(module: Any, around: Callable[..., Any]) -> None:
 
 
 def call_default(pipeline: Any, name: str) -> Any:
-    """Returns the default of an argument of a pipeline's call."""
+    """Return the default of an argument of a pipeline's call."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
     if name not in parameters:
         raise unknown_shape("diffusers", f"{type(pipeline).__name__}.__call__({name}=...)")
@@ -161,7 +161,7 @@ def call_default(pipeline: Any, name: str) -> Any:
 
 
 def progress_bar_options(pipeline: Any) -> dict[str, Any]:
-    """Returns the options that were given to `set_progress_bar_config`; none where there were none."""
+    """Return the options that were given to `set_progress_bar_config`; none where there were none."""
     return dict(getattr(pipeline, "_progress_bar_config", None) or {})
 
 
@@ -169,7 +169,7 @@ def progress_bar_options(pipeline: Any) -> dict[str, Any]:
 
 
 def skip_attention_in(*processor_classes: type) -> None:
-    """Lets guiders and caches of diffusers skip the attention that processors compute.
+    """Let guiders and caches of diffusers skip the attention that processors compute.
 
     Args:
         *processor_classes: Processor classes that return the hidden states alone; known ones are left alone.
@@ -183,7 +183,7 @@ def skip_attention_in(*processor_classes: type) -> None:
 
 
 def skip_layers_in(*layer_classes: type) -> None:
-    """Lets guiders and caches of diffusers skip whole layers.
+    """Let guiders and caches of diffusers skip whole layers.
 
     Args:
         *layer_classes: Layer classes that return the hidden states alone; known ones are left alone.
@@ -199,7 +199,7 @@ def skip_layers_in(*layer_classes: type) -> None:
 
 
 def is_attention_skipped(attention: Any) -> bool:
-    """Returns whether a guider asks for identities in place of a module's attention map."""
+    """Return whether a guider asks for identities in place of a module's attention map."""
     registry = getattr(attention, "_diffusers_hook", None)
     if registry is None:
         return False
@@ -208,7 +208,7 @@ def is_attention_skipped(attention: Any) -> bool:
 
 
 def checkpointed(model: Any, block: Any, *args: Any) -> Any:
-    """Calls a block of a model under its gradient checkpointing."""
+    """Call a block of a model under its gradient checkpointing."""
     return attribute("diffusers", model, "_gradient_checkpointing_func", "ModelMixin")(block, *args)
 
 
@@ -216,21 +216,21 @@ def checkpointed(model: Any, block: Any, *args: Any) -> Any:
 
 
 def check_parallel_setup(model_class: Any) -> None:
-    """Checks that models set up parallelism in `_resolve_parallel_config`, which MHLA models override."""
+    """Check that models set up parallelism in `_resolve_parallel_config`, which MHLA models override."""
     attribute("diffusers", model_class, "_resolve_parallel_config", "ModelMixin")
 
 
 def set_parallel_config(model: Any, config: Any) -> None:
-    """Notes the configuration of context parallelism on a model."""
+    """Note the configuration of context parallelism on a model."""
     attribute("diffusers", model, "_parallel_config", "ModelMixin")
     model._parallel_config = config
 
 
 def parallel_config_of(processor: Any) -> Any:
-    """Returns the configuration that `enable_parallelism` notes on a processor, or `None`."""
+    """Return the configuration that `enable_parallelism` notes on a processor, or `None`."""
     return getattr(processor, "_parallel_config", None)
 
 
 def context_parallel_group(config: Any) -> Any:
-    """Returns the process group of a `ContextParallelConfig` that was set up."""
+    """Return the process group of a `ContextParallelConfig` that was set up."""
     return attribute("diffusers", config, "_flattened_mesh", "ContextParallelConfig").get_group()

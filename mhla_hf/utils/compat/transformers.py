@@ -17,12 +17,12 @@ from . import attribute, imported
 
 
 def attention_of(config: Any) -> Any:
-    """Returns the attention implementation of a configuration, or `None` where it was left open."""
+    """Return the attention implementation of a configuration, or `None` where it was left open."""
     return attribute("transformers", config, "_attn_implementation", "PreTrainedConfig")
 
 
 def set_attention(config: Any, implementation: str | None) -> None:
-    """Sets the attention implementation of a configuration, without those of the configurations inside it.
+    """Set the attention implementation of a configuration, without those of the configurations inside it.
 
     Writes `_attn_implementation_internal`; the setter of `_attn_implementation` reaches into the inner ones.
     """
@@ -31,24 +31,24 @@ def set_attention(config: Any, implementation: str | None) -> None:
 
 
 def can_choose_attention(model_class: Any) -> bool:
-    """Returns whether transformers lets the attention implementation of a model class be chosen."""
+    """Return whether transformers lets the attention implementation of a model class be chosen."""
     return bool(attribute("transformers", model_class, "_can_set_attn_implementation", "PreTrainedModel")())
 
 
 def supports_sdpa(model: Any) -> bool:
-    """Returns whether a model has SDPA attention."""
+    """Return whether a model has SDPA attention."""
     return bool(attribute("transformers", model, "_supports_sdpa", "PreTrainedModel"))
 
 
 def fp32_patterns(model: Any, is_float16: bool) -> set[str]:
-    """Returns patterns of the parameters that stay in fp32 in a model of half precision, float16 or bfloat16."""
+    """Return patterns of the parameters that stay in fp32 in a model of half precision, float16 or bfloat16."""
     names = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if is_float16 else [])]
     found = [attribute("transformers", model, name, "PreTrainedModel") or () for name in names]
     return {pattern for patterns in found for pattern in patterns}
 
 
 def ignored_names(model: Any, step: str) -> list[str]:
-    """Returns patterns of tensor names that transformers ignores.
+    """Return patterns of tensor names that transformers ignores.
 
     Args:
         model: A model of transformers.
@@ -58,7 +58,7 @@ def ignored_names(model: Any, step: str) -> list[str]:
 
 
 def task_classes() -> dict[str, set[str]]:
-    """Returns the names of the model classes for each task, by the tasks that the Hub tags models with."""
+    """Return the names of the model classes for each task, by the tasks that the Hub tags models with."""
     tables = {
         **imported("transformers", "modelcard", "TASK_MAPPING"),
         "image-feature-extraction": imported(
@@ -76,7 +76,7 @@ def task_classes() -> dict[str, set[str]]:
 
 
 def initialize_once(module: Any, initialize: Callable[[Any], None]) -> None:
-    """Calls `initialize(module)` unless transformers marked the module as initialised, and marks it."""
+    """Call `initialize(module)` unless transformers marked the module as initialised, and marks it."""
     if not getattr(module, "_is_hf_initialized", False):
         initialize(module)
         module._is_hf_initialized = True
@@ -107,7 +107,7 @@ class ParallelTools(NamedTuple):
 
 
 def parallel_tools() -> ParallelTools:
-    """Returns the tools for tensor parallelism of transformers 5.23."""
+    """Return the tools for tensor parallelism of transformers 5.23."""
     module = "distributed.tensor_parallel"
     return ParallelTools(
         imported("transformers", module, "TensorParallelLayer"),
@@ -117,7 +117,7 @@ def parallel_tools() -> ParallelTools:
 
 
 def add_parallel_rules(model: Any, rules: Mapping[str, str]) -> None:
-    """Adds rules to the tensor-parallel plan of a model."""
+    """Add rules to the tensor-parallel plan of a model."""
     model._tp_plan = {**(attribute("transformers", model, "_tp_plan", "PreTrainedModel") or {}), **rules}
 
 
@@ -125,12 +125,12 @@ def add_parallel_rules(model: Any, rules: Mapping[str, str]) -> None:
 
 
 def renaming_rules(model: Any) -> list[Any]:
-    """Returns the rules by which transformers renames, joins and splits the stored tensors of a model."""
+    """Return the rules by which transformers renames, joins and splits the stored tensors of a model."""
     return list(imported("transformers", "conversion_mapping", "get_model_conversion_mapping")(model))
 
 
 def loaded_name(name: str, rules: Sequence[Any], prefix: str, state: Mapping[str, Any]) -> tuple[str, bool]:
-    """Returns the name in the model of a stored tensor, and whether it is joined or split on the way.
+    """Return the name in the model of a stored tensor, and whether it is joined or split on the way.
 
     Args:
         name: Name in the file.
@@ -146,13 +146,13 @@ def loaded_name(name: str, rules: Sequence[Any], prefix: str, state: Mapping[str
 
 
 def keep_used_rules(model: Any, rules: Iterable[Any]) -> None:
-    """Lets a model be saved by the rules that were used while its names were loaded, as `from_pretrained` does."""
+    """Let a model be saved by the rules that were used while its names were loaded, as `from_pretrained` does."""
     used = [(rule, attribute("transformers", rule, "was_used", "WeightTransform")()) for rule in rules]
     model._weight_conversions = [rule for rule, was_used in used if was_used]
 
 
 def saved_tensors(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns tensors of a model as they are stored.
+    """Return tensors of a model as they are stored.
 
     Args:
         model: The model, see [`keep_used_rules`].
@@ -162,5 +162,5 @@ def saved_tensors(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_tied(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of a model that are saved, each tied one once."""
+    """Return the tensors of a model that are saved, each tied one once."""
     return imported("transformers", "modeling_utils", "remove_tied_weights_from_state_dict")(dict(tensors), model)
