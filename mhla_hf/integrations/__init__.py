@@ -59,7 +59,7 @@ def extend(
 
 
 class _PostImportFinder(MetaPathFinder):
-    """Lets ordinary imports run and calls back right after.
+    """Let ordinary imports run and calls back right after.
 
     Finding a module is not importing it (other libraries look for it just to know whether it is installed), so the
     callbacks stay until the module has run.

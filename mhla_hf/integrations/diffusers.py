@@ -71,7 +71,7 @@ def _wrap(owner: str, name: str, around: Any, module: ModuleType) -> None:
 
 
 def uninstall() -> None:
-    """Restores the classes and modules of diffusers; the names of the MHLA classes stay."""
+    """Restore the classes and modules of diffusers; the names of the MHLA classes stay."""
     unwrap("diffusers")
 
 
@@ -89,7 +89,8 @@ def _extend_namespace(module: ModuleType) -> None:
         def __getattr__(self, name: str) -> Any:
             if name in MHLA_CLASSES:
                 return MHLA_CLASSES[name].load_class()
-            return getattr(super(), "__getattr__", super().__getattribute__)(name)
+            parent: Any = getattr(super(), "__getattr__", super().__getattribute__)
+            return parent(name)
 
         def __dir__(self) -> list[str]:
             return sorted({*super().__dir__(), *MHLA_CLASSES})
@@ -101,7 +102,7 @@ def _extend_namespace(module: ModuleType) -> None:
 
 
 def mhla_class_of(model_class: Any, config: Mapping[str, Any]) -> Any:
-    """Returns the MHLA class that has to load a configuration in place of a softmax class.
+    """Return the MHLA class that has to load a configuration in place of a softmax class.
 
     Args:
         model_class: The class that was asked to load it.
@@ -223,7 +224,7 @@ def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: A
 
 
 def _upload(original: Any, pushed: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adds to models and pipelines that are pushed what loads them by `trust_remote_code=True`, and tags."""
+    """Add to models and pipelines that are pushed what loads them by `trust_remote_code=True`, and tags."""
     from ..models.stub import add_stub
 
     add_stub(Path(working_dir))

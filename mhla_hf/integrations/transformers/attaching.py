@@ -256,12 +256,12 @@ def _attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _sees_inputs(model: nn.Module) -> bool:
-    """Returns whether a model gets the inputs that [`ModelInputsHook`] reads; encoders inside a model may not."""
+    """Return whether a model gets the inputs that [`ModelInputsHook`] reads; encoders inside a model may not."""
     return any(name in forward_parameters(model) for name in _INPUTS)
 
 
 def _is_whole(model: nn.Module) -> bool:
-    """Returns whether a model would hold all attention of its configuration, and is no mere part of it."""
+    """Return whether a model would hold all attention of its configuration, and is no mere part of it."""
     parameters = forward_parameters(model)
     is_called = _sees_inputs(model) or getattr(model, "main_input_name", "") in parameters
     return "input_ids" in parameters or (is_called and _has_attention(model))
@@ -285,7 +285,7 @@ def initialize(module: MHLA) -> None:
 def convert_transformers_model(
     model: PreTrainedModel, mhla: MHLAConfig | Mapping[str, Any] | None = None, *, without_weights: bool = False
 ) -> Any:
-    """Turns a loaded softmax model into its MHLA version, in place.
+    """Turn a loaded softmax model into its MHLA version, in place.
 
     Every weight is kept; the new parameters are initialised in the dtype and on the device of their layer. The model
     gets a copy of its configuration. `model.set_attn_implementation("sdpa")` switches back to softmax as long as
@@ -302,18 +302,13 @@ def convert_transformers_model(
     Raises:
         ValueError: If the model cannot be served or is MHLA already.
     """
+    reason = None
     if has_mhla(model):
-        raise ValueError(
-            f"This {type(model).__name__} is MHLA already; load its softmax original to convert it again."
-        )
-    is_elsewhere = any(
-        hasattr(one, "device_mesh") or (one.is_meta and not without_weights) for one in model.parameters()
-    )
-    if is_elsewhere:
-        raise ValueError(
-            "Parts of this model are offloaded or split over processes. Convert the checkpoint first "
-            "(mhla-hf convert) and load the result."
-        )
+        reason = "MHLA already; load its softmax original to convert it again"
+    elif any(hasattr(one, "device_mesh") or (one.is_meta and not without_weights) for one in model.parameters()):
+        reason = "offloaded or split. Convert the checkpoint first (mhla-hf convert) and load the result"
+    if reason is not None:
+        raise ValueError(f"This {type(model).__name__} is {reason}.")
     shared = _copy_configs(model)
     before = configuration.remember(model.config)
     for config, _, _ in before:
@@ -356,7 +351,7 @@ def convert_transformers_model(
 
 
 def _copy_configs(model: PreTrainedModel) -> list[tuple[nn.Module, str, Any]]:
-    """Gives a model a copy of its configuration, which others may hold as well.
+    """Give a model a copy of its configuration, which others may hold as well.
 
     Returns:
         Modules, the names of their attributes, and the configurations that these had.
@@ -375,7 +370,7 @@ def _copy_configs(model: PreTrainedModel) -> list[tuple[nn.Module, str, Any]]:
 
 
 def record(model: PreTrainedModel, missing: Collection[str] | None = None) -> None:
-    """Starts the record of a model's weights, when it was built or loaded.
+    """Start the record of a model's weights, when it was built or loaded.
 
     Args:
         model: The model.
@@ -422,7 +417,7 @@ def _is_mhla(attention: Any) -> bool:
 
 
 def _tensors_of(parts: Collection[str], chosen: Collection[str]) -> Callable[[str], bool]:
-    """Returns a test for the tensors of some parts; those of no part go with all parts together."""
+    """Return a test for the tensors of some parts; those of no part go with all parts together."""
     if set(chosen) == set(parts):
         return lambda name: True
     return lambda name: max(filter(name.startswith, parts), key=len, default=None) in chosen
@@ -498,7 +493,7 @@ def saving(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> Iterato
 
 
 def forget_mhla(config: Any, parts: Iterable[Any]) -> None:
-    """Removes MHLA from the configuration of a model.
+    """Remove MHLA from the configuration of a model.
 
     Args:
         config: The model's configuration.
@@ -517,7 +512,7 @@ def forget_mhla(config: Any, parts: Iterable[Any]) -> None:
 
 
 def unconvert_transformers_model(model: PreTrainedModel) -> Any:
-    """Turns an MHLA model back into its softmax original, in place.
+    """Turn an MHLA model back into its softmax original, in place.
 
     Args:
         model: A converted model of transformers.
@@ -540,7 +535,7 @@ def unconvert_transformers_model(model: PreTrainedModel) -> Any:
 
 
 def _detach(model: nn.Module) -> None:
-    """Removes the MHLA modules of a model, and the hooks that hand them their inputs."""
+    """Remove the MHLA modules of a model, and the hooks that hand them their inputs."""
     for module in model.modules():
         if isinstance(module._modules.get("mhla"), nn.Module):
             del module.mhla

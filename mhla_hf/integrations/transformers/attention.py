@@ -117,8 +117,7 @@ def mhla_attention_forward(
         # Scaled already, in the query alone; the feature map wants both sides alike.
         query, key = query * module.scaling**-0.5, key * module.scaling**0.5
     if mhla.config.is_sequence:
-        causal = _is_causal(module, is_causal)
-        sequence = _token_sequence(module, given.model, given.cache, query.shape[:2], causal, mhla.config.block_size)
+        sequence = _token_sequence(module, given, query.shape[:2], _is_causal(module, is_causal))
         where: dict[str, Any] = {"sequence": sequence}
     else:
         sequence, where = None, {"grid": given.model.grid}
@@ -131,15 +130,7 @@ def mhla_attention_forward(
 
 
 def mhla_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: torch.Tensor | None = None,
-    config: Any = None,
-    **kwargs: Any,
+    *, q_length: int, kv_length: int, config: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor | None:
     """Mask function of transformers' mask interface: padding as it is, or SDPA's mask where some layers are softmax.
 
@@ -149,21 +140,19 @@ def mhla_mask(
         ValueError: If the model adds to its causal or bidirectional mask.
     """
     # Names of functions cannot be read while compiling; a model does the same thing uncompiled.
-    name = "" if torch.compiler.is_compiling() else getattr(mask_function, "__qualname__", "")
+    name = "" if torch.compiler.is_compiling() else getattr(kwargs.get("mask_function"), "__qualname__", "")
     if kwargs.get("use_vmap") or name.startswith("or_masks"):
         raise ValueError(
             "This model changes its attention mask (for images or prefixes in a text); MHLA cannot. Other parts can "
             "be asked by name, as in attn_implementation={'vision_config': 'mhla'}."
         )
     if _is_hybrid(config):
-        if q_length == 1 and (isinstance(q_offset, torch.Tensor) or kv_offset + kv_length > q_offset + 1):
+        start = kwargs["q_offset"]
+        if q_length == 1 and (isinstance(start, torch.Tensor) or kwargs["kv_offset"] + kv_length > start + 1):
             # transformers leaves this mask out unless the cache may be compiled, which a hybrid's may not. In a static
             # cache softmax layers would attend to the empty slots behind the tokens.
             kwargs["allow_is_causal_skip"] = False
-        return sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, **kwargs,
-        )  # fmt: skip
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
     if attention_mask is not None and attention_mask.shape[-1] < kv_length:
         # As long as a static cache from the start, so that compiled decoding is not recompiled for every token.
         return F.pad(attention_mask, (0, kv_length - attention_mask.shape[-1]))
@@ -171,13 +160,13 @@ def mhla_mask(
 
 
 def _is_hybrid(config: Any) -> bool:
-    """Returns whether some layers of a model are softmax and need its mask."""
+    """Return whether some layers of a model are softmax and need its mask."""
     types = getattr(config, "layer_types", None) or ()
     return (config.mhla or {}).get("layers") is not None or any(kind != "full_attention" for kind in types)
 
 
 def _check_mask(module: nn.Module, mask: torch.Tensor | None, inputs: ModelInputs) -> None:
-    """Refuses biases and masks that a model adds for its attention, and that MHLA would not see."""
+    """Refuse biases and masks that a model adds for its attention, and that MHLA would not see."""
     if mask is None or mask.dim() != 4:
         return
     # A boolean mask was either checked on its way in, or made for the softmax layers of a hybrid.
@@ -220,15 +209,10 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-def _token_sequence(
-    module: nn.Module,
-    inputs: ModelInputs,
-    cache: MHLACacheLayer | None,
-    shape: torch.Size,
-    causal: bool,
-    block_size: tuple[int, ...],
-) -> TokenSequence:
-    length, valid, documents = shape[1], inputs.padding, inputs.documents
+def _token_sequence(module: Any, given: LayerInputs, shape: torch.Size, causal: bool) -> TokenSequence:
+    assert given.model is not None
+    inputs, cache, length = given.model, given.cache, shape[1]
+    valid, documents = inputs.padding, inputs.documents
     if documents is not None:
         # Positions are often given once for the whole batch.
         documents = documents.expand(shape[0], -1)
@@ -244,7 +228,7 @@ def _token_sequence(
             )
     if cache is not None and not causal:
         raise ValueError(f"{type(module).__name__} attends in both directions and cannot decode with a cache.")
-    state = None if cache is None else cache.decoding_state(block_size[0], length)
+    state = None if cache is None else cache.decoding_state(module.mhla.config.block_size[0], length)
     return TokenSequence(causal, valid, documents, inputs.num_documents, state)
 
 
@@ -275,11 +259,11 @@ class Rotation:
         return (self.cos.float().square() + self.sin.float().square()).sqrt()
 
     def rotate(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Rotates `[B, T, H, K]` without scaling."""
+        """Rotate `[B, T, H, K]` without scaling."""
         return self._turn(tokens, self.cos / self._scale, self.sin / self._scale)
 
     def undo(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Rotates `[B, T, H, K]` back; a scale that was applied stays applied."""
+        """Rotate `[B, T, H, K]` back; a scale that was applied stays applied."""
         return self._turn(tokens, self.cos / self._scale, -self.sin / self._scale)
 
     def _turn(self, tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -292,7 +276,7 @@ class Rotation:
 
 
 def make_rotation(attention: nn.Module, position_embeddings: Any, query: torch.Tensor) -> Rotation:
-    """Builds the rotation of one call, and checks it once for each attention class.
+    """Build the rotation of one call, and checks it once for each attention class.
 
     Args:
         attention: The attention module.
@@ -350,7 +334,7 @@ class ModelInputs:
     hidden: torch.Tensor | None = None
 
     def to(self, *args: Any, **kwargs: Any) -> ModelInputs:
-        """Moves the tensors, as `torch.Tensor.to`; models spread over devices call this."""
+        """Move the tensors, as `torch.Tensor.to`; models spread over devices call this."""
         tensors = {"padding": self.padding, "documents": self.documents, "hidden": self.hidden}
         moved: dict[str, Any] = {
             name: tensor.to(*args, **kwargs) for name, tensor in tensors.items() if tensor is not None

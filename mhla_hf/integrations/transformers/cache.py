@@ -96,7 +96,7 @@ class MHLACacheLayer(CacheLayerMixin):
         self._refuse_assignment(tensor)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Notes dtype and device; the state itself is made by the first attention."""
+        """Note dtype and device; the state itself is made by the first attention."""
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         if self.max_cache_len is not None:
             self._seen = torch.zeros((), dtype=torch.long, device=self.device)
@@ -105,7 +105,7 @@ class MHLACacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Counts the new tokens and returns their keys and values as they are.
+        """Count the new tokens and returns their keys and values as they are.
 
         Raises:
             ValueError: If the cache holds another number of sequences.
@@ -147,7 +147,7 @@ class MHLACacheLayer(CacheLayerMixin):
         """Nothing to do, see [`MHLACacheLayer.offload`]."""
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self.state = self.window_state = self._mixing = self._unusable = None
         self._last = {}
         self._seen, self._before, self._oldest = None, 0, 0
@@ -157,19 +157,19 @@ class MHLACacheLayer(CacheLayerMixin):
         self.__dict__.pop("batch_size", None)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Rearranges the batch for beam search."""
+        """Rearrange the batch for beam search."""
         self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each batch entry."""
+        """Repeat each batch entry."""
         self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps some batch entries."""
+        """Keep some batch entries."""
         self._map_batch(lambda tensor: tensor[indices.to(tensor.device), ...])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last tokens back.
+        """Take the last tokens back.
 
         Args:
             tokens_to_remove: Minus their number.
@@ -236,7 +236,7 @@ class MHLACacheLayer(CacheLayerMixin):
         return mask.index_select(1, self._before + torch.arange(length, device=mask.device))
 
     def mark_unusable(self, why: str) -> None:
-        """Makes further use an error; for calls whose tokens cannot be kept in this cache."""
+        """Make further use an error; for calls whose tokens cannot be kept in this cache."""
         self._unusable = why
 
     def decoding_state(self, block_size: int, new_tokens: int) -> DecodingState:
@@ -289,7 +289,7 @@ class MHLACacheLayer(CacheLayerMixin):
         return True
 
     def store(self, state: DecodingState, valid: torch.Tensor | None, hidden: torch.Tensor | None = None) -> None:
-        """Keeps the state after the tokens of this call, and what taking the last tokens back needs.
+        """Keep the state after the tokens of this call, and what taking the last tokens back needs.
 
         Args:
             state: As a layer returned it.
@@ -312,7 +312,7 @@ class MHLACacheLayer(CacheLayerMixin):
             _allow_other_sizes(state.blocks.summaries, 2)
 
     def _take_out(self, columns: torch.Tensor, valid: torch.Tensor, kept: torch.Tensor | None = None) -> None:
-        """Takes the tokens of the last columns out of the state, but those that are kept."""
+        """Take the tokens of the last columns out of the state, but those that are kept."""
         assert self.state is not None and self._mixing is not None
         slots = columns % REWINDABLE_TOKENS
         value = self._last["model_value"].index_select(2, slots).transpose(1, 2)
@@ -322,7 +322,7 @@ class MHLACacheLayer(CacheLayerMixin):
             self.window_state = self.window_state.rewound(valid, kept)
 
     def _check_room(self, new_tokens: int) -> None:
-        """Refuses tokens that a static cache was not made for."""
+        """Refuse tokens that a static cache was not made for."""
         if not isinstance(self._length, torch.Tensor) or self.max_cache_len is None:
             return
         if new_tokens == 1 or torch.compiler.is_compiling():
@@ -332,7 +332,7 @@ class MHLACacheLayer(CacheLayerMixin):
             raise ValueError(f"The static cache is full: it was made for {self.max_cache_len} tokens.")
 
     def _record(self, dim: int, **tokens: torch.Tensor) -> None:
-        """Writes the last of these tokens, which lie along `dim`, into their rings, in the order of their columns."""
+        """Write the last of these tokens, which lie along `dim`, into their rings, in the order of their columns."""
         first = next(iter(tokens.values()))
         length = first.shape[dim]
         kept = min(length, REWINDABLE_TOKENS)
@@ -463,7 +463,7 @@ def mhla_cache_layers(cache: Any) -> list[MHLACacheLayer]:
 
 
 def follow_mask(layers: list[MHLACacheLayer], mask: torch.Tensor | None, new_tokens: int) -> torch.Tensor | None:
-    """Compares a mask with the one that the tokens in a cache were passed with, and hides what it hides besides.
+    """Compare a mask with the one that the tokens in a cache were passed with, and hides what it hides besides.
 
     The cache knows the hash of the former mask. The two are compared on the device, once for a forward pass, and eager
     code reads the answer, as transformers reads masks for SDPA. Code that is compiled or captured asserts it.
@@ -517,14 +517,14 @@ def _hash_of_hidden(mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def can_be_read(tensor: torch.Tensor) -> bool:
-    """Returns whether code may look at a tensor's values: not while it is compiled, captured or run without data."""
+    """Return whether code may look at a tensor's values: not while it is compiled, captured or run without data."""
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_softmax_cache(cache: Any, index: int) -> None:
-    """Refuses a cache of block summaries where softmax attention is about to look for keys and values.
+    """Refuse a cache of block summaries where softmax attention is about to look for keys and values.
 
     Raises:
         ValueError: If the cache's layer keeps MHLA state.
@@ -537,7 +537,7 @@ def check_softmax_cache(cache: Any, index: int) -> None:
 
 
 def _allow_other_sizes(tensor: torch.Tensor, dim: int) -> None:
-    """Lets graphs that are compiled for this tensor serve other sizes from the start, where a compiler is in use."""
+    """Let graphs that are compiled for this tensor serve other sizes from the start, where a compiler is in use."""
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None and not torch.compiler.is_compiling():
         compiler.maybe_mark_dynamic(tensor, dim)

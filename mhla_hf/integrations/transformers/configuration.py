@@ -50,7 +50,7 @@ def is_complete(options: Any) -> bool:
 
 
 def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Warns of options that change the meaning of stored weights."""
+    """Warn of options that change the meaning of stored weights."""
     # Gains of a window that was not there are fresh, and leave the output as it was.
     added = _ADDED_LATER if stored.get("window") is None else set()
     changed = [name for name in _TRAINED_WITH if name in given and name not in added and given[name] != stored[name]]
@@ -97,7 +97,7 @@ def max_positions(config: Any) -> int | None:
 
 
 def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int | None, rope: str) -> MHLAConfig:
-    """Returns the options of a language model or encoder: the given ones, over the defaults.
+    """Return the options of a language model or encoder: the given ones, over the defaults.
 
     Args:
         given: `None` or a dict of some options.
@@ -166,17 +166,17 @@ class OptionsOfWhole(dict[str, Any]):
 
 
 def wants_mhla(config: Any) -> bool:
-    """Returns whether a configuration asks for MHLA, by its options or its attention implementation."""
+    """Return whether a configuration asks for MHLA, by its options or its attention implementation."""
     return getattr(config, "mhla", None) is not None or attention_of(config) == NAME
 
 
 def of_whole(config: Any) -> bool:
-    """Returns whether MHLA was asked of a part only because the whole model was asked."""
+    """Return whether MHLA was asked of a part only because the whole model was asked."""
     return isinstance(getattr(config, "mhla", None), OptionsOfWhole)
 
 
 def may_keep_softmax(config: Any) -> bool:
-    """Returns whether a part was asked only because the whole model was, and is not the text part."""
+    """Return whether a part was asked only because the whole model was, and is not the text part."""
     return of_whole(config) and config.mhla.optional
 
 
@@ -196,7 +196,7 @@ def text_part(config: Any) -> Any:
 
 
 def prepare_config(config: Any) -> None:
-    """Makes `mhla` options alone enough, before a model is built.
+    """Make `mhla` options alone enough, before a model is built.
 
     Options for a model of several towers go to the configuration of each tower that was asked.
 
@@ -240,7 +240,7 @@ def _ask_towers(config: Any, towers: dict[str, Any]) -> None:
 
 
 def keep_softmax(name: str, config: Any, implementation: str, reason: str) -> None:
-    """Lets one tower of a model keep softmax, and says so in one line.
+    """Let one tower of a model keep softmax, and says so in one line.
 
     Args:
         name: Its name in the line.
@@ -257,7 +257,7 @@ def keep_softmax(name: str, config: Any, implementation: str, reason: str) -> No
 
 
 def keep_softmax_in_unserved(model: Any) -> None:
-    """Takes the request from towers that have no attention of their own, if a whole model was asked.
+    """Take the request from towers that have no attention of their own, if a whole model was asked.
 
     Raises:
         ValueError: If such a tower was named.
@@ -314,7 +314,7 @@ def remember(config: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def restore(entries: list[tuple[Any, Any, Any]]) -> None:
-    """Restores the state of [`remember`]."""
+    """Restore the state of [`remember`]."""
     for config, mhla, implementation in entries:
         config.mhla = mhla
         set_attention(config, implementation)
@@ -366,7 +366,7 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
 
 
 def check_layers(model: Any, missing: Iterable[str], surplus: Iterable[str], where: str) -> None:
-    """Refuses weights that have other layers than a model, in either direction.
+    """Refuse weights that have other layers than a model, in either direction.
 
     Args:
         model: The model.
@@ -398,7 +398,7 @@ def check_layers(model: Any, missing: Iterable[str], surplus: Iterable[str], whe
 
 
 def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
-    """Checks that MHLA does not add more parameters than the model has, before there is memory for them.
+    """Check that MHLA does not add more parameters than the model has, before there is memory for them.
 
     Args:
         model: The model.

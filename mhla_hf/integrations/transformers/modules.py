@@ -131,7 +131,7 @@ def _rotation_conditions(attention: nn.Module) -> list[str]:
 
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
-    """Returns whether a module attends to another sequence than its own."""
+    """Return whether a module attends to another sequence than its own."""
     class_name = type(module).__name__
     if getattr(module, "is_cross_attention", False) or "Cross" in class_name or "EncDec" in class_name:
         return True
@@ -241,7 +241,7 @@ def packed_reason(model: nn.Module) -> str | None:
 
 
 def looks_ahead_in_images(model: nn.Module, text_config: Any) -> bool:
-    """Returns whether a composite model lets the tokens of an image, or of a prompt, see each other in its text part.
+    """Return whether a composite model lets the tokens of an image, or of a prompt, see each other in its text part.
 
     Args:
         model: The composite model, whose parts need not be built yet.
@@ -254,7 +254,7 @@ def looks_ahead_in_images(model: nn.Module, text_config: Any) -> bool:
 
 
 def is_image_model(config: Any) -> bool:
-    """Returns whether a configuration is that of a vision transformer: a grid of patches of an image."""
+    """Return whether a configuration is that of a vision transformer: a grid of patches of an image."""
     return getattr(config, "patch_size", None) is not None and getattr(config, "image_size", None) is not None
 
 

@@ -29,14 +29,14 @@ _SUMMED = "replicated_with_grad_allreduce"
 
 
 class HeadParallel(TensorParallelLayer):
-    """Splits the parameters of a module by heads; runs it with its own process's part of them."""
+    """Split the parameters of a module by heads; runs it with its own process's part of them."""
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         """Always: each process computes with its own heads alone."""
         return True
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        """Splits one parameter; mixing weights that all heads share stay whole."""
+        """Split one parameter; mixing weights that all heads share stay whole."""
         whole = module._parameters.get(param)
         if whole is None or (param == "mixing" and _is_shared(module)):
             return
@@ -45,7 +45,7 @@ class HeadParallel(TensorParallelLayer):
         module._parameters[param] = nn.Parameter(split, requires_grad=whole.requires_grad)
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        """Makes the module expect its own process's heads alone."""
+        """Make the module expect its own process's heads alone."""
         if isinstance(module, MHLA):
             module.num_heads //= mesh.size()
             module.num_key_value_heads //= mesh.size()
@@ -69,7 +69,7 @@ class _MixingAlone:
 
 
 def plan_heads(model: Any, distributed_config: Any) -> None:
-    """Adds the rules of MHLA parameters to a model's plan, before any weight is read.
+    """Add the rules of MHLA parameters to a model's plan, before any weight is read.
 
     Args:
         model: A model whose parameters are on the meta device.
