@@ -170,7 +170,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
     if not found:
         raise ValueError(f"No component of this {type(model_or_pipeline).__name__} {_NO_VERSION}")
     factors = [getattr(model_or_pipeline, f"vae_scale_factor_{axis}", None) for axis in ("temporal", "spatial")]
-    compression = None if None in factors else (factors[0], factors[1])
+    compression: Any = None if None in factors else tuple(factors)
     chosen = {
         name: check_convertible(found[name], own, name, compression)
         for name, own in options_by_component(mhla, found).items()

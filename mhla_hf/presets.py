@@ -90,10 +90,8 @@ def _wan(part: str, softmax_every: int | None) -> Preset:
 def _sana() -> Preset:
     # Efficient-Large-Model/Sana_600M_512px_diffusers, transformer/config.json.
     sizes = {"num_attention_heads": 36, "attention_head_dim": 32, "num_layers": 28, "num_cross_attention_heads": 16}
-    sizes |= {"cross_attention_head_dim": 72, "cross_attention_dim": 1152, "caption_channels": 2304, "mlp_ratio": 2.5}
-    return Preset(
-        "SANA-0.6B at 512 pixels", "SanaTransformer2DModel", {**sizes, "sample_size": 16}, {"blocks": [4, 4]}
-    )
+    sizes |= {"cross_attention_head_dim": 72, "cross_attention_dim": 1152, "caption_channels": 2304, "sample_size": 16}
+    return Preset("SANA-0.6B at 512 pixels", "SanaTransformer2DModel", {**sizes, "mlp_ratio": 2.5}, {"blocks": [4, 4]})
 
 
 def _language_model() -> Preset:
@@ -173,7 +171,8 @@ def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None
     sizes = {**copy.deepcopy(dict(preset.sizes)), **overrides}
     if mhla is False:
         return stock_class(**sizes)
-    options = _mhla_options(preset, mhla, sizes["num_hidden_layers" if is_config else "num_layers"])
+    num_layers = sizes["num_hidden_layers" if is_config else "num_layers"]
+    options = _mhla_options(preset, None if mhla is True else mhla, num_layers)
     if is_config:
         return stock_class(**sizes, mhla=options, attn_implementation="mhla")
     return mhla_class_for(preset.model)(**sizes, mhla=options)

@@ -425,7 +425,7 @@ def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, An
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    names = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
+    names: dict[str, Any] = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
     return read_json(path, "the model's configuration", optional=names)
 
 
