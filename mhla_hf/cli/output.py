@@ -112,8 +112,8 @@ def progress_bars(shown: bool, waiting: str = "") -> Iterator[Callable[[str, int
     from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True, quiet=not shown)
-    with Progress(console=console, disable=not shown, transient=bool(waiting)) as bars:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not shown or not console.is_terminal, transient=bool(waiting)) as bars:
         tasks = {waiting: bars.add_task(waiting, total=None)} if waiting else {}
 
         def update(name: str, done: int, total: int) -> None:
