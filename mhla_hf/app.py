@@ -162,11 +162,11 @@ def open_comparison(
     settings = set(inspect.signature(type(pipeline).__init__).parameters) - set(pipeline.components)
     components = {**pipeline.components, **softmax, "scheduler": scheduler}
     components |= {name: value for name, value in pipeline.config.items() if name in settings}
-    sides = {"original": type(pipeline)(**components), "mhla": pipeline}
-    for name, side in sides.items():
+    pipelines: dict[str, Any] = {"original": type(pipeline)(**components), "mhla": pipeline}
+    for name, side in pipelines.items():
         side.set_progress_bar_config(desc=_TITLES[name])
     models = {name: getattr(pipeline, name) for name in parts}
-    return Comparison(kind=MHLA_CLASSES[part.class_name].kind, models=models, sides=sides, **facts)
+    return Comparison(kind=MHLA_CLASSES[part.class_name].kind, models=models, sides=pipelines, **facts)
 
 
 def _shown(location: str | Path) -> str:

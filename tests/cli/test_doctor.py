@@ -50,7 +50,7 @@ def errors(monkeypatch):
 def run(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "160"})
     assert result.exit_code == code, result.output
-    return result.output
+    return result.stdout
 
 
 def test_it_says_why_the_kernels_do_not_run(monkeypatch):
