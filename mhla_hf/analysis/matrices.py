@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..layers.features import features_and_plain
 from ..layers.fused import HeadNorms
 from ..layers.mhla import MHLA
+from ..layers.mixing import features_and_plain
 from ..layers.state import TokenSequence
 from ..layouts.blocks import BlockLayout
 from ..ops.operands import Operands, check_attention, extend_mixing, from_head_blocks, head_blocks

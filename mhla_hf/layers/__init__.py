@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules with parameters: the MHLA layer, its feature maps and its mixing weights."""
 
-from .features import LearnedFeatureMap
 from .fused import HeadNorms, PairwiseRotary
 from .mhla import MHLA, AttentionParts
-from .mixing import effective_mixing, initial_mixing, mixing_parameter_value, reference_blocks, resolve_blocks
+from .mixing import (
+    LearnedFeatureMap,
+    effective_mixing,
+    initial_mixing,
+    mixing_parameter_value,
+    reference_blocks,
+    resolve_blocks,
+)
 
 
 __all__ = [

@@ -21,7 +21,7 @@ from ..layouts.sequences import SequenceLayout
 from ..ops.kernel_check import kernels_pass
 from ..ops.sharded import TokenShard
 from ..ops.tables import FEATURE_MAPS, NORMALIZERS
-from .features import LearnedFeatureMap
+from .mixing import LearnedFeatureMap
 from .state import TokenSequence
 
 

@@ -42,7 +42,6 @@ from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
 from ..ops.tables import FEATURE_MAPS, repeat_heads
 from ..utils.messages import shorten_value
-from .features import LearnedFeatureMap, features_and_plain, token_dtype
 from .fused import (
     Call,
     HeadNorms,
@@ -54,11 +53,14 @@ from .fused import (
     rotated_in_kernel,
 )
 from .mixing import (
+    LearnedFeatureMap,
     effective_mixing,
+    features_and_plain,
     initial_mixing,
     layout_at,
     mixing_parameter_value,
     reference_blocks,
+    token_dtype,
     with_window_size,
 )
 from .state import DecodingState, LastTokens, TokenSequence
