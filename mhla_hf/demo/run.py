@@ -188,10 +188,9 @@ def recover_variant(
     blocks = (1, 1, 1) if variant == "linear" else BLOCKS
     recipe: dict[str, Any] = {"mhla.grid": list(GRID), "mhla.blocks": list(blocks)}
     if config.match_steps is not None:
-        batches = min(config.match_steps, config.train_videos)
-        recipe |= {"match.steps": config.match_steps, "match.batches": batches}
+        recipe["match.steps"] = config.match_steps
     if config.distill_steps is not None:
-        recipe |= {"distill.steps": config.distill_steps}
+        recipe["distill.steps"] = config.distill_steps
     # A window of neighbours in the frame, and of the same place in all frames.
     options: dict[str, Any] = {
         "window": "cross" if variant == "mhla_window" else None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded calls of attention layers, kept in memory or as safetensors files, or recorded again on demand.
+"""Recorded calls of attention layers, kept in memory or as safetensors files.
 
 A record holds the calls of every layer for one batch: hidden states and outputs in the type of the cache, and the
 other arguments unchanged. Tensors that layers share, such as rotary tables and masks, are kept once. No pickles:
@@ -127,9 +127,7 @@ def _decode(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
 
 
 class MemoryCache:
-    """Records by their number, in memory; the base of the other caches."""
-
-    kind = "memory"
+    """Records by their number, in memory."""
 
     def __init__(self) -> None:
         self.records: dict[int, Record] = {}
@@ -156,35 +154,8 @@ class MemoryCache:
         self.records.clear()
 
 
-class OnlineCache(MemoryCache):
-    """Records made on demand; the latest are kept for the other layers of a step.
-
-    Args:
-        make: Makes the calls of all layers for a number.
-        size: Number of records to keep.
-    """
-
-    kind = "none"
-
-    def __init__(self, make: Callable[[int], Mapping[str, LayerCall]], size: int) -> None:
-        self.make, self.size = make, size
-        self.calls: dict[int, Mapping[str, LayerCall]] = {}
-
-    def call(self, index: int, name: str) -> LayerCall:
-        if index not in self.calls:
-            while len(self.calls) >= self.size:
-                del self.calls[next(iter(self.calls))]
-            self.calls[index] = self.make(index)
-        return self.calls[index][name]
-
-    def close(self) -> None:
-        self.calls.clear()
-
-
 class DiskCache(MemoryCache):
     """Records as files, each written atomically, in a directory that belongs to one run."""
-
-    kind = "disk"
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch import nn
 from ...utils.files import atomic_file
 from ..config import TrainingConfig
 from ..parameters import learning_rate_factor, set_learning_rate
-from .activations import MemoryCache, move_call
+from .activations import move_call
 from .layers import AttentionLayer, LayerCall
 
 
@@ -162,8 +162,12 @@ class LayerTraining:
             parameter = self.parameters[name]
             self.optimizer.state[parameter][kind] = value.to(parameter.device)
 
-    def take_step(self, records: MemoryCache, numbers: Sequence[int]) -> None:
-        """Take an optimizer step on some records.
+    def take_step(self, calls: Iterable[LayerCall], numbers: Sequence[int]) -> None:
+        """Take an optimizer step.
+
+        Args:
+            calls: The layer's calls in some records.
+            numbers: Numbers of the records.
 
         Raises:
             FloatingPointError: If the loss or gradient is not finite.
@@ -174,8 +178,8 @@ class LayerTraining:
         )
         set_learning_rate(self.optimizer, factor)
         losses = []
-        for number in numbers:
-            call = move_call(records.call(number, self.layer.name), self.weight.device, self.weight.dtype)
+        for call in calls:
+            call = move_call(call, self.weight.device, self.weight.dtype)
             with autocast(self.weight.device, config.mixed_precision):
                 loss = layer_loss(self.layer, call) / len(numbers)
             self.scaler.scale(loss).backward()

@@ -30,7 +30,7 @@ from ...utils.options import parse_size
 from ..config import TrainingConfig
 from ..data.batches import DataOrder, add_tensor, evenly_spaced, model_fingerprint
 from ..processes import Processes, StopSignals, TrainingStopped
-from .activations import CACHES, DiskCache, MemoryCache, OnlineCache, choose_cache, pack, total_size
+from .activations import CACHES, DiskCache, MemoryCache, choose_cache, pack, total_size
 from .layer_training import LayerTraining, autocast, layer_loss, trained_names
 from .layers import AttentionLayer, Batch, LayerCall, evaluating, find_projections, mhla_layers, only_trainable
 from .teacher import SharedTeacher, shared_teacher
@@ -39,6 +39,11 @@ from .teacher import SharedTeacher, shared_teacher
 logger = logging.getLogger(__name__)
 
 STAGE = "transfer"
+# Options that a run must have been begun with.
+_IDENTITY = (
+    *("learning_rate", "mhla_learning_rate", "transfer_learning_rate", "train", "warmup_steps", "max_grad_norm"),
+    *("mixed_precision", "seed", "lr_schedule", "weight_decay"),
+)
 # At least so many draws of noise, however few samples.
 _LEAST_RECORDS = 128
 
@@ -139,6 +144,7 @@ class Matching:
         self.processes = Processes()
         self.layers = layers_with_projections(self.model, self.data[0])
         self.mine = self.processes.share_of(self.layers)
+        self.names = [layer.name for layer in self.mine]
         self.steps = self.config.transfer_steps
         self.order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.config.seed, stage=STAGE)
         self.report = MatchingReport(seconds={"recording": 0.0, "training": 0.0})
@@ -163,36 +169,39 @@ class Matching:
         with StopSignals() as signals:
             with self.processes.together():
                 runs = [LayerTraining(layer, self.config, self._file(layer)) for layer in self.mine]
-            records = MemoryCache()
+            records: MemoryCache | None = MemoryCache()
             if any(self.processes.all(any(not run.finished for run in runs))):
                 with self.processes.together():
                     records = self._records(cache, limit, signals)
             with self.processes.together():
                 began = time.perf_counter()
                 # Records that are not kept serve all layers of a step.
-                for group in [runs] if records.kind == "none" else [[run] for run in runs]:
+                for group in [runs] if records is None else [[run] for run in runs]:
                     self._train(group, records, signals)
                 self.report.seconds["training"] = time.perf_counter() - began
         self._exchange(runs)
-        if records.kind != "disk" or self.processes.rank == 0:
+        if records is not None and (self.report.cache != "disk" or self.processes.rank == 0):
             records.close()
         return self.report
 
-    def _train(self, runs: Sequence[LayerTraining], records: MemoryCache, signals: StopSignals) -> None:
+    def _train(self, runs: Sequence[LayerTraining], records: MemoryCache | None, signals: StopSignals) -> None:
         """Train some layers, one step of each at a time."""
         with ExitStack() as stack:
             for run in runs:
-                stack.enter_context(run.prepared(None if records.kind == "none" else self.device))
+                stack.enter_context(run.prepared(None if records is None else self.device))
             for step in range(min((len(run.losses) for run in runs), default=self.steps), self.steps):
                 numbers = self._numbers(step)
                 # A process that was killed while it saved several layers left some of them ahead.
                 behind = [run for run in runs if len(run.losses) == step]
+                made = [self._record(number, self.names, self._rounded) for number in numbers if records is None]
                 for run in behind:
-                    run.take_step(records, numbers)
+                    name = run.layer.name
+                    kept = (records.call(number, name) for number in numbers) if records is not None else ()
+                    run.take_step([each[name] for each in made] or kept, numbers)
                     if self.progress is not None:
-                        self.progress(run.layer.name, step + 1, run.losses[-1])
+                        self.progress(name, step + 1, run.losses[-1])
                 # Layers that train one after another are saved when they are finished.
-                due = records.kind == "none" and (step + 1) % (self.config.checkpointing_steps or self.steps) == 0
+                due = records is None and (step + 1) % (self.config.checkpointing_steps or self.steps) == 0
                 if due or step + 1 == self.steps or signals.received is not None:
                     for run in behind:
                         run.save()
@@ -208,8 +217,8 @@ class Matching:
         """Numbers of the batches that a step learns from."""
         return [self.order.dataset_index(step * self.batch_size + number) for number in range(self.batch_size)]
 
-    def _records(self, cache: str, limit: int | None, signals: StopSignals) -> MemoryCache:
-        """Record all batches that steps take, or open a cache that records them on demand."""
+    def _records(self, cache: str, limit: int | None, signals: StopSignals) -> MemoryCache | None:
+        """Record all batches that steps take; None where each step makes its records."""
         began = time.perf_counter()
         needed = sorted({number for step in range(self.steps) for number in self._numbers(step)})
         disk = None if self.output is None else self.output / "activations"
@@ -223,17 +232,16 @@ class Matching:
             self.report.cache_bytes = size
             logger.log(logging.WARNING if cache == "none" else logging.INFO, "matching: %s", note)
         self.report.cache = cache
-        mine: list[str] | None = [layer.name for layer in self.mine]
         if cache == "none":
             # The layers will change.
             self.teacher.keep(name for layer in self.layers for name in trained_names(layer, self.config.train))
-            return OnlineCache(lambda index: self._record(index, mine, self._rounded), self.batch_size)
-        records = MemoryCache()
+            return None
+        records, mine = MemoryCache(), self.names
         if cache == "disk":
             assert disk is not None
             records = DiskCache(disk)
             # Each process writes some of the batches, for all layers.
-            mine, needed = None, self.processes.share_of(needed)
+            mine, needed = [layer.name for layer in self.layers], self.processes.share_of(needed)
         for index in needed:
             if index in records:
                 continue
@@ -277,14 +285,12 @@ class Matching:
 
     def _identity(self) -> dict[str, Any]:
         """What an earlier run in the output must agree in."""
-        names = ("learning_rate", "mhla_learning_rate", "transfer_learning_rate", "train", "warmup_steps")
-        names += ("max_grad_norm", "mixed_precision", "seed", "lr_schedule", "weight_decay")
         originals = hashlib.sha256()
         for name, value in sorted(self.teacher.weights.items()):
             originals.update(f"{name};".encode())
             add_tensor(originals, value, samples=64)
         return {
-            **{name: getattr(self.config, name) for name in names},
+            **{name: getattr(self.config, name) for name in _IDENTITY},
             "steps": self.steps,
             "batch_size": self.batch_size,
             "cache_dtype": str(self.dtype),
