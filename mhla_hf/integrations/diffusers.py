@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class
-from ..utils.compat import unwrap, wrap
+from ..utils.compat import after_import, extend, unwrap, wrap
 from ..utils.compat.diffusers import (
     component_types,
     hook_single_files,
@@ -39,7 +39,6 @@ from ..utils.compat.diffusers import (
     set_modular_component_type,
 )
 from ..utils.locations import LOCATION_OPTIONS
-from . import after_import, extend
 
 
 # In names of weights: as this package saves them, and as the authors of MHLA do.

@@ -187,13 +187,3 @@ def refused_families() -> dict[str, TransformersFamily]:
     """Return the transformers architectures without an MHLA version; their notes give the reasons."""
     families = _read_transformers("refused")
     return {name: family for name, family in families.items() if name not in TRANSFORMERS_FAMILIES}
-
-
-def is_tested(model_type: str) -> bool:
-    """Return whether a transformers `model_type` is among the tested ones."""
-    return model_type in TRANSFORMERS_FAMILIES
-
-
-def default_rope(model_type: str) -> str:
-    """Return the default position of rotary embeddings: `"before_feature_map"` for untested models."""
-    return TRANSFORMERS_FAMILIES[model_type].rope if is_tested(model_type) else "before_feature_map"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .. import extend
+from ...utils.compat import extend
 from .patch import install, install_configuration, refuse
 
 

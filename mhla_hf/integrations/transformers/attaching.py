@@ -25,10 +25,9 @@ from ...layers.original import (
     restore_softmax,
     weights_state,
 )
-from ...models.registry import default_rope, is_tested
-from ...utils.compat import forward_parameters
+from ...models.registry import TRANSFORMERS_FAMILIES
+from ...utils.compat import forward_parameters, has_mhla
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
-from .. import has_mhla
 from . import configuration, modules
 from .attention import LayerInputsHook, ModelInputsHook
 from .configuration import NAME, keep_softmax, mark, may_keep_softmax, of_whole, text_part, towers_of, wants_mhla
@@ -158,7 +157,7 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
         reason = modules.unsupported_reason(module) or modules.packed_reason(model)
         if reason is None and not modules.keywords_reach(model, name):
             reason = "its layers drop keyword arguments in this version of transformers"
-        if reason is None and is_optional and not is_tested(config.model_type):
+        if reason is None and is_optional and config.model_type not in TRANSFORMERS_FAMILIES:
             reason = "it was not tested with MHLA, and becomes MHLA only where it is asked by name"
         if reason is not None:
             raise ValueError(f"{model_name}{_REFUSED}{reason}.")
@@ -169,7 +168,7 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
     chosen = _chosen_layers(model_name, options, indices, windows, attentions[0][1])
     if isinstance(options.layers, str):
         options = options.replace(layers=sorted(chosen))
-    if not is_tested(config.model_type):
+    if config.model_type not in TRANSFORMERS_FAMILIES:
         logger.warning_once(f"{model_name} was not tested with MHLA; mhla_hf.supported_models() lists those that are.")
     prefix = modules.num_prefix_tokens(model) if not options.is_sequence else 0
     only_mhla = len(chosen) == len(indices)
@@ -186,12 +185,13 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
 def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAConfig:
     if modules.is_image_model(config):
         return configuration.resolve_image(config.mhla, modules.patch_grid(config))
+    tested = TRANSFORMERS_FAMILIES.get(config.model_type)
     return configuration.resolve_sequence(
         config.mhla,
         causal=bool(getattr(attention, "is_causal", True)),
         head_dim=modules.heads_of(attention)["head_dim"],
         positions=configuration.max_positions(config),
-        rope=default_rope(config.model_type),
+        rope="before_feature_map" if tested is None else tested.rope,
     )
 
 

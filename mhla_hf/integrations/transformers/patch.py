@@ -14,9 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from ...config import MHLAConfig, with_overrides
-from ...utils.compat import attribute, unwrap, wrap
+from ...utils.compat import attribute, has_mhla, is_mhla, unwrap, wrap
 from ...utils.compat.transformers import attention_of, initialize_once, reported_names
-from .. import has_mhla, is_mhla
 
 
 # Attributes of models: whether those that were asked for MHLA were saved as such, and which names a checkpoint lacked.

@@ -2,8 +2,8 @@
 """Private and fragile parts of other libraries, each behind one function.
 
 `compat.transformers` and `compat.diffusers` hold the functions; here are the supported versions, the error for an
-unknown shape, and [`wrap`], which replaces a method of another library. Nothing is imported before a function is
-called.
+unknown shape, [`wrap`], which replaces a method of another library, and [`extend`], which does so right after that is
+imported. Nothing is imported before a function is called.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import Any
 
 
@@ -159,3 +164,95 @@ def installed_versions(*packages: str) -> dict[str, str | None]:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions
+
+
+# Extending other libraries after their own import.
+
+Extension = Callable[[ModuleType], None]
+"""Called with a module of another library."""
+
+_warned: set[str] = set()
+
+
+def after_import(name: str, callback: Extension) -> None:
+    """Call `callback(module)` now if the module is imported, else as soon as it has been.
+
+    Args:
+        name: Full name of the module.
+        callback: Gets the module that `sys.modules` holds then.
+    """
+    if name in sys.modules:
+        callback(sys.modules[name])
+    else:
+        _finder.callbacks.setdefault(name, []).append(callback)
+
+
+def extend(
+    library: str, name: str, callback: Extension, otherwise: Callable[[ModuleType, ImportError], None] | None = None
+) -> None:
+    """As [`after_import`], for a supported library; others stay as they are, with one warning for each library.
+
+    Args:
+        library: Name of the library, see [`check_version`].
+        name: Full name of one of its modules.
+        callback: Gets the module. May raise `ImportError` where it does not know the library's internals.
+        otherwise: Gets the module of an unsupported library, and the error that says what is wrong.
+    """
+
+    def extend_supported(module: ModuleType) -> None:
+        try:
+            check_version(library)
+            callback(module)
+        except ImportError as error:
+            if library not in _warned:
+                _warned.add(library)
+                warnings.warn(f"MHLA models of {library} are not available: {error}", RuntimeWarning, stacklevel=2)
+            if otherwise is not None:
+                otherwise(module, error)
+
+    after_import(name, extend_supported)
+
+
+class _PostImportFinder(MetaPathFinder):
+    """Let ordinary imports run and calls back right after.
+
+    Finding a module is not importing it (other libraries look for it just to know whether it is installed), so the
+    callbacks stay until the module has run.
+    """
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Extension]] = {}
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in self.callbacks:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_call_back(module: ModuleType) -> None:
+            execute(module)
+            for callback in self.callbacks.pop(fullname, ()):
+                # Packages may replace their own entry by a lazy module while they are executed.
+                callback(sys.modules[fullname])
+
+        spec.loader.exec_module = execute_and_call_back  # type: ignore[method-assign]
+        return spec
+
+
+# By name: one left by an earlier import of this package is of another class object.
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != _PostImportFinder.__name__]
+sys.meta_path.insert(0, _finder := _PostImportFinder())
+
+
+def is_mhla(module: Any) -> bool:
+    """Return whether a module is an MHLA layer, without importing what there is none of."""
+    layers = sys.modules.get("mhla_hf.layers.mhla")
+    return layers is not None and isinstance(module, layers.MHLA)
+
+
+def has_mhla(model: Any) -> bool:
+    """Return whether a model has MHLA layers."""
+    return any(map(is_mhla, model.modules()))
