@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.nn as nn
@@ -437,7 +437,8 @@ def switching(model: PreTrainedModel, requested: Any) -> Iterator[None]:
     """
     parts, configs = _parts(model), configuration.remember(model.config)
     before = {part for part, attention in parts.items() if _is_mhla(attention)}
-    try:
+    with ExitStack() as undo:
+        undo.callback(configuration.restore, configs)
         yield
         after = {part for part, attention in parts.items() if _is_mhla(attention)}
         if isinstance(requested, str) and requested != NAME and after:
@@ -448,9 +449,7 @@ def switching(model: PreTrainedModel, requested: Any) -> Iterator[None]:
         if before - after:
             check_adapters(model, "use softmax attention")
             restore_softmax(model, "use softmax attention", _tensors_of(parts, parts.keys() - after))
-    except Exception:
-        configuration.restore(configs)
-        raise
+        undo.pop_all()
     if after - before:
         # Tensors of no part were softmax only as long as all parts were.
         restore_mhla(model, _tensors_of(parts, after) if before else None)

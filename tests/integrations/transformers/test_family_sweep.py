@@ -18,21 +18,10 @@ from .family_sweep import MAPPINGS, entries, names
 
 STORED = json.loads(TRANSFORMERS_DATA.read_text(encoding="utf-8"))
 SAMPLE = {
-    "language model": (
-        "cohere2",
-        "jamba",
-        "mamba",
-        "diffllama",
-        "falcon",
-        "bloom",
-        "gptj",
-        "mpt",
-        "codegen",
-        "gpt_neo",
-    ),
-    "encoder": ("deberta", "deberta-v2", "mpnet", "longformer"),
-    "multi-modal": ("gemma3", "internvl", "qwen2_vl", "git"),
-    "vision": ("vit", "swinv2"),
+    "language model": "cohere2 jamba mamba diffllama falcon bloom gptj mpt codegen gpt_neo".split(),
+    "encoder": "deberta deberta-v2 mpnet longformer".split(),
+    "multi-modal": "gemma3 internvl qwen2_vl git".split(),
+    "vision": ["vit", "swinv2"],
 }
 EVERY = [(kind, name) for kind in MAPPINGS for name in names(kind)]
 
