@@ -117,7 +117,10 @@ def test_one_expert_after_the_other(softmax_dir, tmp_path):
         ({"transformer_3": FIRST}, "names 'transformer_3', .* can be MHLA: transformer, transformer_2"),
         ({"transformer": FIRST, "vae": FIRST}, "names 'vae', .* can be MHLA: transformer, transformer_2"),
         ({"transformer": FIRST, "blocks": [1, 2, 2]}, "names 'blocks', which is an option"),
-        ({"transformer": FIRST, "transformer_2": "softmax"}, "'softmax' must be options .* or None"),
+        (
+            {"transformer": FIRST, "transformer_2": "softmax"},
+            "options must be a dict .*'softmax'|'softmax' must be options",
+        ),
         ({"transformer": None, "transformer_2": None}, "leaves every component as it is"),
         ({"transformer": FIRST, "transformer_2": {"bloks": 3}}, "bloks"),
         ({"transformer": FIRST, "transformer_2": {"layers": [7]}}, "layers"),

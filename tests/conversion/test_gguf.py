@@ -75,7 +75,7 @@ def test_converted_model_computes_what_the_dequantised_softmax_model_becomes(kin
         quantization_config=GGUFQuantizationConfig(compute_dtype=torch.float32),
         torch_dtype=torch.float32,
     )
-    with pytest.raises(ValueError, match="weights that are quantised"):
+    with pytest.raises(ValueError, match="weights that are offloaded, quantised"):
         convert(stock, MHLA)
     stock.dequantize()
     expected = output_of(convert(stock.float(), MHLA))
