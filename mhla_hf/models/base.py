@@ -479,8 +479,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
         """
         check_parallel_setup(self._upstream_class())
         if not self.supports_context_parallel or _context_config(config) is None:
-            only = "context parallelism alone" if self.supports_context_parallel else "no such parallelism"
-            raise ValueError(f"{type(self).__name__} supports {only}, got {type(config).__name__}.")
+            supported = "context parallelism alone" if self.supports_context_parallel else "no context parallelism"
+            raise ValueError(f"{type(self).__name__} supports {supported}, got {type(config).__name__}.")
         if self.mhla_config.window is not None:
             raise ValueError(
                 "Context parallelism does not reach over a softmax window: convert without the option window."

@@ -93,9 +93,11 @@ class ModelDirectory:
         """
         location = str(root) if location is None else location
         list_files(root)
-        index, problem = None, "has no model that"
+        index = None
         if (root / PIPELINE_INDEX).is_file():
             index, configs = read_pipeline(root)
+            models = [f"{name} ({entry[1]})" for name, entry in index.items() if isinstance(entry, list) and entry[1:]]
+            problem = f"has no model that can be converted; it has {shorten_list(models)}"
         else:
             config = _read_config(root / "config.json")
             if "_class_name" not in config and "model_type" not in config:
@@ -106,9 +108,10 @@ class ModelDirectory:
             configs = {"transformer" if "_class_name" in config else "model": config}
             class_name = current_class(config.get("_class_name", ""), config)
             if class_name and class_name not in {**FAMILIES, **MHLA_CLASSES}:
-                configs, problem = {}, f"is a {shorten_text(class_name)}, which"
+                configs = {}
+            problem = f"is a {shorten_text(class_name)}, which cannot be converted"
         if not configs:
-            raise ValueError(f"{location} {problem} cannot be converted. Supported: {', '.join(sorted(FAMILIES))}.")
+            raise ValueError(f"{location} {problem}. Supported: {', '.join(sorted(FAMILIES))}.")
         for name, config in configs.items():
             # The weights of one tower of several may be quantised.
             for part in [config, *(entry for entry in config.values() if isinstance(entry, dict))]:
@@ -416,7 +419,7 @@ def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, An
     for name, entry in index.items():
         if not isinstance(entry, list):
             continue
-        folder, class_name = path_inside(root, name, str(root / PIPELINE_INDEX)), entry[-1]
+        folder, class_name = path_inside(root, name, str(root / PIPELINE_INDEX)), entry[-1] if entry else None
         if isinstance(class_name, str) and class_name in {**FAMILIES, **MHLA_CLASSES, LEGACY_CLASS: None}:
             path = folder / "config.json"
             stored = {} if name in given and not path.exists() else _read_config(path)
