@@ -41,6 +41,7 @@ _NOT_DISPATCHING = (
     "its attention does not go through transformers' attention interface. mhla_hf.supported_models() lists models "
     "that were tested."
 )
+_FLASH = "_supports_flash_attn"
 _LOOKS_AHEAD = "the tokens of an image attend to each other in both directions"
 
 
@@ -423,6 +424,22 @@ def _tensors_of(parts: Collection[str], chosen: Collection[str]) -> Callable[[st
     return lambda name: max(filter(name.startswith, parts), key=len, default=None) in chosen
 
 
+def allow_flash_attention(model: PreTrainedModel) -> None:
+    """Let a model and those inside it say again what their classes say of flash attention."""
+    for inner in model.modules():
+        vars(inner).pop(_FLASH, None)
+
+
+def deny_flash_attention(model: PreTrainedModel) -> None:
+    """Let a model and those inside it say, while they have MHLA layers in use, that they cannot use flash attention.
+
+    Continuous batching switches models that can to it, which is softmax, and refuses the others.
+    """
+    for inner in model.modules():
+        if isinstance(inner, PreTrainedModel) and any(map(_is_mhla, _parts(inner).values())):
+            vars(inner)[_FLASH] = False
+
+
 @contextmanager
 def switching(model: PreTrainedModel, requested: Any) -> Iterator[None]:
     """A context in which the attention implementation of a model with MHLA layers is set.
@@ -437,8 +454,10 @@ def switching(model: PreTrainedModel, requested: Any) -> Iterator[None]:
     """
     parts, configs = _parts(model), configuration.remember(model.config)
     before = {part for part, attention in parts.items() if _is_mhla(attention)}
-    with ExitStack() as undo:
+    with ExitStack() as always, ExitStack() as undo:
+        always.callback(deny_flash_attention, model)
         undo.callback(configuration.restore, configs)
+        allow_flash_attention(model)
         yield
         after = {part for part, attention in parts.items() if _is_mhla(attention)}
         if isinstance(requested, str) and requested != NAME and after:

@@ -157,7 +157,7 @@ def _finish(original: Any, model: Any) -> None:
         attach(model)
     original(model)
     if has_mhla(model):
-        from .attaching import record
+        from .attaching import deny_flash_attention, record
 
         distributed = getattr(model.config, "distributed_config", None)
         if getattr(distributed, "tp_plan", None) is not None or (getattr(distributed, "tp_size", None) or 1) > 1:
@@ -166,6 +166,7 @@ def _finish(original: Any, model: Any) -> None:
             plan_heads(model, distributed)
         # Of weights that are loaded later there is nothing to record yet.
         record(model)
+        deny_flash_attention(model)
 
 
 def _initialize(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.generation.continuous_batching import continuous_api
 
 from .mhla_models import mhla_model
 from .test_generation import prompt
@@ -73,8 +74,12 @@ def test_rows_that_have_ended_do_not_disturb_the_others(llama):
     ids=["generate_batch", "paged", "manager"],
 )
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all", "some"])
-def test_continuous_batching_is_refused(start, layers):
+def test_continuous_batching_is_refused(start, layers, monkeypatch):
+    # Where flash attention is installed, transformers switches models that can use it.
+    monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
     model = mhla_model("llama", layers=layers)
     with pytest.raises(ValueError, match="mhla is not supported for continuous batching"):
         start(model)
     assert model.config._attn_implementation == "mhla"
+    model.set_attn_implementation("sdpa")
+    assert model._supports_flash_attn and model.model._supports_flash_attn
