@@ -47,6 +47,16 @@ def interpreter_that_imitates_a_gpu():
         imitate_gpu()
 
 
+@pytest.fixture(scope="session")
+def softmax_dir(tmp_path_factory):
+    """A tiny Wan pipeline on disk; tests do not change it."""
+    from . import tiny
+
+    folder = tmp_path_factory.mktemp("softmax") / "pipeline"
+    tiny.wan_pipeline().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def fresh_accelerate_state():
     """For tests that train: accelerate keeps precision and device of the first run in the process."""

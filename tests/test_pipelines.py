@@ -29,39 +29,15 @@ from mhla_hf.utils import files
 from tests import ROOT, tiny
 from tests.models.adapter_checks import randomize_lora
 from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
+from tests.tiny import wan_video
 
 
 MHLA = {"blocks": [2, 1, 2]}
 
 
-def generate(pipeline, height=16, width=32, num_frames=5, **options):
-    """A seeded video of the tiny pipeline as an array `[frames, height, width, 3]`."""
-    pipeline.set_progress_bar_config(disable=True)
-    options.setdefault("max_sequence_length", 512 if "image" in options else 16)
-    video = pipeline(
-        prompt="a three moves left",
-        height=height,
-        width=width,
-        num_frames=num_frames,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(0),
-        output_type="np",
-        **options,
-    ).frames[0]
-    assert np.isfinite(video).all()
-    return video
-
-
 def image(height=16, width=32):
     values = np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(values)
-
-
-@pytest.fixture(scope="module")
-def softmax_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("softmax")
-    tiny.wan_pipeline().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +61,7 @@ def test_mhla_from_an_ordinary_pipeline(softmax_dir):
     assert len(warnings) == 1 and "Fine-tune" in warnings[0]
     stock = WanPipeline.from_pretrained(softmax_dir)
     assert_same_parameters(pipeline.transformer, stock.transformer, only_common=True)
-    assert np.abs(generate(pipeline) - generate(stock)).max() > 1e-4
+    assert np.abs(wan_video(pipeline) - wan_video(stock)).max() > 1e-4
 
 
 def test_the_package_reads_each_file_and_builds_the_model_once(softmax_dir, monkeypatch):
@@ -128,7 +104,7 @@ def test_mhla_checkpoint_loads_as_saved(attn_implementation, mhla_dir):
 def test_ordinary_checkpoint_stays_softmax(attn_implementation, softmax_dir):
     pipeline = load_pipeline(softmax_dir, attn_implementation)
     assert type(pipeline.transformer) is WanTransformer3DModel
-    np.testing.assert_allclose(generate(pipeline), generate(tiny.wan_pipeline()), atol=1e-5)
+    np.testing.assert_allclose(wan_video(pipeline), wan_video(tiny.wan_pipeline()), atol=1e-5)
 
 
 def test_options_override_those_of_an_mhla_checkpoint(mhla_dir):
@@ -163,7 +139,7 @@ def test_dtype(argument, source, request):
     pipeline = load_pipeline(request.getfixturevalue(source), **{argument: torch.bfloat16})
     assert pipeline.transformer.dtype == pipeline.text_encoder.dtype == pipeline.vae.dtype == torch.bfloat16
     assert pipeline.transformer.blocks[0].attn1.mhla.mixing.dtype == torch.float32
-    assert generate(pipeline).shape == (5, 16, 32, 3)
+    assert wan_video(pipeline).shape == (5, 16, 32, 3)
 
 
 def test_variant(mhla_dir, softmax_dir, tmp_path):
@@ -182,7 +158,7 @@ def test_variant(mhla_dir, softmax_dir, tmp_path):
 def test_device_map(softmax_dir):
     pipeline = load_pipeline(softmax_dir, mhla=MHLA, device_map="cpu")
     assert not any(parameter.is_meta for parameter in pipeline.transformer.parameters())
-    np.testing.assert_allclose(generate(pipeline), generate(load_pipeline(softmax_dir, mhla=MHLA)), atol=1e-5)
+    np.testing.assert_allclose(wan_video(pipeline), wan_video(load_pipeline(softmax_dir, mhla=MHLA)), atol=1e-5)
 
 
 def test_components_of_the_caller(mhla_dir):
@@ -209,14 +185,14 @@ def test_image_to_video(with_image_encoder, tmp_path):
     assert type(pipeline) is WanImageToVideoPipeline
     assert (pipeline.image_encoder is not None) == with_image_encoder
     perturb_mhla(pipeline.transformer)
-    video = generate(pipeline, image=image())
+    video = wan_video(pipeline, image=image())
     assert video.shape == (5, 16, 32, 3)
-    mirrored = generate(pipeline, image=image().transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    mirrored = wan_video(pipeline, image=image().transpose(Image.Transpose.FLIP_LEFT_RIGHT))
     assert np.abs(video - mirrored).max() > 1e-5
     pipeline.save_pretrained(tmp_path / "mhla")
     again = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
     assert type(again) is WanImageToVideoPipeline and type(again.transformer) is MHLAWanTransformer3DModel
-    np.testing.assert_allclose(generate(again, image=image()), video, atol=1e-5)
+    np.testing.assert_allclose(wan_video(again, image=image()), video, atol=1e-5)
 
 
 def test_two_transformers(tmp_path):
@@ -228,11 +204,11 @@ def test_two_transformers(tmp_path):
         assert type(component) is MHLAWanTransformer3DModel
         stock = WanTransformer3DModel.from_pretrained(tmp_path / "softmax", subfolder=name)
         assert_same_parameters(component, stock, only_common=True)
-    video = generate(pipeline)
+    video = wan_video(pipeline)
     pipeline.save_pretrained(tmp_path / "mhla")
     again = load_pipeline(tmp_path / "mhla", None)
     assert type(again.transformer_2) is MHLAWanTransformer3DModel and again.config.boundary_ratio == 0.9
-    np.testing.assert_allclose(generate(again), video, atol=1e-5)
+    np.testing.assert_allclose(wan_video(again), video, atol=1e-5)
     own = tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=MHLA)
     assert load_pipeline(tmp_path / "mhla", transformer_2=own).transformer_2 is own
     stock = tiny.wan_transformer()
@@ -250,14 +226,14 @@ def test_convert_in_place_then_save_and_reload(tmp_path):
     transformer = pipeline.transformer
     assert convert(pipeline, MHLA) is pipeline and pipeline.transformer is transformer
     perturb_mhla(transformer)
-    video = generate(pipeline)
+    video = wan_video(pipeline)
     pipeline.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["transformer"] == ["diffusers", "MHLAWanTransformer3DModel"]
     assert index["transformer_2"] == index["transformer"]
     again = DiffusionPipeline.from_pretrained(tmp_path)
     assert_same_parameters(again.transformer, transformer)
-    np.testing.assert_allclose(generate(again), video, atol=1e-5)
+    np.testing.assert_allclose(wan_video(again), video, atol=1e-5)
     with pytest.raises(ValueError, match="MHLA already"):
         convert(pipeline, MHLA)
 
@@ -276,15 +252,15 @@ def test_convert_of_an_offloaded_pipeline_touches_nothing():
     with pytest.raises(ValueError, match="transformer_2 .* has hooks .*remove_all_hooks"):
         convert(pipeline, MHLA)
     assert type(pipeline.transformer) is type(pipeline.transformer_2) is WanTransformer3DModel
-    np.testing.assert_allclose(generate(pipeline), generate(tiny.wan_pipeline(second_transformer=True)), atol=1e-5)
+    np.testing.assert_allclose(wan_video(pipeline), wan_video(tiny.wan_pipeline(second_transformer=True)), atol=1e-5)
     # Hooks that the pipeline put on come off again, and then it converts.
     pipeline = tiny.wan_pipeline()
     accelerate.cpu_offload_with_hook(pipeline.transformer, torch.device("cpu"))
     with pytest.raises(ValueError, match="transformer .* has hooks .*remove_all_hooks"):
         convert(pipeline, MHLA)
     pipeline.remove_all_hooks()
-    expected = generate(convert(tiny.wan_pipeline(), MHLA))
-    np.testing.assert_allclose(generate(convert(pipeline, MHLA)), expected, atol=1e-5)
+    expected = wan_video(convert(tiny.wan_pipeline(), MHLA))
+    np.testing.assert_allclose(wan_video(convert(pipeline, MHLA)), expected, atol=1e-5)
 
 
 def test_convert_refuses_what_it_does_not_know():
@@ -318,19 +294,19 @@ def test_lora_weights_of_a_pipeline(mhla_dir, tmp_path):
     trained.transformer.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets))
     randomize_lora(trained.transformer)
     WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=get_peft_model_state_dict(trained.transformer))
-    expected = generate(trained)
+    expected = wan_video(trained)
     pipeline = load_pipeline(mhla_dir)
-    plain = generate(pipeline)
+    plain = wan_video(pipeline)
     assert np.abs(plain - expected).max() > 1e-4
     with recorded_warnings() as warnings:
         pipeline.load_lora_weights(tmp_path)
     assert not [message for message in warnings if "key" in message.lower()]
-    np.testing.assert_allclose(generate(pipeline), expected, atol=1e-5)
+    np.testing.assert_allclose(wan_video(pipeline), expected, atol=1e-5)
     pipeline.fuse_lora()
-    np.testing.assert_allclose(generate(pipeline), expected, atol=1e-4)
+    np.testing.assert_allclose(wan_video(pipeline), expected, atol=1e-4)
     pipeline.unfuse_lora()
     pipeline.unload_lora_weights()
-    np.testing.assert_allclose(generate(pipeline), plain, atol=1e-4)
+    np.testing.assert_allclose(wan_video(pipeline), plain, atol=1e-4)
 
 
 # Plain diffusers in another process
@@ -355,4 +331,4 @@ def test_plain_diffusers_generates_the_same_in_a_fresh_process(mhla_dir, tmp_pat
     command = [sys.executable, "-c", textwrap.dedent(program)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    np.testing.assert_allclose(np.load(tmp_path / "video.npy"), generate(load_pipeline(mhla_dir)), atol=1e-5)
+    np.testing.assert_allclose(np.load(tmp_path / "video.npy"), wan_video(load_pipeline(mhla_dir)), atol=1e-5)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import (
     AutoencoderKLWan,
@@ -219,3 +220,20 @@ def wan_pipeline(
         pipeline = WanPipeline(**parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+@torch.no_grad()
+def wan_output(model: torch.nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
+    """Output of a transformer in evaluation mode, for `wan_inputs()` unless others are given."""
+    return model.eval()(**(inputs or wan_inputs()), return_dict=False)[0]
+
+
+def wan_video(pipeline: WanPipeline | WanImageToVideoPipeline, **options: Any) -> np.ndarray:
+    """A seeded video of two steps as an array `[frames, height, width, 3]`."""
+    pipeline.set_progress_bar_config(disable=True)
+    sizes: dict[str, Any] = {"height": 16, "width": 32, "num_frames": 5, "num_inference_steps": 2, "output_type": "np"}
+    sizes["max_sequence_length"] = 512 if "image" in options else 16
+    generator = torch.Generator().manual_seed(0)
+    video = pipeline(prompt="a three moves left", generator=generator, **{**sizes, **options}).frames[0]
+    assert np.isfinite(video).all()
+    return video

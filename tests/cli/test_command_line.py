@@ -41,15 +41,6 @@ def invoke(*words, columns=80, code=0):
     return result
 
 
-def run_process(*arguments, code=0, **variables):
-    """Run Python in a new process."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **variables}
-    command = [sys.executable, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert result.returncode == code, result.stderr
-    return result
-
-
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help(words):
     text = invoke(*words, "--help").output
@@ -236,4 +227,6 @@ def test_help_imports_nothing_heavy():
     code = "import sys\nfrom typer.testing import CliRunner\nfrom mhla_hf.cli.main import app\n"
     code += "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
     code += "print({'torch', 'diffusers', 'transformers', 'matplotlib', 'gradio'} & set(sys.modules))"
-    assert run_process("-c", code).stdout == "set()\n"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 0 and result.stdout == "set()\n", result.stderr

@@ -90,7 +90,6 @@ def test_import_official(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--blocks", "1,2"], "for 2 axes, but this model's token grid has 3"),
         (["--blocks", "1,2,2", "--block-size", "1,1,1"], "blocks or block_size, not both"),
         (["--layers", "0,3"], "--layers names 3, but the model has layers 0 to 2"),
         (["--mhla", '{"lepe": 3}'], "lepe"),

@@ -40,11 +40,6 @@ def wan_gguf(tmp_path_factory):
     return write_gguf(path, original_weights(softmax_model()), "Q8_0")
 
 
-def output_of(model):
-    with torch.no_grad():
-        return model(**tiny.wan_inputs(), return_dict=False)[0]
-
-
 @pytest.mark.parametrize("kind", ERRORS)
 def test_dequantised_weights_are_within_the_error_of_the_type(kind, tmp_path):
     exact = original_weights(softmax_model())
@@ -78,16 +73,16 @@ def test_converted_model_computes_what_the_dequantised_softmax_model_becomes(kin
     with pytest.raises(ValueError, match="weights that are offloaded, quantised"):
         convert(stock, MHLA)
     stock.dequantize()
-    expected = output_of(convert(stock.float(), MHLA))
+    expected = tiny.wan_output(convert(stock.float(), MHLA))
     arguments = ["convert", path, tmp_path / "mhla", "--blocks", "1,2,2", "--dtype", "float32", "--quiet"]
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
     # diffusers dequantises in half precision.
-    assert relative_error(output_of(model), expected) < 2e-3
+    assert relative_error(tiny.wan_output(model), expected) < 2e-3
     assert_same_parameters(MHLAWanTransformer3DModel.from_single_file(path, mhla=MHLA), model)
     # And it is a model of the quantised weights, not of the exact ones.
-    error = relative_error(output_of(model), output_of(convert(softmax, MHLA)))
+    error = relative_error(tiny.wan_output(model), tiny.wan_output(convert(softmax, MHLA)))
     assert 1e-5 < error < {"Q8_0": 0.02, "Q4_0": 0.3}[kind]
 
 

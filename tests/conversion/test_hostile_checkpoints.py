@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mhla_hf import load_pipeline
 from mhla_hf.conversion import convert_pretrained, import_official
-from tests import GOLDEN, tiny
+from tests import GOLDEN
 
 
 OFFICIAL = GOLDEN / "wan_hybrid_gated/model.safetensors"
@@ -36,16 +36,9 @@ def limited_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.fixture(scope="module")
-def pipeline_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("softmax") / "pipeline"
-    tiny.wan_pipeline().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def pipeline(pipeline_dir, tmp_path):
-    return Path(shutil.copytree(pipeline_dir, tmp_path / "source"))
+def pipeline(softmax_dir, tmp_path):
+    return Path(shutil.copytree(softmax_dir, tmp_path / "source"))
 
 
 def refused(call, *names, allowed=ValueError):
@@ -115,6 +108,3 @@ def test_truncated_components_that_are_copied(pipeline, tmp_path):
     path.write_bytes(path.read_bytes()[:-8])
     refused(lambda: convert(pipeline, tmp_path), str(path), "truncated or not")
     assert not (tmp_path / "out").exists()
-
-
-# Options

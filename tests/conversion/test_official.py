@@ -15,6 +15,7 @@ from mhla_hf.conversion import import_official
 from mhla_hf.conversion.official import widen_kernel
 from tests import GOLDEN, tiny
 from tests.conversion.original_cases import authors_name
+from tests.tiny import wan_output
 
 
 WANS = ("wan_hybrid_gated", "wan_full_plain")
@@ -48,15 +49,10 @@ def run(source, destination, **options):
     return import_official(source, destination, progress=False, **options)
 
 
-def output_of(model, **inputs):
-    with torch.no_grad():
-        return model.eval()(**inputs, return_dict=False)[0]
-
-
 def assert_reproduces(folder, golden):
     inputs = load_file(GOLDEN / golden / "io.safetensors")
     expected = inputs.pop("output")
-    output = output_of(MHLAWanTransformer3DModel.from_pretrained(folder), **inputs)
+    output = wan_output(MHLAWanTransformer3DModel.from_pretrained(folder), **inputs)
     assert (output - expected).norm() / expected.norm() < 1e-4
     assert (output - expected).abs().max() / expected.abs().max() < 1e-4
 
@@ -149,7 +145,7 @@ def test_every_option_survives(options, image_to_video, tmp_path):
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     inputs = tiny.wan_inputs(image_to_video=image_to_video)
-    torch.testing.assert_close(output_of(loaded, **inputs), output_of(model, **inputs), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(wan_output(loaded, **inputs), wan_output(model, **inputs), rtol=1e-4, atol=1e-5)
 
 
 def test_convolutions_within_frames(tmp_path):
@@ -169,7 +165,7 @@ def test_convolutions_within_frames(tmp_path):
     assert torch.equal(kernel[:, :, 1], weights["blocks.0.self_attn.lepe.weight"])
     assert kernel[:, :, [0, 2]].abs().max() == 0
     inputs = tiny.wan_inputs()
-    torch.testing.assert_close(output_of(loaded, **inputs), output_of(model, **inputs), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(wan_output(loaded, **inputs), wan_output(model, **inputs), rtol=1e-4, atol=1e-5)
 
 
 # A whole pipeline
@@ -181,19 +177,9 @@ def test_base_gives_the_other_components(tmp_path):
     save_file(authors_checkpoint(model), tmp_path / "authors.safetensors")
     report = run(tmp_path / "authors.safetensors", tmp_path / "out", blocks=(3, 1, 2), base=tmp_path / "base")
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
-    pipeline.set_progress_bar_config(disable=True)
     assert type(pipeline.transformer) is MHLAWanTransformer3DModel
     assert torch.equal(pipeline.transformer.proj_out.weight, model.proj_out.weight)
-    video = pipeline(
-        prompt="a three",
-        height=16,
-        width=32,
-        num_frames=9,
-        num_inference_steps=1,
-        max_sequence_length=16,
-        output_type="pt",
-    )
-    assert video.frames.isfinite().all()
+    tiny.wan_video(pipeline, num_frames=9, num_inference_steps=1)
     assert report.source == {"location": "authors.safetensors", "base": {"location": "base"}}
     assert sorted(report.copied_files)[-1] == "vae/diffusion_pytorch_model.safetensors"
     assert [path.name for path in (tmp_path / "out/transformer").glob("*.safetensors")] == [

@@ -65,17 +65,9 @@ def convert(source, destination, mhla=None, **options):
     return convert_pretrained(source, destination, mhla or {"blocks": BLOCKS}, progress=False, **options)
 
 
-def output_of(model):
-    with torch.no_grad():
-        return model(**tiny.wan_inputs(), return_dict=False)[0]
-
-
 def assert_nothing_left(folder):
     """Neither a destination nor a temporary directory."""
     assert sorted(path.name for path in folder.iterdir() if path.name != "damaged") == []
-
-
-# What users type
 
 
 # Safetensors one tensor at a time
@@ -138,20 +130,9 @@ def test_shards_are_written_one_at_a_time(tmp_path):
 def test_pipeline_generates_after_conversion(pipeline_dir, tmp_path):
     report = convert(pipeline_dir, tmp_path / "mhla", EVERYTHING)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
-    pipeline.set_progress_bar_config(disable=True)
     assert type(pipeline.transformer) is MHLAWanTransformer3DModel
     assert pipeline.transformer.mhla_layers == [0, 1]
-    video = pipeline(
-        prompt="a three moves left",
-        height=16,
-        width=32,
-        num_frames=5,
-        num_inference_steps=2,
-        max_sequence_length=16,
-        output_type="pt",
-    ).frames
-    assert video.shape == (1, 5, 3, 16, 32)
-    assert video.isfinite().all()
+    assert tiny.wan_video(pipeline).shape == (5, 16, 32, 3)
     assert report.components["transformer"].mhla_layers == [0, 1]
     assert list(tmp_path.iterdir()) == [tmp_path / "mhla"]
 
@@ -186,7 +167,7 @@ def test_same_as_converting_in_memory(transformer_dir, tmp_path, mhla):
         assert torch.equal(tensor, expected[name]), name
     assert streamed.config.mhla == in_memory.config.mhla
     # Equal weights at other addresses: BLAS may sum in another order.
-    torch.testing.assert_close(output_of(streamed.eval()), output_of(in_memory.eval()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tiny.wan_output(streamed), tiny.wan_output(in_memory), rtol=1e-5, atol=1e-5)
 
 
 def test_subfolder_converts_the_transformer_alone(pipeline_dir, tmp_path):
@@ -205,8 +186,7 @@ def test_image_to_video(tmp_path):
     softmax.save_pretrained(tmp_path / "softmax")
     convert(tmp_path / "softmax", tmp_path / "mhla")
     model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
-    with torch.no_grad():
-        assert model(**tiny.wan_inputs(image_to_video=True), return_dict=False)[0].isfinite().all()
+    assert tiny.wan_output(model, **tiny.wan_inputs(image_to_video=True)).isfinite().all()
     assert torch.equal(model.blocks[0].attn2.add_k_proj.weight, softmax.blocks[0].attn2.add_k_proj.weight)
 
 
@@ -228,12 +208,9 @@ def test_max_shard_size(sharded_dir, tmp_path):
         assert sum(tensor.nbytes for tensor in load_file(tmp_path / "mhla" / name).values()) <= 60_000
     index = json.loads((tmp_path / "mhla/diffusion_pytorch_model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == report.bytes_written
-    torch.testing.assert_close(
-        output_of(MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla").eval()),
-        output_of(mhla_hf.convert(WanTransformer3DModel.from_pretrained(sharded_dir).eval(), {"blocks": BLOCKS})),
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    streamed = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
+    in_memory = mhla_hf.convert(WanTransformer3DModel.from_pretrained(sharded_dir), {"blocks": BLOCKS})
+    torch.testing.assert_close(tiny.wan_output(streamed), tiny.wan_output(in_memory), rtol=1e-5, atol=1e-5)
 
 
 def test_dtype_leaves_fp32_modules_alone(transformer_dir, tmp_path):
@@ -295,13 +272,8 @@ def test_from_the_hub_cache(transformer_dir, tmp_path):
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     shutil.copy(weights, repository / "blobs" / digest)
     (snapshot / weights.name).symlink_to(Path("../../../blobs") / digest)
-    report = convert(
-        "someone/tiny-wan",
-        tmp_path / "mhla",
-        subfolder="transformer",
-        cache_dir=tmp_path / "cache",
-        local_files_only=True,
-    )
+    cache = {"cache_dir": tmp_path / "cache", "local_files_only": True}
+    report = convert("someone/tiny-wan", tmp_path / "mhla", subfolder="transformer", **cache)
     assert report.source["commit"] == commit
     assert report.components["transformer"].weight_sets[0].source_files[weights.name]["sha256"] == digest
     assert not (tmp_path / "mhla" / weights.name).is_symlink()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.conversion import convert_pretrained
@@ -39,10 +39,7 @@ def made(tmp_path_factory):
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=32, tie_word_embeddings=True)).save_pretrained(folder / "llama")
     tiny.character_tokenizer().save_pretrained(folder / "llama")
-    BertModel(BertConfig(**SIZES, vocab_size=32)).save_pretrained(folder / "bert")
-    ViTModel(ViTConfig(**SIZES, image_size=8, patch_size=2)).save_pretrained(folder / "vit")
-    for name in ("llama", "bert", "vit"):
-        convert_pretrained(folder / name, folder / f"{name}-mhla", {}, progress=False)
+    convert_pretrained(folder / "llama", folder / "llama-mhla", {}, progress=False)
     return folder
 
 
@@ -51,12 +48,12 @@ def copied(made, tmp_path):
     return lambda name: Path(shutil.copytree(made / name, tmp_path / name))
 
 
-def lines(folder: Path, level: str = "error", **options) -> list[str]:
-    problems = check_directory(folder, **options)
+def errors(folder: Path) -> list[str]:
+    problems = check_directory(folder)
     for problem in problems:
         assert "\n" not in str(problem) and len(str(problem)) < 700 and str(folder) not in str(problem)
     assert problems == sorted(problems, key=lambda problem: (problem.level, problem.file, problem.message))
-    return [str(problem) for problem in problems if problem.level == level]
+    return [str(problem) for problem in problems if problem.level == "error"]
 
 
 def edit_json(path: Path, **changes) -> None:
@@ -84,7 +81,6 @@ def test_directories_as_they_are_on_the_hub(name, copied):
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    # Values.
     # Files.
     "no-folder": ("pipeline", lambda root: shutil.rmtree(root / "vae"), "the component vae, whose folder is missing"),
     "no-shard": (
@@ -99,27 +95,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "model_index.json: names '../victim', which is no path inside",
     ),
     # Weight files.
-    "truncated": (
-        "bare",
-        lambda root: _truncate(root / "diffusion_pytorch_model.safetensors", -8),
-        "diffusion_pytorch_model.safetensors: is truncated or not a safetensors file",
-    ),
-    "index-outside": (
-        "shards",
-        lambda root: _edit_map(root, lambda names: names.update(x="../../victim.safetensors")),
-        "names '../../victim.safetensors', which is no path inside transformer",
-    ),
     "link-outside": (
         "pipeline",
         lambda root: (root / "vae/key.json").symlink_to("/etc/hostname"),
         "the directory: vae/key.json leads by a link to /etc/hostname, outside",
     ),
     # Configurations.
-    "unknown-option": (
-        "bare",
-        lambda root: _edit_options(root, speed="fast"),
-        "config.json: Unknown mhla option speed. Known options: feature_map, ",
-    ),
     "no-options": (
         "bare",
         lambda root: edit_json(root / "config.json", mhla="REMOVED"),
@@ -164,17 +145,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 }
 
 
-def _truncate(path: Path, keep: int) -> None:
-    path.write_bytes(path.read_bytes()[:keep])
-
-
-def _edit_map(root: Path, change: Callable[[dict[str, str]], object]) -> None:
-    index = root / f"{WAN}.safetensors.index.json"
-    content = json.loads(index.read_text())
-    change(content["weight_map"])
-    index.write_text(json.dumps(content))
-
-
 def _edit_options(root: Path, **changes) -> None:
     edit_json(root / "config.json", mhla={**json.loads((root / "config.json").read_text())["mhla"], **changes})
 
@@ -188,34 +158,10 @@ def test_damage_is_named(case, copied):
     name, damage, message = DAMAGES[case]
     folder = copied(name)
     damage(folder)
-    found = lines(folder)
+    found = errors(folder)
     assert any(message in line for line in found), found
     # One cause is not reported over and over.
     assert len(found) <= 2, found
-
-
-WARNINGS: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "pickle-beside": (
-        "llama-mhla",
-        lambda root: torch.save({}, root / "training_args.bin"),
-        "the directory: has pickles (training_args.bin), which can run code when read",
-    ),
-    "variant-only": (
-        "llama-mhla",
-        lambda root: (root / "model.safetensors").rename(root / "model.fp16.safetensors"),
-        "the directory: has weights of variant='fp16' alone; write them without a variant",
-    ),
-    "integers": (
-        "bare",
-        lambda root: _edit_bare(root, lambda tensors: tensors.update({"proj_out.bias": torch.zeros(64).long()})),
-        "holds other types in place of floating-point parameters: proj_out.bias (torch.int64)",
-    ),
-    "unknown-tensor": (
-        "llama-mhla",
-        lambda root: edit_weights(root / "model.safetensors", lambda tensors: tensors.update(other=torch.ones(1))),
-        "model.safetensors: has tensors that the model does not know: other",
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)

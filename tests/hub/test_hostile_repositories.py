@@ -95,16 +95,12 @@ def unknown_option(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**content, "mhla": {**content.get("mhla", {}), "speed": "fast"}}))
 
 
-OUTSIDE, PICKLES, DAMAGED = (
-    "no path inside|not allowed",
-    "only as .*\\.bin|If its weights are .bin",
-    "is truncated or not",
-)
+OUTSIDE, PICKLES = "no path inside|not allowed", "only as .*\\.bin|If its weights are .bin"
 ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "index-above": (index_names("{up}outside.safetensors"), OUTSIDE),
     "index-absolute": (index_names("{outside}"), OUTSIDE),
     "pickled-code": (pickled_code, PICKLES),
-    "tensor-of-10-GB": (tensor_of_10_gigabytes, DAMAGED),
+    "tensor-of-10-GB": (tensor_of_10_gigabytes, "is truncated or not"),
     "unknown-option": (unknown_option, "Unknown mhla option.* speed"),
 }
 
@@ -159,7 +155,6 @@ def test_doctor(attack, name, attacked):
     folder = attacked(name, attack)
     errors = [problem for problem in check_directory(folder) if problem.level == "error"]
     assert len(errors) == 1
-    assert "\n" not in str(errors[0])
     refused(lambda: (_ for _ in ()).throw(ValueError(str(errors[0]))), ATTACKS[attack][1])
 
 

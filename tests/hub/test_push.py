@@ -267,10 +267,7 @@ def break_link(directory):
     return "notes.txt leads by a link"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [break_nan, break_pickle, break_softmax, break_link],
-)
+@pytest.mark.parametrize("damage", [break_nan, break_pickle, break_softmax, break_link])
 def test_nothing_is_pushed_when_something_is_wrong(client, hub, pipeline, damage):
     expected = damage(pipeline)
     seen = len(hub.requests)

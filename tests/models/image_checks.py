@@ -6,28 +6,15 @@ import torch
 from diffusers import ContextParallelConfig
 from diffusers.models.attention_processor import AttnProcessor2_0
 
-import mhla_hf.layers.mhla
 from mhla_hf import BlockLayout, MHLAConfig, convert, mhla_attention
 from mhla_hf.models.attention import MHLAAttnProcessor
-from tests.models.model_case import (
-    OPTION_SETS,
-    ModelCase,
-    attention_inputs,
-    captured,
-    gradient_error,
-    naive_attention,
-    relative_error,
-)
+from tests.models.model_case import OPTION_SETS, ModelCase, attention_inputs, captured, relative_error
 
 
 class ImageChecks(ModelCase):
     """Attributes: patch: Width of a patch in latents."""
 
     patch: int
-
-    def grid_of(self, size):
-        """Token grid of latents."""
-        return tuple(length // self.patch for length in size)
 
     # Which layers are MHLA
 
@@ -126,17 +113,7 @@ class ImageChecks(ModelCase):
     @pytest.mark.smoke
     @pytest.mark.parametrize("options", ["default", "everything"])
     def test_gradients_equal_those_of_the_naive_form(self, options, monkeypatch):
-        model = self.make_mhla(**OPTION_SETS[options]).double()
-        inputs = self.inputs(2, dtype=torch.float64)
-
-        def gradients():
-            model.zero_grad()
-            model(**inputs).sample.square().mean().backward()
-            return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-        actual = gradients()
-        monkeypatch.setattr(mhla_hf.layers.mhla, "attend_on", naive_attention)
-        assert gradient_error(actual, gradients()) < 1e-8
+        assert self.naive_gradient_error(OPTION_SETS[options], monkeypatch) < 1e-8
 
     def test_one_block_is_vanilla_linear_attention(self):
         model = self.make_mhla(trained=False, blocks=[1, 1])

@@ -6,12 +6,14 @@ A family's test module subclasses `ModelCase` once and mixes it with each `*Chec
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
-from mhla_hf import BlockLayout, MHLAConfig
+from mhla_hf import BlockLayout, MHLAConfig, convert
 from mhla_hf.layers.mixing import with_window_size
 from mhla_hf.ops.forms import attend_naively
 from mhla_hf.ops.operands import Operands
@@ -77,6 +79,28 @@ class ModelCase:
         """The model's output without gradients."""
         with torch.no_grad():
             return model(**self.inputs(size, **options)).sample
+
+    def convert_stock(self, options: dict[str, Any], sizes: Sequence[Any]) -> tuple[torch.nn.Module, list[float]]:
+        """A converted model, and at each size the error of its output against that of the stock model."""
+        stock = self.make()
+        expected = [self.run(stock, size, batch=2) for size in sizes]
+        model = convert(stock, options)
+        outputs = (self.run(model, size, batch=2) for size in sizes)
+        return model, [relative_error(output, stock_output) for output, stock_output in zip(outputs, expected)]
+
+    def naive_gradient_error(self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> float:
+        """Error of the gradients in float64 against those of the dense definition."""
+        model = self.make_mhla(**options).double()
+        inputs = self.inputs(2, dtype=torch.float64)
+
+        def gradients() -> dict[str, torch.Tensor]:
+            model.zero_grad()
+            model(**inputs).sample.square().mean().backward()
+            return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+        actual = gradients()
+        monkeypatch.setattr("mhla_hf.layers.mhla.attend_on", naive_attention)
+        return gradient_error(actual, gradients())
 
 
 def mhla_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

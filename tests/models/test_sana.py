@@ -37,19 +37,13 @@ class TestSana(SanaCase, ImageChecks):
     )
     def test_a_converted_model_is_the_stock_model(self, options):
         """At every grid: those that the blocks divide, ragged ones, and ones that the weights are resampled for."""
-        stock = self.make()
         sizes = [*self.sizes, (1, 1), (3, 11), (16, 16), (8, 24)]
-        expected = [self.run(stock, size, batch=2) for size in sizes]
-        model = convert(stock, options)
+        model, errors = self.convert_stock(options, sizes)
         assert all(type(block) is MHLASanaTransformerBlock for block in model.transformer_blocks)
-        for size, output in zip(sizes, expected):
-            assert relative_error(self.run(model, size, batch=2), output) < 1e-5, size
+        assert all(error < 1e-5 for error in errors)
 
     def test_other_starts_are_not_the_stock_model(self):
-        stock = self.make()
-        expected = self.run(stock)
-        model = convert(stock, {**self.options, "mixing_init": "linear"})
-        assert relative_error(self.run(model), expected) > 1e-4
+        assert self.convert_stock({**self.options, "mixing_init": "linear"}, [0])[1][0] > 1e-4
 
     @pytest.mark.parametrize(
         "options, same",
@@ -68,11 +62,9 @@ class TestSana(SanaCase, ImageChecks):
         ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
     )
     def test_the_class_knows_when_it_starts_as_the_stock_model(self, options, same):
-        stock = self.make()
-        expected = self.run(stock)
-        model = convert(stock, {**self.options, **options})
+        model, (error,) = self.convert_stock({**self.options, **options}, [0])
         assert self.mhla_class.starts_as_upstream(model.mhla_config) == same
-        assert (relative_error(self.run(model), expected) < 1e-5) == same
+        assert (error < 1e-5) == same
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_half_precision_is_as_good_as_stock(self, dtype):
@@ -95,17 +87,10 @@ class TestSana(SanaCase, ImageChecks):
 class TestSanaSprint(SanaSprintCase):
     @pytest.mark.parametrize("blocks", [[1, 1], [2, 3]], ids=str)
     def test_a_converted_model_is_the_stock_model(self, blocks):
-        stock = self.make()
-        expected = [self.run(stock, size, batch=2) for size in range(3)]
-        model = convert(stock, {"blocks": blocks})
-        for size, output in enumerate(expected):
-            assert relative_error(self.run(model, size, batch=2), output) < 1e-5
+        assert all(error < 1e-5 for error in self.convert_stock({"blocks": blocks}, range(3))[1])
 
-    def test_every_parameter_has_a_gradient(self):
-        model = self.make_mhla().train()
-        model(**self.inputs()).sample.square().mean().backward()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+    gradients = TrainingChecks.gradients
+    test_every_parameter_has_a_gradient = TrainingChecks.test_every_parameter_has_a_gradient
 
 
 class TestSanaModel(SanaCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):

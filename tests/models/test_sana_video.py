@@ -7,15 +7,14 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.models.transformers.transformer_sana_video import WanRotaryPosEmbed
 
-import mhla_hf.layers.mhla
-from mhla_hf import MHLASanaVideoTransformer3DModel, convert, load_pipeline
+from mhla_hf import MHLASanaVideoTransformer3DModel, load_pipeline
 from tests import tiny_images
 from tests.models.adapter_checks import AdapterChecks
 from tests.models.cases import SanaVideoCase
 from tests.models.compile_checks import CompileChecks
 from tests.models.image_pipeline_checks import PromptedPipelineChecks
 from tests.models.memory_checks import InPlaceChecks, MemoryChecks
-from tests.models.model_case import OPTION_SETS, captured, gradient_error, naive_attention, relative_error
+from tests.models.model_case import OPTION_SETS, captured
 from tests.models.saving_checks import SavingChecks
 from tests.models.training_checks import TrainingChecks
 
@@ -37,19 +36,12 @@ CASE = SanaVideoCase()
 )
 def test_a_converted_model_is_the_stock_model(options):
     """At every grid: those that the blocks divide, ragged ones, and ones that the weights are resampled for."""
-    stock = CASE.make()
     sizes = [*CASE.sizes, (1, 2, 2), (7, 10, 6), (6, 8, 16)]
-    expected = [CASE.run(stock, size, batch=2) for size in sizes]
-    model = convert(stock, options)
-    for size, output in zip(sizes, expected):
-        assert relative_error(CASE.run(model, size, batch=2), output) < 1e-5, size
+    assert all(error < 1e-5 for error in CASE.convert_stock(options, sizes)[1])
 
 
 def test_other_starts_are_not_the_stock_model():
-    stock = CASE.make()
-    expected = CASE.run(stock)
-    model = convert(stock, {"blocks": [3, 1, 2], "mixing_init": "linear"})
-    assert relative_error(CASE.run(model), expected) > 1e-3
+    assert CASE.convert_stock({"blocks": [3, 1, 2], "mixing_init": "linear"}, [0])[1][0] > 1e-3
 
 
 @pytest.mark.parametrize("size", [(3, 4, 8), (5, 6, 14), (1, 2, 26)], ids=str)
@@ -63,17 +55,7 @@ def test_attention_is_told_the_grid_of_its_input(size):
 
 @pytest.mark.parametrize("options", ["default", "everything", "rope_first"])
 def test_gradients_equal_those_of_the_naive_form(options, monkeypatch):
-    model = CASE.make_mhla(**OPTION_SETS[options]).double()
-    inputs = CASE.inputs(2, dtype=torch.float64)
-
-    def gradients():
-        model.zero_grad()
-        model(**inputs).sample.square().mean().backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    actual = gradients()
-    monkeypatch.setattr(mhla_hf.layers.mhla, "attend_on", naive_attention)
-    assert gradient_error(actual, gradients()) < 1e-6
+    assert CASE.naive_gradient_error(OPTION_SETS[options], monkeypatch) < 1e-6
 
 
 def test_rotary_tables_keep_upstream_values():

@@ -237,8 +237,6 @@ def test_command(sources, tmp_path, caplog):
     assert "(passages of text of at most " in card.text and "One run, seed 0." in card.text
     for text in ("softmax (original)", "converted", "calibrated", "matched", "cosine to the original", "CPU seconds"):
         assert text in done.output
-    wrong = CliRunner().invoke(app, [*command, "--match-steps", "0"])
-    assert wrong.exit_code == 2 and "'--match-steps': must be at least 1, got 0" in " ".join(wrong.output.split())
 
 
 def _option(name: str) -> str:

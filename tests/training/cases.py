@@ -6,13 +6,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mhla_hf import convert
 from mhla_hf.training import DiTObjective, SanaObjective, WanObjective
+from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
 from mhla_hf.training.stages.objectives import Objective
+from mhla_hf.utils.files import write_json
 
 from .. import tiny, tiny_images
 
@@ -69,6 +72,39 @@ def _dit_sample(generator: torch.Generator) -> dict[str, torch.Tensor]:
         "latents": torch.randn(4, 8, 8, generator=generator),
         "class_label": torch.randint(CLASSES, (), generator=generator),
     }
+
+
+def video_samples(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Samples of the tiny Wan pipeline at 32 by 32 pixels and five frames, of random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"latents": (16, 2, 4, 4), "prompt_embeds": (5, tiny.TEXT_DIM)}
+    return [{name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(count)]
+
+
+def write_cache(directory: Path, settings: dict[str, Any], count: int, seed: int = 0) -> None:
+    """Write a finished cache of random latents: the encoders have tests of their own."""
+    names = [f"{number:06d}.safetensors" for number in range(count)]
+    (directory / "samples").mkdir(parents=True)
+    for name, tensors in zip(names, video_samples(count, seed), strict=True):
+        write_tensors(directory / "samples" / name, tensors)
+    write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)})
+    manifest = {"format_version": FORMAT_VERSION, "settings": settings, "complete": True, "samples": names}
+    finished = {"latent_shapes": [[16, 2, 4, 4]], "buckets": [0] * count, "skipped": [], "classes": {}}
+    write_json(directory / MANIFEST, {**manifest, **finished, "samples_digest": str(seed)})
+
+
+class Interrupted(Exception):
+    """Stands for a crash at a given step."""
+
+
+def crash_at(stage: str, step: int) -> Callable[[str, int, float], None]:
+    """A callback of a run that interrupts it."""
+
+    def callback(at_stage: str, at_step: int, loss: float) -> None:
+        if (at_stage, at_step) == (stage, step):
+            raise Interrupted
+
+    return callback
 
 
 CASES = {

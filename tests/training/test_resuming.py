@@ -11,16 +11,15 @@ from safetensors.torch import load_file, save_file
 from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
 from mhla_hf.training.checkpoints import read_metrics, read_state
-from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
-from mhla_hf.utils.files import write_json
 
 from .. import tiny
-from .cases import CASES
+from .cases import CASES, write_cache
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 CASE = CASES["dit"]
+SETTINGS = {"max_sequence_length": 8, "sizes": "32,32,5"}
 
 
 def options(output, **changes):
@@ -127,7 +126,7 @@ def run_from_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     tiny.wan_pipeline(num_layers=1).save_pretrained(folder / "pipeline")
     shutil.copytree(folder / "pipeline", folder / "teacher")
-    write_cache(folder / "cache")
+    write_cache(folder / "cache", SETTINGS, 2)
     start_from_files(folder, None)
     return folder
 
@@ -152,7 +151,7 @@ class TestOtherInputs:
         shutil.rmtree(folder / "run" / "pipeline")
         if part == "cache":
             shutil.rmtree(folder / "cache")
-            write_cache(folder / "cache", seed=1)
+            write_cache(folder / "cache", SETTINGS, 2, seed=1)
         else:
             file = next((folder / part).glob("*.safetensors"))
             tensors = load_file(file)
@@ -160,31 +159,6 @@ class TestOtherInputs:
             save_file({**tensors, first: tensors[first] + 1}, file, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=f"was made with other {name} than this run has"):
             start_from_files(folder, "latest")
-
-
-def write_cache(directory, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    names = [f"{number:06d}.safetensors" for number in range(2)]
-    (directory / "samples").mkdir(parents=True)
-    for name in names:
-        tensors = {
-            "latents": torch.randn(16, 2, 4, 4, generator=generator),
-            "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
-        }
-        write_tensors(directory / "samples" / name, tensors)
-    write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)})
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "settings": {"max_sequence_length": 8, "sizes": "32,32,5"},
-        "complete": True,
-        "samples": names,
-        "latent_shapes": [[16, 2, 4, 4]],
-        "buckets": [0, 0],
-        "skipped": [],
-        "classes": {},
-        "samples_digest": str(seed),
-    }
-    write_json(directory / MANIFEST, manifest)
 
 
 class TestTracking:

@@ -29,7 +29,7 @@ from mhla_hf.training.parameters import (
 from mhla_hf.training.processes import unsharded
 
 from .. import tiny
-from .cases import CASES
+from .cases import CASES, Interrupted, crash_at, write_cache
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
@@ -68,27 +68,12 @@ def pipeline_directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache_directory(tmp_path_factory, pipeline_directory):
-    """A cache with random latents: the encoders have tests of their own."""
     from mhla_hf.training.config import CacheConfig
-    from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, CachePlan, write_tensors
-    from mhla_hf.utils.files import write_json
+    from mhla_hf.training.data.cache import CachePlan
 
-    directory = tmp_path_factory.mktemp("cache")
-    (directory / "samples").mkdir()
+    directory = tmp_path_factory.mktemp("cache") / "wan"
     config = CacheConfig(data="digits", sizes="32,32,5", max_sequence_length=8)
-    generator = torch.Generator().manual_seed(0)
-    names = [f"{number:06d}.safetensors" for number in range(4)]
-    for name in names:
-        tensors = {
-            "latents": torch.randn(16, 2, 4, 4, generator=generator),
-            "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
-        }
-        write_tensors(directory / "samples" / name, tensors)
-    write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)})
-    settings = CachePlan.make(ModelDirectory.open(pipeline_directory), config).settings()
-    manifest = {"format_version": FORMAT_VERSION, "settings": settings, "complete": True}
-    finished = {"samples": names, "latent_shapes": [[16, 2, 4, 4]], "buckets": [0] * 4, "skipped": [], "classes": {}}
-    write_json(directory / MANIFEST, {**manifest, **finished, "samples_digest": "0"})
+    write_cache(directory, CachePlan.make(ModelDirectory.open(pipeline_directory), config).settings(), 4)
     return directory
 
 
@@ -96,6 +81,17 @@ def options(**changes):
     return TrainingConfig(
         **{"batch_size": 2, "max_steps": 4, "learning_rate": 1e-2, "progress": False, "device": "cpu", **changes}
     )
+
+
+@pytest.fixture
+def train(case, teacher, dataset):
+    """Train a model of the case beside its teacher."""
+
+    def run(config, model, **more):
+        more = {"teacher": teacher, "null_condition": case.null_condition, **more}
+        return DiffusionTrainer(config, model, dataset, **more).run()
+
+    return run
 
 
 class TestParameters:
@@ -163,17 +159,11 @@ class TestTransfer:
 
 class TestInProcess:
     @pytest.mark.parametrize(("case", "mode"), [("wan", "mhla"), ("sana", "lora"), ("dit", "full")], indirect=["case"])
-    def test_only_what_the_mode_says_changes(self, mode, case, teacher, student, dataset):
+    def test_only_what_the_mode_says_changes(self, mode, student, train):
         before = copy.deepcopy(student.state_dict())
         seen = []
-        result = DiffusionTrainer(
-            options(train=mode, transfer_steps=2, max_steps=2, lora_rank=2),
-            student,
-            dataset,
-            teacher=teacher,
-            null_condition=case.null_condition,
-            callback=lambda *step: seen.append(step[:2]),
-        ).run()
+        config = options(train=mode, transfer_steps=2, max_steps=2, lora_rank=2)
+        result = train(config, student, callback=lambda *step: seen.append(step[:2]))
         assert seen == [("transfer", 1), ("transfer", 2), ("finetune", 1), ("finetune", 2)]
         assert {stage: len(losses) for stage, losses in result.losses.items()} == {"transfer": 2, "finetune": 2}
         assert result.pipeline is None and result.resumed_from is None
@@ -190,15 +180,10 @@ class TestInProcess:
             assert changed == expected
         assert all(parameter.requires_grad for parameter in result.model.parameters())
 
-    def test_training_lowers_the_losses(self, case, teacher, student, dataset):
+    def test_training_lowers_the_losses(self, student, dataset, train):
         before = evaluate(student, dataset, draws_per_sample=4)
-        result = DiffusionTrainer(
-            options(transfer_steps=25, max_steps=25, learning_rate=3e-3, warmup_steps=3, lr_schedule="cosine"),
-            student,
-            dataset,
-            teacher=teacher,
-            null_condition=case.null_condition,
-        ).run()
+        schedule = {"warmup_steps": 3, "lr_schedule": "cosine"}
+        result = train(options(transfer_steps=25, max_steps=25, learning_rate=3e-3, **schedule), student)
         assert sum(result.losses["transfer"][-5:]) < 0.9 * sum(result.losses["transfer"][:5])
         difference, error = evaluate(result.model, dataset, draws_per_sample=4).difference(before)
         assert difference < -5 * error
@@ -211,61 +196,38 @@ class TestInProcess:
             losses.append(DiffusionTrainer(config, copy.deepcopy(student), dataset).run().losses["finetune"])
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
-    def test_checkpointing_and_bf16_train_alike(self, case, teacher, student, dataset):
-        plain = DiffusionTrainer(
-            options(transfer_steps=2),
-            copy.deepcopy(student),
-            dataset,
-            teacher=teacher,
-            null_condition=case.null_condition,
-        ).run()
+    def test_checkpointing_and_bf16_train_alike(self, student, dataset, train):
+        plain = train(options(transfer_steps=2), copy.deepcopy(student))
         AcceleratorState._reset_state(True)
-        lean = DiffusionTrainer(
-            options(transfer_steps=2, gradient_checkpointing=True, mixed_precision="bf16"),
-            student,
-            dataset,
-            teacher=teacher,
-            null_condition=case.null_condition,
-        ).run()
+        lean = train(options(transfer_steps=2, gradient_checkpointing=True, mixed_precision="bf16"), student)
         for stage in ("transfer", "finetune"):
             assert lean.losses[stage] == pytest.approx(plain.losses[stage], rel=0.05)
         assert {parameter.dtype for parameter in lean.model.parameters()} == {torch.float32}
         assert evaluate(lean.model, dataset).loss > 0
 
     def test_what_is_missing_is_named(self, teacher, student, dataset):
-        with pytest.raises(ValueError, match="model must be given"):
-            DiffusionTrainer(options())
-        with pytest.raises(ValueError, match="cache must be given"):
-            DiffusionTrainer(options(), student)
-        with pytest.raises(ValueError, match="data set is empty"):
-            DiffusionTrainer(options(), student, [])
-        with pytest.raises(ValueError, match="null_condition"):
-            DiffusionTrainer(options(), student, dataset)
-        with pytest.raises(ValueError, match="needs teacher"):
-            DiffusionTrainer(options(transfer_steps=1, condition_dropout=0.0), student, dataset).run()
-        with pytest.raises(ValueError, match="no MHLA layers"):
-            DiffusionTrainer(options(transfer_steps=1, condition_dropout=0.0), teacher, dataset).run()
-        with pytest.raises(ValueError, match="validation_prompts need"):
-            DiffusionTrainer(options(validation_prompts="a", condition_dropout=0.0), student, dataset).run()
-        with pytest.raises(ValueError, match="needs output"):
-            DiffusionTrainer(options(report_to="tensorboard"), student, dataset)
-
-
-class Interrupted(Exception):
-    """Stands for a crash at a given step."""
-
-
-def crash_at(stage, step):
-    def callback(at_stage, at_step, loss):
-        if (at_stage, at_step) == (stage, step):
-            raise Interrupted
-
-    return callback
+        for changes, models, message in (
+            ({}, (), "model must be given"),
+            ({}, (student,), "cache must be given"),
+            ({}, (student, []), "data set is empty"),
+            ({}, (student, dataset), "null_condition"),
+            ({"report_to": "tensorboard"}, (student, dataset), "needs output"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                DiffusionTrainer(options(**changes), *models)
+        for changes, model, message in (
+            ({"transfer_steps": 1}, student, "needs teacher"),
+            ({"transfer_steps": 1}, teacher, "no MHLA layers"),
+            ({"validation_prompts": "a"}, student, "validation_prompts need"),
+        ):
+            trainer = DiffusionTrainer(options(condition_dropout=0.0, **changes), model, dataset)
+            with pytest.raises(ValueError, match=message):
+                trainer.run()
 
 
 class TestResuming:
     @pytest.mark.parametrize(("case", "mode"), [("wan", "mhla"), ("sana", "lora"), ("dit", "full")], indirect=["case"])
-    def test_interrupted_runs_end_where_uninterrupted_ones_do(self, mode, case, teacher, student, dataset, tmp_path):
+    def test_interrupted_runs_end_where_uninterrupted_ones_do(self, mode, student, train, tmp_path):
         shared = {
             "train": mode,
             "transfer_steps": 5,
@@ -279,14 +241,7 @@ class TestResuming:
 
         def run(output, callback=None):
             config = options(output=output, resume="latest", **shared)
-            return DiffusionTrainer(
-                config,
-                copy.deepcopy(student),
-                dataset,
-                teacher=teacher,
-                null_condition=case.null_condition,
-                callback=callback,
-            ).run()
+            return train(config, copy.deepcopy(student), callback=callback)
 
         whole = run(tmp_path / "whole")
         # In the matching stage, at its very end, right after a checkpoint, and before the end.

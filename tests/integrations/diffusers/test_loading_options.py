@@ -21,13 +21,6 @@ OPTIONS = {**WanCase.options, "output_gate": True}
 
 
 @pytest.fixture(scope="module")
-def softmax_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("softmax")
-    tiny.wan_pipeline().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def mhla_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mhla")
     pipeline = convert(tiny.wan_pipeline(), OPTIONS)

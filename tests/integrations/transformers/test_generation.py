@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -116,21 +117,22 @@ def test_sampling(llama):
     assert torch.equal(*samples)
 
 
-@pytest.mark.parametrize("drafts", [2, 5])
-def test_assisted_decoding(llama, greedy, drafts):
-    draft = copy.deepcopy(llama)
+def speculations(model, drafts: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    """Tokens after the last prompt, guessed by a model that is a little different, and looked up in the prompt."""
+    draft = copy.deepcopy(model)
     with torch.no_grad():
         for index, parameter in enumerate(draft.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) * 0.02)
-    draft.generation_config.num_assistant_tokens = drafts
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     one = {name: tensor[2:] for name, tensor in prompt(False).items()}
-    assert torch.equal(generate(llama, one, assistant_model=draft).sequences, greedy[False][0][2:])
+    for count in drafts:
+        draft.generation_config.num_assistant_tokens = count
+        yield generate(model, one, assistant_model=draft).sequences
+    yield generate(model, one, prompt_lookup_num_tokens=3).sequences
 
 
-def test_prompt_lookup(llama, greedy):
-    one = {name: tensor[2:] for name, tensor in prompt(False).items()}
-    assert torch.equal(generate(llama, one, prompt_lookup_num_tokens=3).sequences, greedy[False][0][2:])
+def test_assisted_decoding_and_prompt_lookup(llama, greedy):
+    assert all(torch.equal(found, greedy[False][0][2:]) for found in speculations(llama, (2, 5)))
 
 
 @pytest.mark.parametrize("make", [DynamicCache, MHLACache], ids=lambda kind: kind.__name__)

@@ -19,7 +19,7 @@ from mhla_hf.training.stages.noise_prediction import NoiseSchedule, noise_distil
 from mhla_hf.training.stages.prediction import DiffusionStage
 from tests import tiny
 from tests.layers.test_original import kept, models
-from tests.training.cases import CASES
+from tests.training.cases import CASES, Interrupted, crash_at, video_samples
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
@@ -172,13 +172,7 @@ class TestStage:
         original = case.make_teacher()
         student = case.student(original)
 
-        class Interrupted(Exception): ...
-
-        def train(output, stop=None):
-            def callback(stage, step, loss):
-                if (stage, step) == stop:
-                    raise Interrupted
-
+        def train(output, callback=None):
             config = options(
                 output=output, resume="latest", train=mode, lora_rank=2, transfer_steps=2, distill_steps=5,
                 max_steps=3, checkpointing_steps=2, learning_rate=3e-3,
@@ -191,7 +185,7 @@ class TestStage:
         assert [len(losses) for losses in whole.losses.values()] == [2, 5, 3]
         for stop in (("distill", 3), ("distill", 5), ("finetune", 1)):
             with pytest.raises(Interrupted):
-                train(tmp_path / "cut", stop)
+                train(tmp_path / "cut", crash_at(*stop))
         cut = train(tmp_path / "cut")
         assert cut.losses == whole.losses and cut.resumed_from.name == "distill-00000005"
         for key, value in whole.model.state_dict().items():
@@ -221,21 +215,11 @@ class TestFiles:
         export_model(ModelDirectory.open(converted), destination, model, {"source": {"location": str(converted)}})
         return destination
 
-    def data(self):
-        generator = torch.Generator().manual_seed(0)
-        return [
-            {
-                "latents": torch.randn(16, 2, 4, 4, generator=generator),
-                "prompt_embeds": torch.randn(5, tiny.TEXT_DIM, generator=generator),
-            }
-            for _ in range(4)
-        ]
-
     def test_weights_that_were_changed_come_from_the_source(self, softmax, changed):
         config = options(model=changed, train="mhla", distill_steps=3)
-        within = DiffusionTrainer(config, dataset=self.data()).run()
+        within = DiffusionTrainer(config, dataset=video_samples(4)).run()
         apart = load_model(ModelDirectory.open(softmax), "none")
-        expected = DiffusionTrainer(config, dataset=self.data(), teacher=apart).run()
+        expected = DiffusionTrainer(config, dataset=video_samples(4), teacher=apart).run()
         assert within.losses["distill"] == pytest.approx(expected.losses["distill"], rel=1e-3)
         projections = [parameter for name, parameter in apart.named_parameters() if "attn1.to_out.0" in name]
         assert within.teacher_memory["stored"] == 4 * sum(parameter.numel() for parameter in projections)

@@ -26,6 +26,7 @@ from mhla_hf.training.stages.transformers import (
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
 from tests.recovery.sources import model_directory
+from tests.training.cases import Interrupted, crash_at
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
@@ -193,13 +194,7 @@ class TestTrainer:
         softmax = softmax_model(name)
         student = converted(name, softmax)
 
-        class Interrupted(Exception): ...
-
-        def train(output, stop=None):
-            def callback(stage, step, loss):
-                if (stage, step) == stop:
-                    raise Interrupted
-
+        def train(output, callback=None):
             model = copy.deepcopy(student)
             config = options(
                 output=output, resume="latest", train=mode, lora_rank=2, distill_steps=6, checkpointing_steps=2,
@@ -213,7 +208,7 @@ class TestTrainer:
         assert len(whole.losses["distill"]) == 6 and whole.losses["distill"][-1] < whole.losses["distill"][0]
         for stop in (("distill", 3), ("distill", 6)):
             with pytest.raises(Interrupted):
-                train(tmp_path / "cut", stop)
+                train(tmp_path / "cut", crash_at(*stop))
         cut = train(tmp_path / "cut")
         assert cut.losses == whole.losses and cut.resumed_from.name == "distill-00000004"
         for key, value in whole.model.state_dict().items():
