@@ -284,6 +284,12 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError("aliases are not allowed")
         return super().compose_node(parent, index)
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            raise yaml.YAMLError(f"a key is given twice among {', '.join(keys)}")
+        return super().construct_mapping(node, deep)
+
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")

@@ -152,9 +152,10 @@ def test_files(tmp_path: Path):
     path.write_text("family: wan\nlayers: [1, 2]\nmatch:\n  steps: 600\n  learning_rate: 3e-4\n")
     recipe = load_recipe(path)
     assert recipe.layers == "1,2" and recipe.match.learning_rate == 3e-4 and recipe.stages() == ["match"]
-    path.write_bytes(b"family: w\xe4n")
-    with pytest.raises(ValueError, match="is not valid YAML"):
-        load_recipe(path)
+    for content in (b"family: w\xe4n", b"family: wan\nmatch: {steps: 1, steps: 2}"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="is not valid YAML"):
+            load_recipe(path)
     for name in ("nothing", "../recipes/minilm", "nothing.yaml"):
         with pytest.raises(
             ValueError, match="is neither a .yaml file nor one of fast, paper, dit-xl-2, minilm, qwen3-0.6b"
