@@ -30,9 +30,10 @@ OPTIONS = CorpusOptions(megabytes=None, held_out_megabytes=1.0, vocabulary=300, 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def write_files(folder, count=150):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, count=150):
     """Files with contents that name them, a few of them twice, one too short and one not UTF-8."""
-    files = []
+    folder, files = tmp_path_factory.mktemp("files"), []
     for number in range(count):
         path = folder / f"{number}.py"
         path.write_text(f"# file {number}: ä € 🙂\n" + f"value_{number} = [{number}]\r\n" * 20, encoding="utf-8")
@@ -45,11 +46,6 @@ def write_files(folder, count=150):
         (folder / name).write_bytes(content)
         files.append((name, folder / name))
     return files
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return write_files(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(scope="module")

@@ -207,8 +207,11 @@ class PromptedPipelineChecks(ImagePipelineChecks):
     without_noise: ClassVar[dict[str, Any]] = {}
     own_options: ClassVar[dict[str, Any]] = {}
 
-    def generate(self, pipeline, size=None, prompt="a blue seven", **options):
-        """Images of two steps from the same noise; of the first of the `sizes` if no `size` is given."""
+    def generate(self, pipeline, size=None, **options):
+        return self.draw(pipeline, size, **options).images
+
+    def draw(self, pipeline, size=None, prompt="a blue seven", **options):
+        """What a pipeline gives in two steps from the same noise, of the first of the `sizes` if none is given."""
         height, width = self.sizes[0] if size is None else size
         pipeline.set_progress_bar_config(disable=True)
         arguments = {
@@ -222,7 +225,7 @@ class PromptedPipelineChecks(ImagePipelineChecks):
             "generator": torch.Generator().manual_seed(0),
             **options,
         }
-        return pipeline(prompt, **arguments).images
+        return pipeline(prompt, **arguments)
 
     def test_guidance_and_batches(self, mhla_dir):
         """Several prompts with several images each are what each would be alone."""

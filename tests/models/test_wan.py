@@ -3,13 +3,14 @@
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_sana_video import WanRotaryPosEmbed as SanaVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
 
 from mhla_hf import BlockLayout, MHLAConfig, MHLAWanTransformer3DModel, mhla_attention
 from mhla_hf.models.attention import MHLAAttnProcessor
 from tests import tiny
 from tests.models.adapter_checks import AdapterChecks
-from tests.models.cases import WanCase, WanImageToVideoCase
+from tests.models.cases import SanaVideoCase, WanCase, WanImageToVideoCase
 from tests.models.compile_checks import CompileChecks
 from tests.models.memory_checks import InPlaceChecks, MemoryChecks
 from tests.models.model_case import attention_inputs, captured, perturb_mhla, relative_error
@@ -185,9 +186,12 @@ def test_one_block_is_vanilla_linear_attention():
     assert relative_error(calls[0].output, expected) < 1e-5
 
 
-def test_rotary_tables_keep_upstream_values():
-    model, latents = CASE.make_mhla(), CASE.inputs(2)["hidden_states"]
-    stock = WanRotaryPosEmbed(12, (1, 2, 2), 64)
+@pytest.mark.parametrize(
+    "case, embedding", [(CASE, WanRotaryPosEmbed), (SanaVideoCase(), SanaVideoRotaryPosEmbed)], ids=["wan", "sana"]
+)
+def test_rotary_tables_keep_upstream_values(case, embedding):
+    model, latents = case.make_mhla(), case.inputs(2)["hidden_states"]
+    stock = embedding(12, (1, 2, 2), 64)
     for ours, theirs in zip(model.rope(latents), stock(latents)):
         assert ours.shape == (1, 5, 3, 7, 1, 12)
         assert torch.equal(ours.flatten(1, 3), theirs)

@@ -60,20 +60,13 @@ def student(case, teacher):
 
 
 @pytest.fixture(scope="module")
-def pipeline_directory(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("wan")
-    tiny.wan_pipeline(num_layers=2).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def cache_directory(tmp_path_factory, pipeline_directory):
+def cache_directory(tmp_path_factory, softmax_dir):
     from mhla_hf.training.config import CacheConfig
     from mhla_hf.training.data.cache import CachePlan
 
     directory = tmp_path_factory.mktemp("cache") / "wan"
     config = CacheConfig(data="digits", sizes="32,32,5", max_sequence_length=8)
-    write_cache(directory, CachePlan.make(ModelDirectory.open(pipeline_directory), config).settings(), 4)
+    write_cache(directory, CachePlan.make(ModelDirectory.open(softmax_dir), config).settings(), 4)
     return directory
 
 
@@ -311,9 +304,9 @@ class TestFiles:
         assert kept == (source / "transformer" / weights).read_bytes()
         assert trained != (source / "transformer_2" / weights).read_bytes()
 
-    def test_a_run_from_files_writes_a_pipeline(self, pipeline_directory, cache_directory, tmp_path):
+    def test_a_run_from_files_writes_a_pipeline(self, softmax_dir, cache_directory, tmp_path):
         config = options(
-            model=pipeline_directory,
+            model=softmax_dir,
             cache=str(cache_directory),
             output=tmp_path,
             mhla=MHLA,
@@ -344,7 +337,7 @@ class TestFiles:
         ] * 2
 
         # The adapter and the MHLA parameters, on a fresh conversion, make the same model.
-        fresh = DiffusionPipeline.from_pretrained(pipeline_directory)
+        fresh = DiffusionPipeline.from_pretrained(softmax_dir)
         convert(fresh, MHLA)
         fresh.transformer.load_state_dict(load_file(tmp_path / "lora" / "mhla.safetensors"), strict=False)
         fresh.load_lora_weights(tmp_path / "lora")
@@ -355,21 +348,21 @@ class TestFiles:
 
         # The softmax model behind the result is recorded, and found on this machine, but no path of others is read.
         record = json.loads((result.pipeline / "training.json").read_text())
-        assert record["source"]["location"] == record["source"].pop("path") == str(pipeline_directory.resolve())
-        assert ModelDirectory.open(result.pipeline).original().folder.parent == pipeline_directory.resolve()
+        assert record["source"]["location"] == record["source"].pop("path") == str(softmax_dir.resolve())
+        assert ModelDirectory.open(result.pipeline).original().folder.parent == softmax_dir.resolve()
         (result.pipeline / "training.json").write_text(json.dumps(record))
-        with pytest.raises(ValueError, match=re.escape(f"comes from {pipeline_directory.resolve()}, which")):
+        with pytest.raises(ValueError, match=re.escape(f"comes from {softmax_dir.resolve()}, which")):
             ModelDirectory.open(result.pipeline).original(argument="teacher")
         with pytest.raises(ValueError, match="teacher"):
-            ModelDirectory.open(pipeline_directory).original(result.pipeline, "teacher")
+            ModelDirectory.open(softmax_dir).original(result.pipeline, "teacher")
         with pytest.raises(ValueError, match="MHLA already"):
             load_model(ModelDirectory.open(result.pipeline), MHLA)
         assert type(load_model(ModelDirectory.open(result.pipeline))) is MHLAWanTransformer3DModel
 
-    def test_the_teacher_is_found_beside_what_was_converted(self, pipeline_directory, tmp_path):
+    def test_the_teacher_is_found_beside_what_was_converted(self, softmax_dir, tmp_path):
         from mhla_hf.conversion import convert_pretrained
 
-        shutil.copytree(pipeline_directory, tmp_path / "softmax")
+        shutil.copytree(softmax_dir, tmp_path / "softmax")
         convert_pretrained(tmp_path / "softmax", tmp_path / "converted", MHLA, progress=False)
         assert ModelDirectory.open(tmp_path / "converted").original().folder.parent == tmp_path / "softmax"
         # A trained copy has the conversion's record too, but finds the directory through its own.
