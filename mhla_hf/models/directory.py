@@ -218,7 +218,8 @@ class ModelDirectory:
         if not self.is_transformers:
             return current_class(self.config["_class_name"], self.config)
         architectures = self.config.get("architectures")
-        return architectures[0] if architectures else self.config["model_type"]
+        named = architectures[0] if isinstance(architectures, list) and architectures else self.config["model_type"]
+        return str(named)
 
     @property
     def softmax_class_name(self) -> str:

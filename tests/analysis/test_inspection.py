@@ -152,7 +152,7 @@ def test_mistakes(monkeypatch):
         inspect_model(model, layers="0,7")
     with pytest.raises(ValueError, match="tokens=1 must be"):
         inspect_model(model, tokens=1)
-    with pytest.raises(ValueError, match="teacher has MHLA layers"):
+    with pytest.raises(ValueError, match="original has MHLA layers"):
         inspect_model(model, batches, base=copy.deepcopy(model))
     monkeypatch.setattr("mhla_hf.analysis.tracking.MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="tokens=512 of 24 tokens need 0.0 GiB"):
