@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from . import MAX_BLOCKS
 from .blocks import cached, positive_axes
 
 
@@ -67,7 +68,8 @@ def resample_mixing(
         `[M', M']` or `[H, M', M']`, the dtype of `mixing`.
 
     Raises:
-        ValueError: If `mixing` is not for `source_blocks`, or the two have another number of axes.
+        ValueError: If `mixing` is not for `source_blocks`, the two have another number of axes, or the target has more
+            than `MAX_BLOCKS` blocks.
 
     Examples:
         >>> import torch
@@ -79,10 +81,11 @@ def resample_mixing(
     source_blocks = positive_axes("source_blocks", source_blocks)
     target_blocks = positive_axes("target_blocks", target_blocks)
     count = num_prefix_blocks + math.prod(source_blocks)
-    if mixing.shape[-2:] != (count, count) or len(target_blocks) != len(source_blocks):
+    fits = mixing.shape[-2:] == (count, count) and len(target_blocks) == len(source_blocks)
+    if not fits or math.prod(target_blocks) > MAX_BLOCKS:
         raise ValueError(
             f"mixing {tuple(mixing.shape)}, source_blocks={source_blocks} ({count} blocks) and "
-            f"target_blocks={target_blocks} do not fit each other."
+            f"target_blocks={target_blocks} do not fit each other, or make more than {MAX_BLOCKS} blocks."
         )
     if source_blocks == target_blocks:
         return mixing

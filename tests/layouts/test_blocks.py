@@ -151,7 +151,7 @@ def test_resampling_keeps_locality_and_has_gradients():
     assert mixing.grad.gt(0).all()
 
 
-@pytest.mark.parametrize("source, target", [((2,), (4,)), ((3, 1), (4,)), ((3,), (2, 2))])
+@pytest.mark.parametrize("source, target", [((2,), (4,)), ((3, 1), (4,)), ((3,), (2, 2)), ((3,), (2**15,))])
 def test_resampling_names_what_does_not_fit(source, target):
     with pytest.raises(ValueError, match="source_blocks|target_blocks"):
         resample_mixing(torch.eye(3), source, target)

@@ -113,7 +113,7 @@ def chunk_options(
 ) -> tuple[int, int, dict[str, Any]]:
     """Launch of a kernel of causal attention, whose programs take a tile of a chunk's rows each.
 
-    Tiles are smaller than those of [`launching.matrix_options`] where rows of tokens or products are large: the scores
+    Tiles are smaller than those of [`launching.matrix_tiles`] where rows of tokens or products are large: the scores
     of a chunk have to find room in the registers beside them. Chosen from what the compiler uses of them, so that
     nothing spills. Loops over the tiles of a chunk are not pipelined: most chunks are one tile.
 
