@@ -89,6 +89,9 @@ def load_pipeline(
     index, configs = read_pipeline(root, kwargs)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
+    pipeline_class = getattr(diffusers, class_name, None)
+    if pipeline_class is None:
+        raise ValueError(f"{repo_or_dir} is a {class_name}, which diffusers {diffusers.__version__} does not have.")
     models = {name: ModelDirectory(str(repo_or_dir), root, index, configs, name) for name in configs}
     if attn_implementation == "mhla" and not models:
         raise ValueError(f"No component of {class_name} in {repo_or_dir} {_NO_VERSION}")
@@ -113,11 +116,8 @@ def load_pipeline(
         for name, own in chosen.items()
     }
     # The class that the index names: others drop the optional components of a pipeline that they are given.
-    pipeline = getattr(diffusers, class_name).from_pretrained(root, **parts, **kwargs)
+    pipeline = pipeline_class.from_pretrained(root, **parts, **kwargs)
     _place_components(pipeline, parts)
-    left = [name for name in chosen if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
-    if left:
-        raise RuntimeError(f"This version of diffusers loads components in another way: {', '.join(left)} is softmax.")
     return pipeline
 
 

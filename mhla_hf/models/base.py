@@ -336,11 +336,11 @@ class MHLAModelMixin(MHLAAdapterMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """As upstream; see the class for the checkpoints that it takes.
 
-        `low_cpu_mem_usage=False` has no effect: diffusers cannot load like that what it keeps in fp32, and the model
-        is the same either way. Checkpoints that are MHLA already are loaded from pickles (`.bin`) with
+        `low_cpu_mem_usage=False` alone has no effect: diffusers cannot load like that what it keeps in fp32, and the
+        model is the same either way. Checkpoints that are MHLA already are loaded from pickles (`.bin`) with
         `use_safetensors=False` alone.
         """
-        if kwargs.get("low_cpu_mem_usage") is False:
+        if kwargs.get("low_cpu_mem_usage") is False and not kwargs.get("ignore_mismatched_sizes"):
             del kwargs["low_cpu_mem_usage"]
         given = kwargs.get("use_safetensors")
         kwargs["use_safetensors"] = given is not False
@@ -443,7 +443,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         config: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Load softmax weights of the model's authors (or of ComfyUI) from one file, and turns them into MHLA.
+        """Load softmax weights of the model's authors (or of ComfyUI) from one file, and turn them into MHLA.
 
         Args:
             pretrained_model_link_or_path_or_dict: A path, an address on the Hub, or a state dict, as upstream. GGUF

@@ -383,18 +383,6 @@ class ModelDirectory:
                 waiting = [(root, origin) for origin in further] + waiting
         return None
 
-    def load_original(
-        self, location: str | Path | None = None, *, dtype: torch.dtype = torch.float32, **hub: Any
-    ) -> nn.Module:
-        """Load the softmax model behind this one.
-
-        Args:
-            location: See [`original`][mhla_hf.models.directory.ModelDirectory.original], like `hub`.
-            dtype: Type of the weights.
-            **hub: `token`, `cache_dir` and `local_files_only`.
-        """
-        return self.original(location, **hub).load(dtype=dtype)
-
     def _version_in(self, directory: ModelDirectory) -> ModelDirectory | None:
         """The softmax model of the same kind and name in another directory, or its only model."""
         candidate = directory.select(self.component if self.component in directory.configs else None)
@@ -415,7 +403,7 @@ def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, An
     Raises:
         ValueError: If a file is damaged, or a name in the index leads out of the directory.
     """
-    index = read_json(root / PIPELINE_INDEX, "the pipeline's index")
+    index = read_json(root / PIPELINE_INDEX, "the pipeline's index", required={"_class_name": (str, list)})
     configs = {}
     for name, entry in index.items():
         if not isinstance(entry, list):

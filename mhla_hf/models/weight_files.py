@@ -303,11 +303,15 @@ def _check_overrides(name: Any, model: Any) -> None:
     before, now = (reference_blocks(config, model.reference_grid(model.config)) for config in (stored, wanted))
     if before != now:
         raise ValueError(f"The MHLA weights of {name} are for blocks={before}, but the mhla options ask for {now}.")
-    if stored.mixing_constraint != wanted.mixing_constraint:
-        raise ValueError(
-            f"The MHLA weights of {name} are stored under mixing_constraint={stored.mixing_constraint!r}, but the "
-            f"mhla options ask for {wanted.mixing_constraint!r}."
-        )
+    # diffusers would advise to overwrite those of other shapes.
+    kept = ["mixing_constraint", "mixing_heads"]
+    kept += ["lepe_kernel"] * (stored.lepe_kernel is not None) + ["window_gains"] * (stored.window is not None)
+    for field in kept:
+        if getattr(stored, field) != getattr(wanted, field):
+            raise ValueError(
+                f"The MHLA weights of {name} are stored under {field}={getattr(stored, field)!r}, but the mhla "
+                f"options ask for {getattr(wanted, field)!r}."
+            )
     # Gains of a window that was not there are fresh, and leave the output as it was.
     fields = TRAINED_WITH if stored.window is None else (*TRAINED_WITH, "window", "window_size")
     changed = [field for field in fields if getattr(stored, field) != getattr(wanted, field)]

@@ -193,7 +193,7 @@ class SavingChecks(ModelCase):
     @pytest.mark.parametrize(
         "override, message",
         [
-            ({"mixing_heads": "per_head"}, "mixing"),
+            ({"mixing_heads": "per_head"}, "stored under mixing_heads"),
             ({"mixing_constraint": "nonnegative"}, "mixing_constraint"),
             ({"layers": [1]}, "leave out .*blocks.0.attn1.mhla"),
             ({"output_norm": False}, "leave out .*output_norm"),

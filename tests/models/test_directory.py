@@ -36,7 +36,7 @@ def test_the_original_is_found_and_loaded(folders):
     for found in (mhla.original(), mhla.original(folders / "softmax")):
         assert (found.folder, found.configs, found.origin) == (softmax.folder, softmax.configs, softmax.origin)
     assert softmax.original() is softmax
-    kept, original = mhla.load().state_dict(), mhla.load_original().state_dict()
+    kept, original = mhla.load().state_dict(), mhla.original().load().state_dict()
     assert all(torch.equal(kept[name], value) for name, value in original.items())
     with pytest.raises(ValueError, match=r"base .*mhla has no softmax model for transformer of"):
         mhla.original(folders / "mhla", "base")
