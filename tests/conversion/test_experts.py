@@ -16,7 +16,8 @@ from mhla_hf.cli.main import app
 from tests import tiny
 from tests.models.adapter_checks import TARGETS, randomize_lora
 from tests.models.model_case import assert_same_parameters, perturb_mhla, relative_error
-from tests.test_pipelines import generate, image
+from tests.test_pipelines import image
+from tests.tiny import wan_video
 
 
 FIRST, SECOND = {"blocks": [2, 1, 2]}, {"blocks": [1, 2, 2], "output_gate": True}
@@ -85,7 +86,7 @@ def test_one_expert_is_converted_and_the_other_is_not(way, mhla, softmax_dir, tm
     kept = getattr(pipeline, remaining)
     assert type(kept) is WanTransformer3DModel
     assert_same_parameters(kept, WanTransformer3DModel.from_pretrained(softmax_dir, subfolder=remaining))
-    generate(pipeline)
+    wan_video(pipeline)
     # Loading it for MHLA keeps the choice, until the other expert is named.
     again = load_pipeline(tmp_path / "mhla")
     assert type(getattr(again, name)) is MHLAWanTransformer3DModel
@@ -165,7 +166,7 @@ def test_lora_on_both_experts(softmax_dir, tmp_path):
     again.load_lora_weights(tmp_path / "transformer_2", adapter_name="low", load_into_transformer_2=True)
     torch.testing.assert_close(outputs(again), expected)
     assert again.get_list_adapters() == {"transformer": ["high"], "transformer_2": ["low"]}
-    generate(again)
+    wan_video(again)
     again.fuse_lora(components=list(EXPERTS))
     torch.testing.assert_close(outputs(again), expected, rtol=1e-4, atol=1e-5)
     again.unfuse_lora(components=list(EXPERTS))
@@ -188,7 +189,7 @@ def test_a_timestep_for_each_token(with_image, tmp_path):
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "mhla")
     assert pipeline.config.expand_timesteps and type(pipeline.transformer) is MHLAWanTransformer3DModel
     assert pipeline.transformer_2 is None
-    generate(pipeline, **({"image": image()} if with_image else {}))
+    wan_video(pipeline, **({"image": image()} if with_image else {}))
 
 
 def test_conversion_copies_the_other_expert_byte_for_byte(softmax_dir, tmp_path):

@@ -19,7 +19,7 @@ from mhla_hf.cli.main import app
 from tests import tiny, tiny_images
 from tests.conversion.original_cases import MODELS, PREFIXES, SIZES, original_weights, write_original
 from tests.models.model_case import assert_same_parameters
-from tests.test_pipelines import generate
+from tests.tiny import wan_video
 
 
 MHLA = {"blocks": [1, 2, 2]}
@@ -191,7 +191,7 @@ def test_experts_go_into_a_pipeline_one_after_the_other(wan22, tmp_path):
     assert_same_parameters(two.transformer, one.transformer)
     assert_same_parameters(two.transformer_2, tiny.wan_transformer(seed=11), only_common=True)
     assert two.transformer.mhla_config.blocks == (2, 1, 2) and two.transformer_2.mhla_config.blocks == (1, 2, 2)
-    generate(two)
+    wan_video(two)
     # An expert that is MHLA already gives way to the new one, with its options.
     convert_pretrained(
         wan22 / "low.safetensors", tmp_path / "anew", {"blocks": [1, 1, 2]}, base=tmp_path / "two", progress=False
