@@ -272,7 +272,7 @@ def _read_yaml(path: Path) -> Any:
     try:
         return yaml.load(content, Loader=_Loader)
     # Wrong tags and dates raise anything.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"recipe {path} is not valid YAML: {shorten_text(str(error), 200)}") from None
 
 
@@ -362,6 +362,8 @@ def parse_recipe(content: Any, where: str) -> Recipe:
         values["layers"] = ",".join(map(str, layers)) if isinstance(layers, list) else str(layers)
         if automatic_share(values["layers"]) is None:
             MHLAConfig(layers=values["layers"])
+        # A date in YAML would not fit into the report.
+        values |= {key: str(values[key]) for key in ("description", "model") if key in values}
         values["mhla"] = _mhla_options(values.get("mhla", {}), str(family))
         sections = {key: _section(key, values[key], str(family)) for key in _SECTIONS if key in values}
         recipe = Recipe(name=where, **{**values, **sections})

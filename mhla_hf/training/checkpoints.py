@@ -13,6 +13,7 @@ files, which `state.json` holds.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -30,11 +31,15 @@ from ..utils.destinations import atomic_directory, remove_directory
 from ..utils.files import atomic_file, clear_write_errors, parse_json, read_json, write_staged_json
 from .config import TrainingConfig
 from .data.batches import file_fingerprint
+from .parameters import WeightAverage
 from .processes import gathered_root, shard_like
 
 
-# In the order that a run goes through them; it may leave some out.
-STAGES = ("transfer", "distill", "finetune")
+logger = logging.getLogger(__name__)
+
+# In the order that a run goes through them, with the option that has their steps; it may leave some out.
+_STEPS = {"transfer": "transfer_steps", "distill": "distill_steps", "finetune": "max_steps"}
+STAGES = tuple(_STEPS)
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 SHARDS = "deepspeed"
 # The average of the weights, and the entry of `state.json` with the number of steps in it.
@@ -179,6 +184,10 @@ def check_run(checkpoint: Path, current: Mapping[str, Any]) -> None:
     state = read_state(checkpoint)
     saved, now, made_from = state.get("config", {}), current["config"], state.get("inputs", {})
     changes = [f"{name}={saved.get(name)!r}" for name in IDENTITY if saved.get(name) != now[name]]
+    option, step = _STEPS[state["stage"]], state["step"]
+    # Without its stage the checkpoint would not be read; layers once matched take no further steps.
+    if not now[option] or (state["stage"] == "transfer" and now[option] != step):
+        changes.append(f"{option}={saved.get(option, step)}")
     inputs = current["inputs"].items()
     changes += [f"other {name} than this run has" for name, value in inputs if made_from.get(name, value) != value]
     if changes:
@@ -251,6 +260,15 @@ def load_weights(checkpoint: Path, model: nn.Module, names: Iterable[str], avera
     parameters = dict(model.named_parameters())
     averages = averages and read_state(checkpoint).get(AVERAGE_STEPS) is not None
     load_tensors(checkpoint / (AVERAGES if averages else WEIGHTS), {name: parameters[name] for name in names})
+
+
+def load_average(checkpoint: Path, state: Mapping[str, Any], average: WeightAverage) -> None:
+    """Load the average of the weights; where the checkpoint has none, it starts from the weights, which is logged."""
+    if state.get(AVERAGE_STEPS) is None:
+        logger.warning("%s holds no average of the weights (ema_decay): it starts there", checkpoint.name)
+        return
+    load_tensors(checkpoint / AVERAGES, average.tensors)
+    average.ema.optimization_step = state[AVERAGE_STEPS]
 
 
 def load_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -186,6 +186,8 @@ def unsharded(model: nn.Module) -> nn.Module:
     make = getattr(cls, "from_config", None) or cls._from_config
     copy = make(model.config)
     copy.load_state_dict(state)
+    if hasattr(model, "generation_config"):
+        copy.generation_config = model.generation_config
     return copy
 
 

@@ -427,9 +427,8 @@ class Trainer(ABC):
         self.average = WeightAverage(self.model, self.names, config) if averages else None
         if checkpoint is not None:
             state = checkpoints.read_state(checkpoint)
-            if self.average is not None and (averaged := state.get(checkpoints.AVERAGE_STEPS)) is not None:
-                checkpoints.load_tensors(checkpoint / checkpoints.AVERAGES, self.average.tensors)
-                self.average.ema.optimization_step = averaged
+            if self.average is not None:
+                checkpoints.load_average(checkpoint, state, self.average)
             if accelerator.distributed_type == DistributedType.DEEPSPEED:
                 accelerator.load_state(str(checkpoint / checkpoints.SHARDS))
             else:

@@ -149,10 +149,11 @@ def test_mistakes_name_the_key(changes, message):
 
 def test_files(tmp_path: Path):
     path = tmp_path / "own.yaml"
-    path.write_text("family: wan\nlayers: [1, 2]\nmatch:\n  steps: 600\n  learning_rate: 3e-4\n")
+    path.write_text("family: wan\ndescription: 2026-01-01\nlayers: [1, 2]\nmatch: {learning_rate: 3e-4}\n")
     recipe = load_recipe(path)
     assert recipe.layers == "1,2" and recipe.match.learning_rate == 3e-4 and recipe.stages() == ["match"]
-    for content in (b"family: w\xe4n", b"family: wan\nmatch: {steps: 1, steps: 2}"):
+    assert recipe.description == "2026-01-01"
+    for content in (b"family: w\xe4n", b"family: wan\nmatch: {steps: 1, steps: 2}", b"? [wan]\n: 1"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="is not valid YAML"):
             load_recipe(path)
