@@ -81,7 +81,12 @@ def plan_heads(model: Any, distributed_config: Any) -> None:
     size, given = distributed_config.tp_size, distributed_config.tp_plan
     if size < 2 or given == {}:
         return
-    plan = {**model.tp_plan, **(given if isinstance(given, dict) else {})}
+    given = given if isinstance(given, dict) else {}
+    # Models inside others know the end of a given rule's name alone.
+    plan = {
+        rule: next((given[name] for name in given if name.endswith(f".{rule}")), style)
+        for rule, style in model.tp_plan.items()
+    } | given
     rules: dict[str, str] = {}
     for name, attention in model.named_modules():
         mhla = getattr(attention, "mhla", None)
