@@ -118,6 +118,9 @@ def load_pipeline(
     # The class that the index names: others drop the optional components of a pipeline that they are given.
     pipeline = pipeline_class.from_pretrained(root, **parts, **kwargs)
     _place_components(pipeline, parts)
+    left = [name for name in chosen if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
+    if left:
+        raise RuntimeError(f"This version of diffusers loads components in another way: {', '.join(left)} is softmax.")
     return pipeline
 
 
