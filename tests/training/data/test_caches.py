@@ -25,7 +25,8 @@ from mhla_hf.utils.destinations import take_lock
 from mhla_hf.utils.files import write_json
 
 from ... import tiny
-from ..test_resuming import write_cache
+from ..cases import write_cache
+from ..test_resuming import SETTINGS
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
@@ -185,7 +186,7 @@ class TestLock:
 class TestHostileFiles:
     @pytest.fixture
     def cache(self, tmp_path):
-        write_cache(tmp_path / "cache")
+        write_cache(tmp_path / "cache", SETTINGS, 2)
         return tmp_path / "cache"
 
     @pytest.mark.parametrize(
