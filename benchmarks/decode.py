@@ -3,7 +3,7 @@
 
     python -m benchmarks.decode --contexts 2048,8192,32768 --json decode.json
 
-One model does both: with its attention implementation set to `"sdpa"` the same weights attend by softmax. The MHLA
+A copy of the model, turned back into its softmax original, is timed beside it. The MHLA
 cache is filled by running random tokens through the model in parts, the KV cache with random keys and values: a prompt
 costs softmax attention the square of its length, and the cache's values change neither its size nor the time of a
 token. Tokens after the prompt are timed, not the prompt. All contexts and both caches of a dtype are in memory at the
@@ -12,6 +12,7 @@ same time and take turns token by token.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.programs import make_parser, names, numbers, run_program
+from mhla_hf import unconvert
 from mhla_hf.cli.output import say, show_table
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer, cache_layer_bytes
 from mhla_hf.utils.locations import local_directory
@@ -169,15 +171,15 @@ def _load(options: DecodeOptions, dtype: torch.dtype | None, device: torch.devic
 
 @torch.no_grad()
 def _measure(model: Any, contexts: Sequence[int], options: DecodeOptions) -> list[dict[str, Any]]:
+    models = {"mhla": model, "softmax": unconvert(copy.deepcopy(model))}
     caches: dict[tuple[int, str], Any] = {}
     rows: dict[int, dict[str, Any]] = {
         context: {"context": context, "mhla": {}, "softmax": {}} for context in contexts
     }
     for context in contexts:
-        for kind, (implementation, fill) in _KINDS.items():
-            model.set_attn_implementation(implementation)
-            cache = caches[context, kind] = _make_cache(model, context, options)
-            fill(model, cache, context, options.batch_size)
+        for kind, fill in _FILLS.items():
+            cache = caches[context, kind] = _make_cache(models[kind], context, options)
+            fill(models[kind], cache, context, options.batch_size)
             rows[context][kind]["cache_bytes"] = sum(cache_layer_bytes(layer) for layer in cache.layers)
         states = [layer.state for layer in caches[context, "mhla"].layers if isinstance(layer, MHLACacheLayer)]
         (dtype,) = {state.summaries.dtype for state in states if state is not None}
@@ -187,14 +189,12 @@ def _measure(model: Any, contexts: Sequence[int], options: DecodeOptions) -> lis
     # All take turns token by token, so that whatever else the machine does falls on each of them.
     for step in range(options.warmup + options.tokens):
         for (context, kind), cache in caches.items():
-            model.set_attn_implementation(_KINDS[kind][0])
             synchronize(model.device)
             start = time.perf_counter()
-            model(input_ids=token, past_key_values=cache, use_cache=True)
+            models[kind](input_ids=token, past_key_values=cache, use_cache=True)
             synchronize(model.device)
             if step >= options.warmup:
                 seconds[context, kind].append(time.perf_counter() - start)
-    model.set_attn_implementation("mhla")
     for (context, kind), times in seconds.items():
         rows[context][kind]["seconds_per_token"] = statistics.median(times)
         rows[context][kind]["mean_seconds_per_token"] = statistics.fmean(times)
@@ -228,8 +228,7 @@ def _fill_with_random_states(model: Any, cache: Any, context: int, batch_size: i
         cache.update(*states, index)
 
 
-# Attention implementation and how to fill the cache.
-_KINDS = {"mhla": ("mhla", _fill_with_tokens), "softmax": ("sdpa", _fill_with_random_states)}
+_FILLS = {"mhla": _fill_with_tokens, "softmax": _fill_with_random_states}
 
 
 def _growth(results: Sequence[dict[str, Any]], dtype: str) -> dict[str, float]:

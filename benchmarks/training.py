@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.programs import make_parser, names, run_program
 from mhla_hf.bench import BenchOptions, measure_models
-from mhla_hf.cli.look import show_models
+from mhla_hf.cli.look import show_times
 
 
 def make_step(
@@ -73,7 +73,7 @@ def main() -> None:
         shared = {name: given.pop(name) for name in ("dtype", "device", "seconds", "quick") if name in given}
         backend = "inductor" if given.pop("compile") else None
         report = measure_training(BenchOptions(**shared), compile_backend=backend, **given)
-        show_models(report, "training step")
+        show_times(report)
         return report
 
     run_program(parser, work)

@@ -5,9 +5,10 @@
 python conversion/convert_dit.py my-dit dit-mhla --blocks 4,4 --lepe-kernel 3
 """
 
-from mhla_hf.cli.convert import convert_command
-from mhla_hf.cli.errors import run_script
+import sys
+
+from mhla_hf.cli.main import app
 
 
 if __name__ == "__main__":
-    run_script(convert_command)
+    app(["convert", *sys.argv[1:]], prog_name="mhla-hf")

@@ -7,9 +7,10 @@ It draws the same images as before until it is fine-tuned; `--mixing-init linear
 python conversion/convert_sana.py Efficient-Large-Model/Sana_600M_512px_diffusers sana-mhla --blocks 4,4
 """
 
-from mhla_hf.cli.convert import convert_command
-from mhla_hf.cli.errors import run_script
+import sys
+
+from mhla_hf.cli.main import app
 
 
 if __name__ == "__main__":
-    run_script(convert_command)
+    app(["convert", *sys.argv[1:]], prog_name="mhla-hf")

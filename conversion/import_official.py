@@ -5,9 +5,10 @@
 python conversion/import_official.py checkpoint.safetensors wan-mhla --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers
 """
 
-from mhla_hf.cli.convert import import_official_command
-from mhla_hf.cli.errors import run_script
+import sys
+
+from mhla_hf.cli.main import app
 
 
 if __name__ == "__main__":
-    run_script(import_official_command)
+    app(["import-official", *sys.argv[1:]], prog_name="mhla-hf")

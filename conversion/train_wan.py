@@ -8,9 +8,10 @@
 After a crash, the same command with `--resume latest` goes on where the last checkpoint was made.
 """
 
-from mhla_hf.cli.errors import run_script
-from mhla_hf.cli.recover import COMMANDS
+import sys
+
+from mhla_hf.cli.main import app
 
 
 if __name__ == "__main__":
-    run_script(COMMANDS["wan"])
+    app(["train", "wan", *sys.argv[1:]], prog_name="mhla-hf")

@@ -8,7 +8,8 @@ classes and transformers the attention implementation `"mhla"` when they are imp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from .integrations import register_with_peft
 from .integrations.diffusers import register_with_diffusers
@@ -42,17 +43,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public names that need another library, told apart from mere import errors.
-_NEEDS = {"MHLACache": "transformers", **dict.fromkeys(MHLA_CLASSES, "diffusers")}
-
-_load, __dir__, __all__ = lazy_names(__name__, "__version__")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NEEDS:
-        check_version(_NEEDS[name])
-    return _load(name)
-
+_needs = {
+    "MHLACache": partial(check_version, "transformers"),
+    **dict.fromkeys(MHLA_CLASSES, partial(check_version, "diffusers")),
+}
+__getattr__, __dir__, __all__ = lazy_names(__name__, "__version__", needs=_needs)
 
 register_with_diffusers()
 register_with_transformers()

@@ -7,7 +7,6 @@ import asyncio
 import inspect
 import math
 import os
-import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -29,18 +28,17 @@ from .analysis.statistics import middle_block
 from .conversion import convert_pretrained
 from .demo.config import BLOCKS, GRID, DemoConfig, base_pipeline_directory
 from .demo.config import PROMPTS as DEMO_PROMPTS
-from .hub.card import TAGS, card_data
-from .hub.records import read_records
+from .hub.card import Records
 from .models.directory import ModelDirectory
 from .models.registry import MHLA_CLASSES
+from .models.stub import TAGS
 from .pipelines import load_pipeline
 from .recovery.calibration import calibrate_directory
 from .recovery.recipes import default_recipe
 from .training.data.probes import PROMPTS, sample_size
 from .training.matching.layers import mhla_layers
 from .utils.destinations import claim_destination
-from .utils.files import list_files
-from .utils.locations import PIPELINE_INDEX, is_hub_id, local_directory
+from .utils.locations import PIPELINE_INDEX, local_directory
 from .utils.machine import choose_device, parse_dtype, synchronize
 from .utils.messages import how_to_install, shorten_text
 
@@ -67,7 +65,7 @@ _TEMPLATES = Path(__file__).parent / "assets" / "space"
 _MOST_STEPS, _MOST_NEW_TOKENS, _LONGEST_PROMPT, _WAITING = 50, 256, 1000, 8
 # Models made for smaller samples may be tried at these sizes.
 _USUAL_SIDE, _USUAL_FRAMES = 256, 33
-_SHOWN_PIXELS, _FRAMES_PER_SECOND = 320, 16
+_SHOWN_PIXELS, _FRAMES_PER_SECOND = 320, 8
 
 _INTRODUCTION = """# MHLA beside {attention}
 
@@ -145,7 +143,7 @@ def open_comparison(
         "name": _shown(model),
         "location": _shown(originals[first].origin["location"]),
         "attention": f"{part.original_attention} attention",
-        "recovered": read_records(directory.root).is_trained,
+        "recovered": Records.read(directory.root).is_trained,
     }
     if part.is_transformers:
         from transformers import AutoTokenizer, GenerationMixin
@@ -201,12 +199,10 @@ def request_inputs(comparison: Comparison) -> dict[str, Any]:
         ValueError: If the pipeline needs more than a prompt or a class.
     """
     whole: dict[str, Any] = {"minimum": 0, "precision": 0, "min_width": 220}
-    seed = gr.Number(0, maximum=2**32 - 1, label="Seed", **whole)
     text: dict[str, Any] = {"lines": 1, "max_lines": 4, "max_length": _LONGEST_PROMPT, "label": "Prompt"}
     if comparison.kind == "text":
-        tokens, heat = _slider("New tokens", 1, _MOST_NEW_TOKENS, 64), _slider("Temperature", 0, 5, 0, 0.1)
-        prompt = gr.Textbox("Once upon a time", **text)
-        return {"prompt": prompt, "new_tokens": tokens, "temperature": heat, "seed": seed}
+        tokens = _slider("New tokens", 1, _MOST_NEW_TOKENS, 64)
+        return {"prompt": gr.Textbox("Once upon a time", **text), "new_tokens": tokens}
     pipeline = comparison.sides["mhla"]
     known = set(inspect.signature(type(pipeline).__call__).parameters)
     if known & {"image", "video"} or not known & {"prompt", "class_labels"}:
@@ -219,7 +215,8 @@ def request_inputs(comparison: Comparison) -> dict[str, Any]:
         inputs["prompt"] = gr.Textbox(DEMO_PROMPTS[0] if is_demo else PROMPTS[2], **text)
     else:
         inputs["class_labels"] = gr.Number(0, maximum=model.config.num_embeds_ada_norm - 1, label="Class", **whole)
-    inputs |= {"num_inference_steps": _slider("Denoising steps", 1, _MOST_STEPS, 20), "seed": seed}
+    inputs["num_inference_steps"] = _slider("Denoising steps", 1, _MOST_STEPS, 20)
+    inputs["seed"] = gr.Number(0, maximum=2**32 - 1, label="Seed", **whole)
     if "guidance_scale" in known:
         inputs["guidance_scale"] = _slider("Guidance", 0, 30, 4, 0.1)
     if "height" in known:
@@ -236,7 +233,7 @@ def request_inputs(comparison: Comparison) -> dict[str, Any]:
 
 
 def generate(
-    comparison: Comparison, side: str, request: Mapping[str, Any], stop: threading.Event, progress: Any = None
+    comparison: Comparison, side: str, request: Mapping[str, Any], stop: threading.Event
 ) -> tuple[Any, float]:
     """Answer a request with one of the two models.
 
@@ -245,7 +242,6 @@ def generate(
         side: `"original"` or `"mhla"`.
         request: Values of [`request_inputs`] by name.
         stop: Set to end the work before the next step or token.
-        progress: A `gr.Progress`, for tokens; denoising steps show theirs through tqdm.
 
     Returns:
         Pixels `[(F,) H, W, 3]` uint8 or a text, and the median seconds of a forward pass.
@@ -264,12 +260,12 @@ def generate(
     # The work of a visitor who cancelled ends with its current step.
     with comparison.lock, torch.no_grad():
         ticks.append(time.perf_counter())
-        value = work(comparison, comparison.sides[side], request, tick, progress)
+        value = work(comparison, comparison.sides[side], request, tick)
     # The median leaves out the time to read the prompt and to warm up.
     return value, float(np.median(np.diff(ticks)))
 
 
-def _generate_pixels(comparison: Comparison, pipeline: Any, request: dict[str, Any], tick: Any, _: Any) -> np.ndarray:
+def _generate_pixels(comparison: Comparison, pipeline: Any, request: dict[str, Any], tick: Any) -> np.ndarray:
     generator = torch.Generator().manual_seed(request.pop("seed"))
     if "class_labels" in request:
         request["class_labels"] = [request["class_labels"]]
@@ -293,30 +289,22 @@ def _generate_pixels(comparison: Comparison, pipeline: Any, request: dict[str, A
     return pixels.repeat(scale, axis=-3).repeat(scale, axis=-2)
 
 
-def _generate_text(comparison: Comparison, model: Any, request: dict[str, Any], tick: Any, progress: Any) -> str:
-    tokenizer, total = comparison.tokenizer, request["new_tokens"]
+def _generate_text(comparison: Comparison, model: Any, request: dict[str, Any], tick: Any) -> str:
+    tokenizer = comparison.tokenizer
     if tokenizer.chat_template is not None:
         chat = [{"role": "user", "content": request["prompt"]}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
         inputs = tokenizer(request["prompt"], return_tensors="pt", return_token_type_ids=False)
-    length = inputs["input_ids"].shape[1]
 
     def stops(tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        if progress is not None:
-            progress((tokens.shape[1] - length, total), unit="tokens")
         return torch.full((len(tokens),), tick(tokens.device), device=tokens.device)
 
+    # Without samples, and without a warning of settings that only these have.
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if request["temperature"]:
-        options = {"do_sample": True, "temperature": request["temperature"]}
-    if model.generation_config.pad_token_id is None:
-        options["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
-    with torch.random.fork_rng():
-        torch.manual_seed(request["seed"])
-        inputs = inputs.to(model.device)
-        tokens = model.generate(**inputs, max_new_tokens=total, stopping_criteria=[stops], **options)
-    return tokenizer.decode(tokens[0, length:], skip_special_tokens=True)
+    inputs = inputs.to(model.device)
+    tokens = model.generate(**inputs, max_new_tokens=request["new_tokens"], stopping_criteria=[stops], **options)
+    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def _as_shown(kind: str, value: Any, path: Path) -> Any:
@@ -325,9 +313,7 @@ def _as_shown(kind: str, value: Any, path: Path) -> Any:
         return value
     from diffusers.utils import export_to_video
 
-    # Short videos run slower, or they end before one has seen them.
-    fps = _FRAMES_PER_SECOND // (2 if len(value) < _USUAL_FRAMES else 1)
-    return export_to_video(list(value.astype(np.float32) / 255), str(path), fps=fps)
+    return export_to_video(list(value.astype(np.float32) / 255), str(path), fps=_FRAMES_PER_SECOND)
 
 
 def _output(kind: str, side: str, label: str) -> Any:
@@ -359,7 +345,7 @@ def _generate_tab(comparison: Comparison, inputs: Mapping[str, Any]) -> None:
         try:
             with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
                 for side in _TITLES:
-                    value, seconds[side] = await asyncio.to_thread(generate, comparison, side, request, stop, progress)
+                    value, seconds[side] = await asyncio.to_thread(generate, comparison, side, request, stop)
                     shown[side] = _as_shown(comparison.kind, value, Path(folder) / f"{side}.mp4")
                     times = {name: 1e3 * value for name, value in seconds.items()}
                     text = _TIMES.format(attention=comparison.attention, **times) if len(times) > 1 else ""
@@ -492,46 +478,34 @@ def serve(page: Any, *, host: str | None = None, port: int | None = None, share:
 
 
 def export_space(
-    destination: str | Path,
-    model: str | Path | None = None,
-    original: str | Path | None = None,
-    *,
-    overwrite: bool = False,
+    destination: str | Path, model: str | None = None, original: str | None = None, *, overwrite: bool = False
 ) -> Path:
     """Write a folder that is a Space of the Hub: the page of one model.
 
-    Models on the Hub are named in it; directories are copied into it.
-
     Args:
         destination: The folder to make.
-        model: An MHLA model, directory or Hub id; `None` for the demo's pipeline, calibrated when the Space starts.
-        original: Its original; by default the one that its records name.
+        model: Hub id of an MHLA model; `None` for the demo's pipeline, calibrated when the Space starts.
+        original: Hub id of its original; by default the one that its records name.
         overwrite: Replace `destination`.
 
     Raises:
-        ValueError: If the destination has content, the model is not MHLA, or its original is not found.
-        OSError: If a file cannot be read or written.
+        ValueError: If the destination has content, or a model is a directory or no Hub id.
+        OSError: If a file cannot be written.
     """
     target = Path(destination).expanduser()
-    locations: dict[str, Any] = {"model": model, "original": original}
-    title = f"MHLA: {Path(model).name if model is not None else 'moving digits'}"
-    facts: dict[str, Any] = {"title": title, "license": _LICENSE, "tags": list(TAGS), "gradio": version("gradio")}
+    for name, location in (("model", model), ("original", original)):
+        if location is not None and local_directory(location, name) is not None:
+            raise ValueError(f"{name}={location} is a directory; push it to the Hub first, and give its id.")
+    facts: dict[str, Any] = {
+        "title": f"MHLA: {'moving digits' if model is None else Path(model).name}",
+        "license": _LICENSE,
+        "tags": list(TAGS),
+        "gradio": version("gradio"),
+        "model": repr(model),
+        "original": repr(original),
+        "models": sorted(location for location in (model, original) if location is not None),
+    }
     with claim_destination(target, overwrite=overwrite) as claimed, claimed.staging() as staging:
-        if model is not None and local_directory(model, "model") is not None:
-            part = ModelDirectory.open(model).select_mhla()[0]
-            found = part.original(original)
-            named = str(found.origin["location"])
-            locations["original"] = named if is_hub_id(named) else found.root
-            facts["license"] = card_data(part.root).license or _LICENSE
-        for name, location in locations.items():
-            facts[name] = repr(location)
-            if location is not None and local_directory(location, name) is not None:
-                facts[name], locations[name] = f"HERE / {name!r}", None
-                root = Path(location).expanduser()
-                # Links out of it are refused; the work folder of a recovery only serves to resume it.
-                list_files(root)
-                shutil.copytree(root, staging / name, ignore=shutil.ignore_patterns("work", ".*"))
-        facts["models"] = sorted(str(location) for location in locations.values() if location is not None)
         (staging / "requirements.txt").write_text(f"mhla-hf[app]=={__version__}\n", encoding="utf-8")
         for template in _TEMPLATES.glob("*.jinja"):
             text = jinja2.Template(template.read_text(encoding="utf-8"), keep_trailing_newline=True).render(facts)

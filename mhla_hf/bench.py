@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +30,7 @@ from .config import MHLAConfig
 from .layers.mixing import initial_mixing
 from .layouts.blocks import BlockLayout, choose_blocks
 from .ops import mhla_attention, triton_obstacle
-from .ops.backends import ENVIRONMENT_VARIABLE
-from .ops.kernel_check import kernels_pass
+from .ops.backends import ENVIRONMENT_VARIABLE, kernels_pass
 from .presets import from_preset
 from .utils.compat.diffusers import fp32_parts
 from .utils.machine import choose_device, machine_facts, parse_dtype
@@ -294,7 +293,7 @@ class BenchOptions:
         quick: Measure one case, in a tenth of the time.
 
     Raises:
-        ValueError: If a name is unknown, `seconds` is not positive, or an environment variable chooses the backend.
+        ValueError: If `seconds` is not positive, or an environment variable chooses the backend.
     """
 
     dtype: str | None = None
@@ -309,7 +308,6 @@ class BenchOptions:
             raise ValueError(
                 f"{ENVIRONMENT_VARIABLE} is set and would choose the backend of all contestants; unset it."
             )
-        self.place()
 
     def place(self) -> tuple[torch.device, Any]:
         """Return device and dtype."""
@@ -319,8 +317,7 @@ class BenchOptions:
     def report(self, benchmark: str, results: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
         """Return a report for JSON of the results, with the machine and all options."""
         device, dtype = self.place()
-        name = str(dtype).removeprefix("torch.")
-        options |= {**asdict(self), "device": device.type, "dtype": name, "rounds": ROUNDS}
+        options |= {**asdict(self), "device": device.type, "dtype": str(dtype).removeprefix("torch.")}
         return {"benchmark": benchmark, "machine": machine_facts(device), "options": options, "results": results}
 
 
@@ -328,57 +325,48 @@ def measure_operator(
     options: BenchOptions,
     shapes: Sequence[str] | None = None,
     contestants: Sequence[str] | None = None,
-    backward: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure time and memory of attention at the sizes of models.
+    """Measure time and memory of attention at the sizes of models, forward alone and with the backward pass.
 
     Args:
         options: Options of the measurement.
         shapes: Names of `SHAPES`; None for those that suit the device.
         contestants: Names of `OPERATORS`; None for all.
-        backward: Measure forward and backward together as well.
         progress: Called with the name of each case before it is measured.
 
     Returns:
-        A report for JSON: `machine`, `options`, `shapes` and `results`, a row for each shape, direction, contestant
-        and normaliser. Contestants that did not run have a `reason` in place of figures.
+        A report for JSON: `machine`, `options` and `results`, a row for each shape, direction, contestant and
+        normaliser. Contestants that did not run have a `reason` in place of figures.
 
     Raises:
         ValueError: If a name is unknown.
     """
     device, dtype = options.place()
-    chosen = {name: SHAPES[name] for name in choose_cases("shapes", SHAPES, shapes, device, options.quick)}
     names = choose_cases("contestants", OPERATORS, contestants or OPERATORS, device)
     keys = [(name, each) for name in names for each in ((None,) if "softmax" in name else ("none", "query"))]
     results: list[dict[str, Any]] = []
-    for title, shape in chosen.items():
-        for direction in ("forward", "forward+backward")[: 2 if backward else 1]:
+    for title in choose_cases("shapes", SHAPES, shapes, device, options.quick):
+        shape = SHAPES[title]
+        inputs = _input_sets(shape, dtype, device)
+        for direction in ("forward", "fwd+bwd"):
             if progress is not None:
                 progress(f"{title}, {direction}")
-            sizes = (shape, direction != "forward", dtype, device)
-            makers = {(name, each): partial(_operator_run, name, each, *sizes) for name, each in keys}
-            rows = compare(makers, options, "softmax")
-            case = {"shape": title, "tokens": shape.tokens, "direction": direction}
-            results += [{**case, "contestant": name, "normalizer": each, **rows[name, each]} for name, each in keys]
-        _input_sets.cache_clear()
-    report = options.report("op", results, shapes=shapes, contestants=contestants, backward=backward)
-    report["shapes"] = {
-        name: {**asdict(shape), "tokens": shape.tokens, "num_blocks": shape.layout().num_blocks}
-        for name, shape in chosen.items()
-    }
-    return report
+            makers = {key: partial(_operator_run, *key, shape, inputs, direction != "forward") for key in keys}
+            case = {"shape": title, **asdict(shape), "tokens": shape.tokens, "direction": direction}
+            for (name, normalizer), row in compare(makers, options, "softmax").items():
+                results.append({**case, "contestant": name, "normalizer": normalizer, **row})
+    return options.report("op", results)
 
 
 def _operator_run(
-    name: str, normalizer: str | None, shape: OperatorShape, backward: bool, dtype: torch.dtype, device: torch.device
+    name: str, normalizer: str | None, shape: OperatorShape, inputs: Iterator[Inputs], backward: bool
 ) -> Callable[[], tuple[torch.Tensor | None, ...]]:
-    _require(name, shape, dtype, device)
-    sets = _input_sets(shape, dtype, device)
-    return lambda: run_operator(lambda inputs: attend(name, inputs, shape, normalizer), next(sets), backward)
+    drawn = next(inputs).query
+    _require(name, shape, drawn.dtype, drawn.device)
+    return lambda: run_operator(lambda each: attend(name, each, shape, normalizer), next(inputs), backward)
 
 
-@lru_cache(maxsize=1)
 def _input_sets(shape: OperatorShape, dtype: torch.dtype, device: torch.device) -> Iterator[Inputs]:
     """Inputs that runs take in turns, together larger than the last cache of a CPU or GPU."""
     size = 3 * shape.batch * shape.heads * shape.tokens * shape.width * dtype.itemsize
@@ -402,8 +390,8 @@ def measure_models(
     options: BenchOptions,
     models: Sequence[str] | None = None,
     contestants: Sequence[str] | None = None,
-    compile_backend: str | None = None,
     progress: Callable[[str], None] | None = None,
+    compile_backend: str | None = None,
     make_run: Callable[[Any, Iterator[dict[str, torch.Tensor]]], Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
     """Measure time and memory of models with random weights, with their own attention and with MHLA.
@@ -412,30 +400,29 @@ def measure_models(
         options: Options of the measurement.
         models: Names of `MODEL_CASES`; None for those that suit the device.
         contestants: Names of `MODELS`; None for all.
-        compile_backend: Backend of torch.compile for every transformer block; None for no compilation.
         progress: Called with the name of each model before it is measured.
+        compile_backend: Backend of torch.compile for every transformer block; None for no compilation.
         make_run: Makes the function to time from a model and an iterator of its inputs; a forward pass by default.
 
     Returns:
-        A report for JSON: `machine`, `options`, `models` and `results`, a row for each model and contestant.
+        A report for JSON: `machine`, `options` and `results`, a row for each model and contestant.
         Contestants that did not run have a `reason` in place of figures.
 
     Raises:
         ValueError: If a name is unknown.
     """
     device, dtype = options.place()
-    chosen = {name: MODEL_CASES[name] for name in choose_cases("models", MODEL_CASES, models, device, options.quick)}
     names = choose_cases("contestants", MODELS, contestants or MODELS, device)
     results: list[dict[str, Any]] = []
-    for title, case in chosen.items():
+    for title in choose_cases("models", MODEL_CASES, models, device, options.quick):
+        case = MODEL_CASES[title]
         if progress is not None:
             progress(title)
         makers = {name: partial(_model_run, case, name, dtype, device, compile_backend, make_run) for name in names}
         for name, row in compare(makers, options, ORDINARY).items():
             attention = case.attention if name == ORDINARY else "mhla"
             results.append({"model": title, "tokens": case.tokens, "contestant": name, "attention": attention, **row})
-    report = options.report("model", results, models=models, contestants=contestants, compile_backend=compile_backend)
-    return {**report, "models": {name: asdict(case) for name, case in chosen.items()}}
+    return options.report("model", results, compile_backend=compile_backend)
 
 
 def _model_run(
@@ -494,11 +481,9 @@ def compare(
         if isinstance(figures, str):
             rows[key]["reason"] = figures
             continue
-        rows[key] |= {**figures, "peak_memory_bytes": None}
+        rows[key] |= {**figures, "peak_memory_bytes": peak_memory(runs[key], device)}
         if best:
             rows[key][f"speedup_over_{baseline}"] = min(best) / figures["milliseconds"]
-        with suppress(Exception):  # The times are good all the same.
-            rows[key]["peak_memory_bytes"] = peak_memory(runs[key], device)
     runs.clear()
     free_memory(device)
     return rows

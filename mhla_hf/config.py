@@ -16,8 +16,8 @@ from typing import Any
 
 from .layouts import MAX_BLOCKS, MAX_TOKENS
 from .ops.tables import BACKENDS, FEATURE_MAPS, NORMALIZERS
-from .utils.messages import check_names, shorten_list, shorten_value
-from .utils.options import Options, option
+from .utils.messages import shorten_list, shorten_value
+from .utils.options import Options, check_names, option
 
 
 MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
@@ -293,6 +293,18 @@ def with_overrides(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
     merged = {**stored, **given}
     if "window" in given and given["window"] is None and "window_size" not in given:
         merged["window_size"] = None
+    return merged
+
+
+def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """As [`with_overrides`], but giving `blocks` drops a stored `block_size` and the other way round.
+
+    For those who check that stored weights mean the same under the new blocks, or have none.
+    """
+    merged = with_overrides(stored, given)
+    for name, other in (("blocks", "block_size"), ("block_size", "blocks")):
+        if given.get(name) is not None and given.get(other) is None:
+            merged[other] = None
     return merged
 
 

@@ -19,10 +19,9 @@ from .utils.messages import shorten_list, shorten_text
 from .utils.tensor_files import read_entries
 
 
-KINDS = ("MHLA layer", "softmax layer", "other module", "MHLA parameter", "nothing")
-"""Kinds of targets; the first two are self-attention."""
+KINDS = ("MHLA layer", "other module", "MHLA parameter", "nothing")
+"""Kinds of targets."""
 _PEFT_PREFIX = "base_model.model."
-_FILE_NAMES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,10 @@ class Target:
 
     Attributes:
         kind: Part of the model, one of `KINDS`.
-        layer: Number of the layer; `None` outside of layers.
         reason: Why the weight does not apply; empty if it does.
     """
 
     kind: str
-    layer: int | None
     reason: str = ""
 
 
@@ -97,7 +94,6 @@ def check_lora(model: str | Path, lora: str | Path, *, component: str | None = N
 
 def _weight_file(location: Path) -> Path:
     files = [location] if location.suffix == ".safetensors" else sorted(location.glob("*.safetensors"))
-    files = [path for path in files if path.name in _FILE_NAMES] or files
     if len(files) != 1:
         found = shorten_list(path.name for path in files) if files else "no .safetensors file"
         raise ValueError(f"LoRA {location} has {found}: name the file to check.")
@@ -139,7 +135,6 @@ def _converted_by_diffusers(path: Path, family: str) -> Mapping[str, torch.Tenso
 def _find_targets(model: nn.Module, shapes: Mapping[str, list[int]]) -> dict[str, Target]:
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     attentions = {layer.name for layer in mhla_layers(model)}
-    patterns = {_numberless(name) for name in attentions}
     pairs: dict[str, dict[str, list[int]]] = {}
     for name, shape in shapes.items():
         if ".lora_" in name:
@@ -149,14 +144,12 @@ def _find_targets(model: nn.Module, shapes: Mapping[str, list[int]]) -> dict[str
     reasons = {module: _obstacle(modules.get(module), parts) for module, parts in pairs.items()}
     found = {}
     for name, shape in shapes.items():
-        module = name.partition(".lora_")[0] if ".lora_" in name else name.removesuffix(".alpha")
+        module = name.partition(".lora_")[0].removesuffix(".alpha")
         reason = reasons.get(module)
         if reason is None:
             # A parameter that an adapter saves in full (`modules_to_save`).
-            there = parameters.get(name)
-            reason = "no such parameter" if there is None else ""
-            if there is not None and list(there.shape) != shape:
-                reason = f"the parameter is {_sizes(there.shape)}"
+            fits = name in parameters and list(parameters[name].shape) == shape
+            reason = "" if fits else f"no such parameter of size {_sizes(shape)}"
         parents = {module[: match.start()] for match in re.finditer(r"\.|$", module)}
         kind = "other module"
         if reason:
@@ -165,10 +158,7 @@ def _find_targets(model: nn.Module, shapes: Mapping[str, list[int]]) -> dict[str
             kind = "MHLA parameter"
         elif parents & attentions:
             kind = "MHLA layer"
-        elif {_numberless(parent) for parent in parents & modules.keys()} & patterns:
-            kind = "softmax layer"
-        layer = re.search(r"\.(\d+)\.", name)
-        found[name] = Target(kind, int(layer[1]) if layer else None, reason)
+        found[name] = Target(kind, reason)
     return found
 
 
@@ -187,10 +177,6 @@ def _obstacle(module: nn.Module | None, parts: Mapping[str, list[int]]) -> str:
     if down[1:] == inputs and up[:2] == [outputs, down[0]] and down[0] > 0:
         return ""
     return f"matrices {_sizes(up)} and {_sizes(down)} for a weight {_sizes(weight.shape)}"
-
-
-def _numberless(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name)
 
 
 def _sizes(shape: Iterable[int]) -> str:

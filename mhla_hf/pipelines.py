@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import MHLAConfig
-from .models.options import is_by_component, options_by_component, with_given
+from .config import MHLAConfig, merge_options
 from .models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class, mhla_class_for
 from .utils.compat import check_version
 from .utils.compat.diffusers import component_quantization
-from .utils.locations import find_pipeline
-from .utils.messages import check_choice, shorten_value
+from .utils.messages import shorten_value
 
 
-ATTN_IMPLEMENTATIONS = ("mhla", "softmax")
-
+_OPTIONS = frozenset(field.name for field in dataclasses.fields(MHLAConfig))
 _NO_VERSION = f"has an MHLA version. Supported: {', '.join(sorted(FAMILIES))}."
 # Arguments of `DiffusionPipeline.download` that locate the files of a Hub repository.
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
@@ -72,20 +70,21 @@ def load_pipeline(
         >>> type(pipe.transformer).__name__
         'MHLAWanTransformer3DModel'
     """
-    if attn_implementation is not None:
-        check_choice("attn_implementation", attn_implementation, ATTN_IMPLEMENTATIONS, ", None")
+    if attn_implementation not in ("mhla", "softmax", None):
+        given = shorten_value(attn_implementation)
+        raise ValueError(f"attn_implementation={given} is not one of 'mhla', 'softmax', None.")
     if mhla is not None and attn_implementation != "mhla":
         raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
     check_version("diffusers")
     import diffusers
 
-    from .models.directory import ModelDirectory, read_pipeline
+    from .models.directory import ModelDirectory, find_pipeline, read_pipeline
     from .models.weight_files import check_weights
 
     kwargs.setdefault("use_safetensors", True)
     options = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
     options.update({name: kwargs[name] for name in ("use_safetensors", "variant") if name in kwargs})
-    root = find_pipeline(repo_or_dir, "repo_or_dir", **options)
+    root = find_pipeline(repo_or_dir, **options)
     index, configs = read_pipeline(root, kwargs)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
@@ -244,6 +243,56 @@ def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
             # Registered again, so that a saved index names the softmax class.
             model_or_pipeline.register_modules(**{name: model})
     return model_or_pipeline
+
+
+def options_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Collection[str]) -> dict[str, Any]:
+    """Return the options of each component that becomes MHLA.
+
+    Args:
+        mhla: Options for all components alike, or a dict of options by name of a component. In the latter, components
+            that are not named, or named with `None`, stay as they are.
+        components: Names of the components that have an MHLA version.
+
+    Returns:
+        The options of each component that becomes MHLA.
+
+    Raises:
+        ValueError: If a name is none of the components, or no component is left to become MHLA.
+    """
+    if not is_by_component(mhla, components):
+        return dict.fromkeys(components, mhla)
+    assert isinstance(mhla, Mapping)
+    allowed = ", ".join(components)
+    for name in mhla:
+        if name not in components:
+            what = "an option; give it to each component" if name in _OPTIONS else "not a component that can be MHLA"
+            raise ValueError(f"mhla names {shorten_value(name)}, which is {what}: {allowed}.")
+    chosen = {name: mhla[name] for name in components if mhla.get(name) is not None}
+    if not chosen:
+        raise ValueError(f"mhla leaves every component as it is; give options for one of {allowed}.")
+    return chosen
+
+
+def is_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Collection[str]) -> bool:
+    """Return whether options are by component: one key names a component, or is unknown and holds options.
+
+    Args:
+        mhla: Options of either kind.
+        components: See [`options_by_component`].
+    """
+    if not isinstance(mhla, Mapping):
+        return False
+    return any(
+        name in components or (name not in _OPTIONS and isinstance(options, (Mapping, MHLAConfig)))
+        for name, options in mhla.items()
+    )
+
+
+def with_given(mhla: MHLAConfig | Mapping[str, Any] | None, given: Mapping[str, Any]) -> Any:
+    """Return options with those that were given as keywords, which win; what is no options is returned as it is."""
+    if not given or not isinstance(mhla, (MHLAConfig, Mapping, type(None))):
+        return mhla
+    return merge_options(mhla.given_options() if isinstance(mhla, MHLAConfig) else mhla or {}, given)
 
 
 def _is_pipeline(model_or_pipeline: Any) -> bool:

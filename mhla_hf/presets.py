@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .config import MHLAConfig
-from .models.options import merge_options
+from .config import MHLAConfig, merge_options
 from .models.registry import mhla_class_for
-from .utils.messages import check_choice, check_names, shorten_value
+from .utils.messages import check_choice, shorten_value
+from .utils.options import check_names
 
 
 __all__ = ["PRESETS", "Preset", "from_preset"]

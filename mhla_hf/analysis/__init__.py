@@ -12,7 +12,6 @@ from ..utils import lazy_names
 
 
 if TYPE_CHECKING:
-    from .inspection import AttentionSummary as AttentionSummary
     from .inspection import InspectionReport as InspectionReport
     from .inspection import LayerInspection as LayerInspection
     from .inspection import ModelInspection as ModelInspection
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from .statistics import rank_bound as rank_bound
     from .statistics import reference_layout as reference_layout
     from .statistics import singular_values as singular_values
+    from .tracking import AttentionSummary as AttentionSummary
     from .tracking import AttentionTracker as AttentionTracker
     from .tracking import TrackingCallback as TrackingCallback
     from .tracking import attention_matrices as attention_matrices

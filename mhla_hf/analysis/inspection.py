@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import heapq
+import argparse
 import inspect
-import json.decoder
 import math
-import shlex
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
@@ -25,13 +22,13 @@ from ..models.directory import ModelDirectory
 from ..pipelines import load_pipeline
 from ..training.data.images import read_image
 from ..training.data.probes import pipeline_batches
-from ..training.matching.layers import Batch, evaluating, find_projections, first, mhla_layers, on_device, run
+from ..training.matching.layers import Batch, evaluating, find_projections, first_output, mhla_layers, on_device
 from ..training.matching.teacher import shared_teacher
 from ..utils.machine import choose_device, machine_facts
 from ..utils.messages import check_count, pluralize
 from .matrices import KINDS, LayerTokens
-from .statistics import MixingSummary, check_block, mean_and_std, mixing_summary
-from .tracking import MatrixStatistics, Sample, attention_modules, observe_batch, query_rows
+from .statistics import MixingSummary, mean_and_std, mixing_summary
+from .tracking import AttentionSummary, Sample, attention_modules, observe_batch, query_rows
 
 
 DEFAULT_TOKENS = 512
@@ -39,31 +36,8 @@ DEFAULT_TOKENS = 512
 DEFAULT_SAMPLES = 4
 """Samples of a probe."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-# Modules of the standard library whose source is the default text.
-_TEXTS = (textwrap, heapq, json.decoder, shlex)
-
-
-@dataclass
-class AttentionSummary(MatrixStatistics):
-    """Statistics of a layer's attention matrices on the probe.
-
-    Attributes:
-        tokens: Tokens of a sample (the most, if samples differ).
-        rows: Query tokens of a sample that the matrices were computed for; ranks are at most this.
-        samples: Number of samples.
-        rank_bound: Bound of the rank of MHLA: min(rows, Σ_b min(n_b, d)); `None` for causal attention and with a
-            softmax window.
-        grid: Token grid of the first sample.
-        blocks: Its blocks.
-        linear_bound: Bound of the rank of linear attention; `None` for causal attention.
-        statistics: Mean and standard deviation over samples and heads, by kind of attention and statistic, see
-            [`attention_statistics`][mhla_hf.analysis.attention_statistics].
-    """
-
-    grid: tuple[int, ...] = ()
-    blocks: tuple[int, ...] = ()
-    linear_bound: int | None = None
-    statistics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+# The module of the standard library whose source is the default text.
+_TEXT = argparse
 
 
 @dataclass
@@ -104,7 +78,7 @@ class ModelInspection:
         batches: Batches of the probe.
         output_error: Mean and standard deviation over batches of the relative error of the model's output against the
             base model's; `None` without a base model.
-        notes: What was left out, and why.
+        notes: Token grids of the probe other than that of the mixing weights.
     """
 
     component: str
@@ -137,17 +111,14 @@ class ModelInspection:
         options, layers = self.options, self.mhla_layers
         mixing = [layer.mixing for layer in layers if layer.mixing]
         # Towers of a model have layouts of their own.
-        layouts = list(dict.fromkeys((summary.layout, summary.grid) for summary in mixing))
-        counts = [f" = {math.prod(layout.blocks)}" if len(layout.blocks) > 1 else "" for layout, _ in layouts]
+        layouts = dict.fromkeys((summary.layout, summary.grid) for summary in mixing)
         grids = (f"{times(grid) if grid else 'not stored'}{prefix(layout)}" for layout, grid in layouts)
         facts = {
             "MHLA layers": f"{sum(layer.kind == 'mhla' for layer in self.layers)} of {len(self.layers)}",
-            "blocks": "; ".join(times(layout.blocks) + count for (layout, _), count in zip(layouts, counts)),
+            "blocks": "; ".join(times(layout.blocks) for layout, _ in layouts),
             "token grid": "; ".join(grids),
             "feature map": str(options["feature_map"]),
-            "mixing weights": "one matrix per head"
-            if options["mixing_heads"] == "per_head"
-            else "shared by all heads",
+            "mixing heads": options["mixing_heads"],
             "change of the pattern": percent(mean([mean(summary.pattern_movement) for summary in mixing])),
         }
         for kind, name in self.kinds.items():
@@ -258,8 +229,7 @@ def inspect_model(
         progress: Called with the number of finished batches and of all; with a base model, batches count twice.
 
     Raises:
-        ValueError: If the model has no MHLA layers, an argument is wrong, weights or activations are not finite, or
-            the matrices would take too much memory.
+        ValueError: If the model has no MHLA layers, an argument is wrong, or weights or activations are not finite.
 
     Examples:
         >>> report = inspect_model(model, [tokenizer(texts, return_tensors="pt", padding=True)])  # doctest: +SKIP
@@ -295,16 +265,16 @@ def inspect_model(
         if progress is not None:
             progress(done, total)
 
-    observe = partial(_add_sample, wanted=wanted, tokens=tokens, seed=seed)
+    notes: dict[str, None] = {}
+    observe = partial(_add_sample, wanted=wanted, tokens=tokens, seed=seed, notes=notes)
     for batch in batches:
         observe_batch(model, batch, [layer.index for layer in wanted.values()], observe, seed)
         advance()
+    report.notes = list(notes)
     with evaluating(model), torch.no_grad():
         for layer in wanted.values():
             if layer.attention is not None:
                 layer.attention.statistics = {kind: layer.attention.summary(kind) for kind in KINDS}
-        if batches:
-            _note_grids(wanted, report.notes)
         if batches and base is not None:
             _compare(model, base, batches, wanted, report, advance)
     return report
@@ -319,14 +289,11 @@ def inspect_directory(
     images: Sequence[Path] = (),
     samples: int = DEFAULT_SAMPLES,
     layers: str | Iterable[int] | None = None,
-    block: int | None = None,
     tokens: int = DEFAULT_TOKENS,
     seed: int = 0,
     device: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
+    hub: Mapping[str, Any] | None = None,
     **call_options: Any,
 ) -> InspectionReport:
     """Inspect the MHLA models of a directory or Hub repository, in fp32.
@@ -343,13 +310,10 @@ def inspect_directory(
         images: Image files for a vision model.
         samples: Samples of the probe; 0 inspects weights only. Pipelines make at least four.
         layers: See [`inspect_model`][mhla_hf.analysis.inspect_model], like `tokens`.
-        block: Number of the block that a page will show, checked before the probe runs.
         seed: Seed of the probe.
         device: Device, by default a GPU if there is one.
         progress: Called with a component's name, and the number of finished batches and of all.
-        revision: Branch, tag or commit of a Hub repository.
-        token: Access token for the Hub.
-        cache_dir: Cache folder for downloads.
+        hub: `revision`, `token` and `cache_dir` of repositories on the Hub.
         **call_options: Of a pipeline's samples: `steps` and arguments of the pipeline's call, such as `height`; see
             [`pipeline_batches`][mhla_hf.training.data.probes.pipeline_batches].
 
@@ -358,11 +322,10 @@ def inspect_directory(
     """
     check_count("samples", samples, 0)
     call_options = {name: value for name, value in call_options.items() if value is not None}
-    if not samples and (prompts or images or base is not None or call_options):
-        raise ValueError("samples=0 inspects weights only: leave prompts, images, sizes and base out.")
-    hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
     place = choose_device(device)
-    directory = ModelDirectory.open(location, revision=revision, **hub)
+    directory = ModelDirectory.open(location, **(hub or {}))
+    # The revision is that of the model, not of its original.
+    access = {name: value for name, value in (hub or {}).items() if name != "revision"}
     parts = directory.select_mhla(component)
     if call_options and directory.index is None:
         raise ValueError(f"{', '.join(call_options)}: only for samples of pipelines.")
@@ -370,7 +333,9 @@ def inspect_directory(
     for part in parts if samples else ():
         # The default downloads nothing.
         found = (
-            part.find_original(local_files_only=True, **hub) if base is None else part.original(base, "base", **hub)
+            part.find_original(local_files_only=True, **access)
+            if base is None
+            else part.original(base, "base", **access)
         )
         originals[part.component] = found
     if directory.index is not None and samples:
@@ -381,9 +346,7 @@ def inspect_directory(
         models = {part.component: part.load(dtype=torch.float32).to(place).eval() for part in parts}
     for model in models.values():
         # Wrong arguments show before the probe runs.
-        for layer in inspect_model(model, layers=layers, tokens=tokens).mhla_layers:
-            if block is not None and layer.mixing is not None:
-                check_block(block, layer.mixing.layout)
+        inspect_model(model, layers=layers, tokens=tokens)
     batches: Mapping[str, Sequence[Batch]] = {}
     probe = ""
     if pipeline is not None:
@@ -395,7 +358,7 @@ def inspect_directory(
         probe = f"denoising steps of samples from {subjects}"
     elif samples:
         (part,) = parts
-        made, probe = _probe_model(models[part.component], part, prompts, images, samples, tokens, seed)
+        made, probe = _probe_model(models[part.component], part, prompts, images, samples, tokens)
         batches = {part.component: made}
     bases = [original.origin["location"] for original in originals.values() if original is not None]
     report = InspectionReport(
@@ -431,92 +394,62 @@ def _probe_model(
     images: Sequence[Path],
     samples: int,
     tokens: int,
-    seed: int,
 ) -> tuple[list[Batch], str]:
     """Make batches of one text or image each for a model of transformers; return them and what they are in words.
 
     Raises:
         ValueError: If the model takes no such input, or files are missing or damaged.
     """
-    if not part.is_transformers:
+    main = model.main_input_name if part.is_transformers else None
+    problem = None
+    if main is None:
+        problem = "is a transformer alone: give the pipeline that it belongs to"
+    elif main not in ("input_ids", "pixel_values") or hasattr(model, "get_text_features"):
+        problem = "takes more than a text or an image"
+    elif main == "pixel_values" and (prompts or not images):
+        problem = "takes pixel_values: give images (--image) and no prompts"
+    elif main == "input_ids" and images:
+        problem = "takes texts, no images: leave images out"
+    # Without files, transformers makes a tokenizer that knows no words.
+    elif main == "input_ids" and not any(any(part.folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        problem = "has no tokenizer for the texts of a probe"
+    if problem is not None:
         raise ValueError(
-            f"{part.folder} is a transformer alone: give the pipeline that it belongs to, or samples=0 (--samples 0) "
-            "to inspect its weights only."
+            f"The {type(model).__name__} in {part.folder} {problem}; samples=0 (--samples 0) inspects weights only."
         )
-    main, wanted = model.main_input_name, "pixel_values" if images else "input_ids"
-    if main not in ("input_ids", "pixel_values") or ((images or prompts) and main != wanted):
-        raise ValueError(
-            f"A {type(model).__name__} takes {main}: leave prompts (texts) or images out, or use samples=0 "
-            "(--samples 0) to inspect its weights only."
-        )
-    if images:
+    if main == "pixel_values":
         processor = transformers.AutoImageProcessor.from_pretrained(part.folder)
         found = [processor(images=read_image(path), return_tensors="pt") for path in images]
         return [{"pixel_values": each["pixel_values"]} for each in found], pluralize(len(found), "image")
-    generator = torch.Generator().manual_seed(seed)
-    pixels: list[Batch] = [{}] * (len(prompts) or samples)
-    # Models that compare texts with images, such as CLIP, take both.
-    if main == "pixel_values" or hasattr(model, "get_text_features"):
-        vision = getattr(model.config, "vision_config", model.config)
-        side = getattr(vision, "image_size", 224)
-        size = side if isinstance(side, (list, tuple)) else (side, side)
-        shape = (1, getattr(vision, "num_channels", 3), *size)
-        pixels = [{"pixel_values": torch.randn(shape, generator=generator)} for _ in pixels]
-    if main == "pixel_values":
-        return pixels, "images of noise"
-    config = model.config.get_text_config()
-    longest = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
-    # Without files, transformers makes a tokenizer that knows no words.
-    if any(file for pattern in _TOKENIZER_FILES for file in part.folder.glob(pattern)):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(part.folder)
-        source, length = "".join(map(inspect.getsource, _TEXTS)), 12 * tokens
-        starts = (number * length % max(1, len(source) - length) for number in range(samples))
-        # Some models count positions from more than 0, and take fewer.
-        options = {"truncation": True, "max_length": min(longest, tokenizer.model_max_length), "return_tensors": "pt"}
-        texts = prompts or [source[start : start + length] for start in starts]
-        ids = [tokenizer(text, **options)["input_ids"] for text in texts]
-        words = pluralize(len(prompts), "prompt") if prompts else "source code of Python's standard library"
-        if (largest := max(int(each.max()) for each in ids)) >= config.vocab_size:
-            raise ValueError(f"{part.folder}: the tokenizer has a token {largest}, the model {config.vocab_size}.")
-    elif prompts:
-        raise ValueError(f"{part.folder} has no tokenizer: leave the prompt out, and tokens are random.")
-    else:
-        size = (1, max(longest - 2, 2))
-        ids = [torch.randint(3, config.vocab_size, size, generator=generator) for _ in range(samples)]
-        words = "random tokens (there is no tokenizer)"
-    return [{"input_ids": each, **others} for each, others in zip(ids, pixels)], words
+    tokenizer = transformers.AutoTokenizer.from_pretrained(part.folder)
+    source, length = inspect.getsource(_TEXT), 12 * tokens
+    starts = (number * length % max(1, len(source) - length) for number in range(samples))
+    texts = prompts or [source[start : start + length] for start in starts]
+    # Some models count positions from more than 0, and take fewer.
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
+    longest = min(tokens, positions, tokenizer.model_max_length)
+    ids = [tokenizer(text, truncation=True, max_length=longest, return_tensors="pt")["input_ids"] for text in texts]
+    words = pluralize(len(prompts), "prompt") if prompts else "source code of Python's standard library"
+    return [{"input_ids": each} for each in ids], words
 
 
-def _add_sample(name: str, sample: Sample, *, wanted: Mapping[str, LayerInspection], tokens: int, seed: int) -> None:
+def _add_sample(
+    name: str, sample: Sample, *, wanted: Mapping[str, LayerInspection], tokens: int, seed: int, notes: dict[str, None]
+) -> None:
     """Add the statistics of one sample of a layer."""
     assert isinstance(sample, LayerTokens)
     layer, layout = wanted[name], sample.layout
     if layer.attention is None:
-        layer.attention = AttentionSummary(grid=layout.grid, blocks=layout.blocks)
+        layer.attention = AttentionSummary()
         mixing = layer.mixing
         if mixing is not None and mixing.grid is None and mixing.layout.blocks == layout.blocks:
             # The probe tells the tokens of mixing weights whose options name none.
             layer.mixing = replace(mixing, layout=layout, grid=layout.grid)
-    layer.attention.add(sample, query_rows(sample, tokens, "tokens", seed), KINDS)
+        elif mixing is not None and len(layout.grid) > 1 and mixing.grid != layout.grid:
+            notes[f"The probe ran in {times(layout.blocks)} blocks on a grid of {times(layout.grid)} tokens."] = None
+    layer.attention.add(sample, query_rows(sample, tokens, seed), KINDS)
     if not layer.attention.is_finite:
         raise ValueError(f"layer {name}: attention of the probe is not finite.")
-    if not sample.causal:
-        layer.attention.linear_bound = min(layer.attention.rows, sample.num_features)
-
-
-def _note_grids(layers: Mapping[str, LayerInspection], notes: list[str]) -> None:
-    """Note layers that the probe does not reach, and token grids other than that of the mixing weights."""
-    for layer in layers.values():
-        mixing, probe = layer.mixing, layer.attention
-        if mixing is None or probe is None or len(probe.grid) < 2 or mixing.grid == probe.grid:
-            continue
-        blocks, grid = ("×".join(map(str, axes)) for axes in (probe.blocks, probe.grid))
-        note = f"The probe ran in {blocks} blocks on a grid of {grid} tokens."
-        if note not in notes:
-            notes.append(note)
-    unreached = [name for name, layer in layers.items() if layer.attention is None]
-    if unreached:
-        notes.append(f"The probe does not reach {', '.join(unreached)}.")
 
 
 def _compare(
@@ -541,21 +474,12 @@ def _compare(
                 for index in range(len(output)):
                     keep = slice(None) if call.valid is None else call.valid[index]
                     errors[layer.name].append(_relative_error(output[index, keep], target[index, keep]))
-        expected = teacher.compute(partial(_output, batch=batch))
-        outputs.append(_relative_error(_output(model, batch), expected))
+        expected = teacher.compute(partial(first_output, batch=batch))
+        outputs.append(_relative_error(first_output(model, batch), expected))
         advance()
     for name, values in errors.items():
         wanted[name].output_error = mean_and_std(torch.tensor(values)) if values else None
     report.output_error = mean_and_std(torch.tensor(outputs))
-
-
-def _output(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The first output of a model, without padding."""
-    output = first(run(model, batch)[0])
-    mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == output.shape[:2]:
-        return output[mask.bool()]
-    return output
 
 
 def _relative_error(output: torch.Tensor, target: torch.Tensor) -> float:

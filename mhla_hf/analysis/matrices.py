@@ -18,7 +18,7 @@ import torch
 from ..config import MHLAConfig
 from ..layers.fused import HeadNorms
 from ..layers.mhla import MHLA
-from ..layers.mixing import features_and_plain
+from ..layers.mixing import features_and_normalizer
 from ..layers.state import TokenSequence
 from ..layouts.blocks import BlockLayout
 from ..ops.operands import Operands, check_attention, extend_mixing, from_head_blocks, head_blocks
@@ -86,11 +86,13 @@ def mhla_matrix(
     if causal:
         weights = weights * _seen(rows, query.shape[1])
     entry = operands.entry
-    plain_query, plain_key = (head_blocks(tokens, layout) for tokens in (operands.plain_query, operands.plain_key))
+    normalizer_query, normalizer_key = (
+        head_blocks(tokens, layout) for tokens in (operands.normalizer_query, operands.normalizer_key)
+    )
     if causal and entry.chunked is not None:
-        product = entry.chunked(plain_query, plain_key, mixing)
+        product = entry.chunked(normalizer_query, normalizer_key, mixing)
     elif entry.block is not None:
-        product = entry.block(plain_query, plain_key.sum(dim=-2), mixing)
+        product = entry.block(normalizer_query, normalizer_key.sum(dim=-2), mixing)
     else:
         return weights
     return weights / entry.divisor(from_head_blocks(product, layout), operands.eps)[:, rows].transpose(1, 2)
@@ -393,10 +395,9 @@ def layer_tokens(
         >>> layer_tokens(layer, *tokens, grid=(6, 6))[0].matrix("mhla").shape
         torch.Size([2, 36, 36])
     """
-    if unused.get("shard") is not None or unused.get("identity"):
-        raise ValueError("Attention matrices are of complete sequences, without perturbed attention.")
-    if sequence is not None and (sequence.documents is not None or sequence.state is not None):
-        raise ValueError("Attention matrices are of one text a row, computed without a cache.")
+    packed = sequence is not None and (sequence.documents is not None or sequence.state is not None)
+    if packed or unused.get("shard") is not None or unused.get("identity"):
+        raise ValueError("Attention matrices are of one whole sequence a row, without a cache or perturbed attention.")
     causal, valid = mhla.config.causal, None
     if sequence is not None:
         causal, valid = sequence.causal, sequence.valid
@@ -486,9 +487,11 @@ def _features(
     """Feature-mapped queries and keys, and those of the normaliser."""
     found: Tokens = {}
     for name, each, feature_map in zip(("query", "key"), tokens, learned):
-        features, plain = features_and_plain(config, each, feature_map, rotary, scaling)
+        features, normalizer = features_and_normalizer(config, each, feature_map, rotary, scaling)
         found[name] = repeat_heads(features, tokens[0].shape[2], 2)
-        found[f"normalizer_{name}"] = None if plain is None else repeat_heads(plain, tokens[0].shape[2], 2)
+        found[f"normalizer_{name}"] = (
+            None if normalizer is features else repeat_heads(normalizer, tokens[0].shape[2], 2)
+        )
     return found
 
 

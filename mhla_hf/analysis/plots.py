@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..layouts.blocks import BlockLayout
+from ..training.data.batches import evenly_spaced
 from ..utils.figures import figure_svg, new_figure
 from ..utils.files import atomic_file
 from ..utils.messages import shorten_text
@@ -23,8 +24,7 @@ from .statistics import DistanceDecay, MixingSummary, check_block, mean_distance
 
 COLOR_MAP = "RdBu_r"
 """Colours of weights: blue below zero, red above."""
-COLORS = {"original": "#5d666f", "mhla": "#1f77b4", "linear": "#d95f02", "pattern": "#77b3dc"}
-COLORS |= {"error": COLORS["mhla"], "restored": COLORS["pattern"]}
+COLORS = {"original": "#5d666f", "mhla": "#1f77b4", "linear": "#d95f02", "error": "#1f77b4", "restored": "#77b3dc"}
 """Colours of bars."""
 MAX_FRAMES = 6
 """Largest number of frames of a video that are drawn."""
@@ -50,16 +50,12 @@ def weights_on_grid(weights: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 
 
 def frames_shown(layout: BlockLayout, block: int) -> list[int]:
-    """Choose the frames of a layout that are drawn: all, or evenly spaced ones with one of the block among them."""
+    """Choose the frames of a layout that are drawn: all, or evenly spaced ones and the middle one of the block."""
     frames = layout.grid[0] if len(layout.grid) == 3 else 1
     if frames <= MAX_FRAMES:
         return list(range(frames))
-    chosen = {round(index * (frames - 1) / (MAX_FRAMES - 1)) for index in range(MAX_FRAMES)}
     inside = weights_on_grid(torch.eye(layout.num_blocks)[block], layout).sum((1, 2)).nonzero().flatten().tolist()
-    if not chosen & set(inside):
-        middle = inside[len(inside) // 2]
-        chosen ^= {min(chosen, key=lambda frame: abs(frame - middle)), middle}
-    return sorted(chosen)
+    return sorted({inside[len(inside) // 2], *evenly_spaced(range(frames), MAX_FRAMES - 1)})
 
 
 def mixing_figure(matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, block: int | None = None) -> Any:
@@ -120,11 +116,11 @@ def decay_figure(initial: DistanceDecay, layers: Mapping[int, DistanceDecay]) ->
     from matplotlib import colormaps
 
     figure = new_figure(7.2, 3.4)
-    axes = _plain_axes(figure.subplots())
+    axes = _plain_axes(figure)
     axes.plot(initial.distance, initial.mean, "--", color="#888888", label="initial")
     numbers = list(layers)
-    # Of many layers, the first and the last are named.
-    named = set(numbers if len(numbers) < 12 else (numbers[0], numbers[-1]))
+    # The legend has room for a dozen: of more layers, the first and the last are named.
+    named = numbers if len(numbers) < 12 else (numbers[0], numbers[-1])
     for place, (layer, decay) in enumerate(layers.items()):
         color = colormaps["viridis"](0.9 * place / max(1, len(layers) - 1))
         axes.plot(decay.distance, decay.mean, color=color, label=f"layer {layer}" if layer in named else None)
@@ -145,7 +141,7 @@ def bars_figure(
         limit: Right end of the axis; by default the largest value.
     """
     figure = new_figure(5.2, 0.2 * len(rows) * (len(names) + 0.7) + 0.7)
-    axes = _plain_axes(figure.subplots())
+    axes = _plain_axes(figure)
     places = np.arange(len(rows)) * (len(names) + 0.7)
     for number, (kind, name) in enumerate(names.items()):
         values = [row[kind] if math.isfinite(row[kind]) else 0.0 for row in rows.values()]
@@ -172,7 +168,8 @@ def _outline(axis: Any, inside: torch.Tensor) -> None:
         axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor="black", linewidth=1.8))
 
 
-def _plain_axes(axes: Any) -> Any:
+def _plain_axes(figure: Any) -> Any:
+    axes = figure.subplots()
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -220,24 +217,16 @@ def _model(model: ModelInspection, block: int | None) -> dict[str, Any]:
     attention = {layer.index: layer.attention.statistics for layer in layers if layer.attention}
     errors = {layer.index: {"error": layer.output_error["mean"]} for layer in layers if layer.output_error}
     kinds = model.kinds
-    moved = {
-        layer: {"mhla": mean(summary.movement), "pattern": mean(summary.pattern_movement)}
-        for layer, summary in mixing.items()
-    }
     statistics = {}
     if attention:
         for name, digits, limit in _STATISTICS:
             rows = {layer: {kind: found[kind][name]["mean"] for kind in kinds} for layer, found in attention.items()}
             statistics[name] = _svg(bars_figure(rows, kinds, digits=digits, limit=limit))
-    first = next(iter(mixing.values())).initial_decay
-    decays = {layer: summary.decay for layer, summary in mixing.items()}
     return {
         "model": model,
         "facts": model.facts(),
         "kinds": kinds,
         "layouts": _layouts(mixing, block),
-        "decay": _svg(decay_figure(first, decays)) if max(len(each.mean) for each in decays.values()) > 1 else "",
-        "movement": _svg(bars_figure(moved, {"mhla": "weights", "pattern": "pattern"})),
         "statistics": statistics,
         "errors": _svg(bars_figure(errors, {"error": "error"}, digits=3)) if errors else "",
     }
@@ -251,6 +240,8 @@ def _layouts(mixing: Mapping[int, MixingSummary], block: int | None) -> list[dic
     entries = []
     for (layout, grid), summaries in found.items():
         chosen, blocks = check_block(block, layout), times(layout.blocks)
+        decays = {layer: summary.decay for layer, summary in summaries.items()}
+        initial = next(iter(summaries.values())).initial_decay
         tokens = f" on {times(grid)} tokens{prefix(layout)}" if grid else ", of a token grid that is not stored"
         matrices = {layer: summary.mean_matrix for layer, summary in summaries.items()}
         entries.append(
@@ -259,6 +250,8 @@ def _layouts(mixing: Mapping[int, MixingSummary], block: int | None) -> list[dic
                 "layers": ", ".join(map(str, summaries)),
                 "block": chosen,
                 "mixing": _svg(mixing_figure(matrices, layout, block=chosen)),
+                # A single block has no distances.
+                "decay": _svg(decay_figure(initial, decays)) if len(initial.mean) > 1 else "",
             }
         )
     return entries

@@ -83,20 +83,17 @@ def effective_rank(singular: torch.Tensor) -> torch.Tensor:
     return torch.where(singular.sum(-1) > 0, entropy.exp(), 0.0)
 
 
-def attention_statistics(
-    matrix: torch.Tensor, *, tolerance: float = TOLERANCE, visible: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
+def attention_statistics(matrix: torch.Tensor, *, visible: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """Compute rank, entropy and concentration of attention matrices; rows are averaged.
 
     Args:
         matrix: `[..., R, T]`: R of T query tokens, or all. Negative weights count by their absolute value.
-        tolerance: See [`numerical_rank`][mhla_hf.analysis.numerical_rank].
         visible: Number of tokens that each row can see, `[R]`, for causal attention; `None` for all T.
 
     Returns:
         Values of shape `[...]` by name: `rank` and `effective_rank` (at most R), `entropy` in nats,
-        `relative_entropy` (divided by the logarithm of the tokens that a row sees; rows that see one are left out),
-        `top_share` (weight of a row's largest tenth), and `negative_share` (part of the weights that is negative).
+        `relative_entropy` (divided by the logarithm of the tokens that a row sees; rows that see one are left out) and
+        `top_share` (weight of a row's largest tenth).
 
     Raises:
         ValueError: If the matrix holds numbers that are not finite.
@@ -120,14 +117,12 @@ def attention_statistics(
     cumulative = weights.sort(dim=-1, descending=True).values.cumsum(-1)
     last = (TOP_SHARE * seen).ceil().long().clamp(min=1) - 1
     top = cumulative.gather(-1, last.expand(matrix.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-    total, negative = matrix.abs().sum((-1, -2)), matrix.clamp(max=0.0).abs().sum((-1, -2))
     return {
-        "rank": numerical_rank(singular, tolerance).double(),
+        "rank": numerical_rank(singular).double(),
         "effective_rank": effective_rank(singular),
         "entropy": entropy.mean(-1),
         "relative_entropy": relative.mean(-1),
         "top_share": top.mean(-1),
-        "negative_share": negative / torch.where(total > 0, total, 1.0),
     }
 
 
@@ -171,7 +166,7 @@ class MixingSummary:
             weights of a row cancel its scale.
         negative_share: Share of the weights below zero.
         row_sum: Mean sum of a row, 1 at initialisation.
-        decay: Mean weight by distance, `(distance, mean)`, of rows scaled to an absolute sum of 1.
+        decay: Mean weight by distance, of rows scaled to an absolute sum of 1.
         initial_decay: The same for the initial weights.
         grid: The token grid of `layout`; `None` if unknown, when `layout` counts each block as one token.
     """

@@ -2,8 +2,7 @@
 """Attention of any model while it runs: its matrices on a batch, and their statistics during training.
 
 MHLA layers are observed by a hook on their `mhla` module, softmax layers where they call
-`torch.nn.functional.scaled_dot_product_attention`, as both libraries do. Models of transformers with another
-implementation (`eager`, FlashAttention) switch to that one while they are observed.
+`torch.nn.functional.scaled_dot_product_attention`, as diffusers and the `sdpa` attention of transformers do.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +31,6 @@ from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
 from ..training.data.batches import stable_seed
 from ..training.matching.layers import Batch, evaluating, on_device, run, trunk_for
 from ..training.processes import Processes, is_fully_sharded
-from ..utils.files import check_fields, read_json, write_json
 from ..utils.messages import check_count
 from .matrices import LayerTokens, SoftmaxTokens, layer_tokens, softmax_tokens
 from .signatures import FailureSignature, probe_figures, probe_signatures, weight_signatures
@@ -44,17 +41,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ROWS = 256
 """Query tokens of a sample that attention matrices are computed for during training."""
-HISTORY_FILE = "attention_history.json"
-"""File in the output directory that holds the history."""
-STATISTICS = ("rank", "effective_rank", "entropy", "relative_entropy", "top_share", "negative_share")
-"""Statistics of attention matrices that the history keeps."""
-LOGGED = ("rank", "effective_rank", "relative_entropy", "top_share")
-"""Statistics that go into logs."""
-MAX_BYTES = 4 * 2**30
-"""Memory that the rows of one head's attention matrix may take, with room to work on them."""
-_UNSEEN = "This {} has no attention layer that can be observed: MHLA, or softmax by torch."
-# A matrix in float64, its scores, mask and absolute values, sorted and not.
-_COPIES = 6
+STATISTICS = ("rank", "effective_rank", "entropy", "relative_entropy", "top_share")
+"""Statistics of attention matrices that the history keeps, and logs show."""
+_UNSEEN = "This {} has no attention layer that can be observed: MHLA, or softmax with attn_implementation='sdpa'."
 
 Sample = LayerTokens | SoftmaxTokens
 """One sample of the call of an attention layer."""
@@ -87,7 +76,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 @torch.no_grad()
 def observe_batch(
     model: nn.Module, batch: Batch, layers: str | Iterable[int] | None, observe: Observer, seed: int = 0
-) -> set[str]:
+) -> None:
     """Run a batch and observe a model's self-attention layers, without changing the model or the random state.
 
     Args:
@@ -97,9 +86,6 @@ def observe_batch(
         observe: Called with each sample of each call; calls for cross-attention are left out.
         seed: Seed for models that draw random numbers.
 
-    Returns:
-        Names of the layers that were called.
-
     Raises:
         ValueError: If `layers` is wrong.
     """
@@ -107,20 +93,15 @@ def observe_batch(
     modules = list(attention_modules(model).items())
     chosen = parse_layers(layers, len(modules))
     linear = bool(getattr(model, "upstream_is_linear", False))
-    reached: set[str] = set()
-
-    def seen(name: str, sample: Sample) -> None:
-        reached.add(name)
-        observe(name, sample)
 
     def of_mhla(name: str) -> Callable[..., None]:
         def hook(module: MHLA, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             for sample in layer_tokens(module, *args, **kwargs, linear=linear):
-                seen(name, sample)
+                observe(name, sample)
 
         return hook
 
-    calls = _SoftmaxCalls(seen)
+    calls = _SoftmaxCalls(observe)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with evaluating(model), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(seed)
@@ -136,34 +117,22 @@ def observe_batch(
                     enter, leave = calls.hooks(name)
                     stack.callback(module.register_forward_pre_hook(enter).remove)
                     stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-            stack.enter_context(_through_torch(model))
             stack.enter_context(calls)
             run(called, batch)
-    return reached
 
 
-def query_rows(sample: Sample, most: int, option: str, seed: int = 0) -> torch.Tensor | None:
+def query_rows(sample: Sample, most: int, seed: int) -> torch.Tensor | None:
     """Choose the query tokens of a sample whose rows are computed: all, or as many as are wanted, drawn at random.
 
     Args:
         sample: The sample.
         most: Largest number of rows.
-        option: Name of the option that sets it, for the error.
         seed: Seed of the draw, which gives the same tokens in every layer.
 
     Returns:
         LongTensor `[most]` in ascending order; `None` for all.
-
-    Raises:
-        ValueError: If the rows of one head would take more than `MAX_BYTES`.
     """
     tokens = sample.num_tokens
-    needed = 8 * _COPIES * min(tokens, most) * tokens
-    if needed > MAX_BYTES:
-        raise ValueError(
-            f"{option}={most} of {tokens} tokens need {needed / 2**30:.1f} GiB for the matrix of a head, more "
-            f"than {MAX_BYTES / 2**30:.0f} GiB: give fewer."
-        )
     if tokens <= most:
         return None
     generator = torch.Generator().manual_seed(stable_seed(seed, "rows", tokens))
@@ -171,7 +140,7 @@ def query_rows(sample: Sample, most: int, option: str, seed: int = 0) -> torch.T
 
 
 @dataclass
-class MatrixStatistics:
+class AttentionSummary:
     """Statistics of a layer's attention matrices on a probe, gathered head by head.
 
     Attributes:
@@ -180,14 +149,19 @@ class MatrixStatistics:
         samples: Number of samples.
         rank_bound: Bound of the rank of MHLA: min(rows, Σ_b min(n_b, d)); `None` for causal attention and with a
             softmax window.
+        linear_bound: Bound of the rank of linear attention; `None` for softmax layers and causal attention.
         is_finite: Whether all matrices are.
+        statistics: Mean and standard deviation over samples and heads, by kind of attention and statistic, see
+            [`attention_statistics`][mhla_hf.analysis.attention_statistics]; filled when all samples are there.
     """
 
     tokens: int = 0
     rows: int = 0
     samples: int = 0
     rank_bound: int | None = None
+    linear_bound: int | None = None
     is_finite: bool = True
+    statistics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     _values: dict[str | None, dict[str, list[float]]] = field(default_factory=dict)
 
     def add(self, sample: Sample, rows: torch.Tensor | None, kinds: Sequence[str] = ()) -> None:
@@ -197,6 +171,8 @@ class MatrixStatistics:
         self.samples += 1
         if sample.rank_bound is not None:
             self.rank_bound = max(self.rank_bound or 0, min(sample.rank_bound, count))
+        if isinstance(sample, LayerTokens) and not sample.causal:
+            self.linear_bound = min(self.rows, sample.num_features)
         for kind in kinds or (None,):
             values = self._values.setdefault(kind, {})
             for head in range(sample.num_heads):
@@ -232,26 +208,6 @@ class _SoftmaxCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _through_torch(model: nn.Module) -> Iterator[None]:
-    """A context in which the softmax layers of a model of transformers call the attention of torch."""
-    from transformers import PreTrainedConfig
-
-    from ..utils.compat.transformers import attention_of, set_attention
-
-    found = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
-    before = {key: attention_of(config) for key, config in configs.items()}
-    others = [key for key, name in before.items() if name not in ("sdpa", "mhla", None)]
-    try:
-        for key in others:
-            set_attention(configs[key], "sdpa")
-        yield
-    finally:
-        for key in others:
-            set_attention(configs[key], before[key])
-
-
 def attention_matrices(
     model: nn.Module,
     batch: Batch,
@@ -272,8 +228,7 @@ def attention_matrices(
         linear attention of SANA have none.
 
     Raises:
-        ValueError: If the model has no attention layer that can be observed, an argument is wrong, or a matrix would
-            take too much memory.
+        ValueError: If the model has no attention layer that can be observed, or an argument is wrong.
 
     Examples:
         >>> matrices = attention_matrices(model, tokenizer("a text", return_tensors="pt"))  # doctest: +SKIP
@@ -283,7 +238,6 @@ def attention_matrices(
     found: dict[str, list[torch.Tensor]] = {}
 
     def observe(name: str, sample: Sample) -> None:
-        query_rows(sample, sample.num_tokens if rows is None else len(rows), "rows")
         found.setdefault(name, []).append(sample.matrix(rows=rows))
 
     observe_batch(model, batch, layers, observe)
@@ -335,19 +289,16 @@ class AttentionTracker:
         batch: Batch | Sequence[Batch],
         *,
         every: int = 1,
-        layers: str | Iterable[int] | None = None,
+        layers: str | Sequence[int] | None = None,
         rows: int = DEFAULT_ROWS,
         settle: int = 200,
         seed: int = 0,
     ) -> None:
         self.batches = [batch] if isinstance(batch, Mapping) else list(batch)
-        if not self.batches or not all(isinstance(one, Mapping) for one in self.batches):
-            raise ValueError("batch must hold keyword arguments of the model's forward by name, or be a list of such.")
         check_count("every", every)
         check_count("rows", rows, 2)
-        check_count("settle", settle, 0)
         self.every, self.rows, self.settle, self.seed = every, rows, settle, seed
-        self.layers = layers if layers is None or isinstance(layers, str) else list(layers)
+        self.layers = layers
         self.history: list[dict[str, Any]] = []
 
     def is_due(self, step: int) -> bool:
@@ -402,12 +353,13 @@ class AttentionTracker:
         records: dict[str, _LayerRecord] = {}
 
         def observe(name: str, sample: Sample) -> None:
-            rows = query_rows(sample, self.rows, "rows", self.seed)
+            rows = query_rows(sample, self.rows, self.seed)
             records.setdefault(name, _LayerRecord(kind=sample.kind)).add(sample, rows)
 
         for batch in self.batches:
-            if not observe_batch(model, batch, self.layers, observe, self.seed):
-                raise ValueError(_UNSEEN.format(type(model).__name__))
+            observe_batch(model, batch, self.layers, observe, self.seed)
+        if not records:
+            raise ValueError(_UNSEEN.format(type(model).__name__))
         layers = {name: record.to_dict() for name, record in records.items()}
         linear = bool(getattr(model, "upstream_is_linear", False))
         found: dict[tuple[str, str], FailureSignature] = {}
@@ -420,24 +372,16 @@ class AttentionTracker:
                     found.setdefault((name, signature.name), signature)
         return layers, list(found.values())
 
-    def figures(self, row: Mapping[str, Any], *, per_layer: bool = False) -> dict[str, float]:
-        """Return the figures of a row for a log.
+    def figures(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the figures of a row for a log: means over the layers such as `attention_rank`.
 
-        Args:
-            row: A row of the history.
-            per_layer: Add the figures of each layer.
-
-        Returns:
-            Means over the layers such as `attention_rank`, and `attention_rank/blocks.0.attn1` of each layer; those
-            that are not finite are left out.
+        Layers whose attention is not finite are left out.
         """
         figures: dict[str, float] = {}
-        for statistic in LOGGED:
-            values = {name: layer[statistic] for name, layer in row["layers"].items() if layer[statistic] is not None}
+        for statistic in STATISTICS:
+            values = [layer[statistic] for layer in row["layers"].values() if layer[statistic] is not None]
             if values:
-                figures[f"attention_{statistic}"] = sum(values.values()) / len(values)
-            if per_layer:
-                figures.update({f"attention_{statistic}/{name}": value for name, value in values.items()})
+                figures[f"attention_{statistic}"] = sum(values) / len(values)
         return figures
 
     def restore(self, history: Iterable[Mapping[str, Any]], step: int | None = None) -> None:
@@ -449,57 +393,34 @@ class AttentionTracker:
         """
         self.history = [dict(row) for row in history if step is None or row["step"] <= step]
 
-    def save(self, path: str | Path) -> None:
-        """Write the history as a JSON file, atomically."""
-        write_json(Path(path), {"rows": self.rows, "history": self.history})
-
-    def load(self, path: str | Path, step: int) -> None:
-        """Continue the history of a file written by `save`, see `restore`.
-
-        Raises:
-            ValueError: If the file is damaged.
-        """
-        path = Path(path)
-        content = read_json(path, "the history of attention:", required={"history": list})
-        for row in content["history"]:
-            check_fields(row, f"a row of {path}", required={"step": int, "layers": dict})
-        self.restore(content["history"], step)
-
 
 class TrackingCallback(TrainerCallback):
     """Records attention in the `Trainer` of transformers, at the beginning and every `tracker.every` steps.
 
-    The history is written to `attention_history.json` in the output directory, and continued by a resumed run. Means
-    over the layers are logged as `attention_rank`, `attention_effective_rank`, ...
+    Means over the layers are logged as `attention_rank`, `attention_effective_rank`, ...; the rest is in
+    `tracker.history`.
 
     Args:
         tracker: The tracker, with the probe.
         trainer: The trainer, whose `log` passes the figures on, to TensorBoard for example; `None` logs nothing.
-        per_layer: Log the figures of each layer as well, as `attention_rank/LAYER`.
 
     Examples:
         >>> trainer = Trainer(model, arguments, train_dataset=dataset)  # doctest: +SKIP
         >>> trainer.add_callback(TrackingCallback(AttentionTracker(batch, every=50), trainer))  # doctest: +SKIP
     """
 
-    def __init__(self, tracker: AttentionTracker, trainer: Any = None, *, per_layer: bool = False) -> None:
-        self.tracker, self.trainer, self.per_layer = tracker, trainer, per_layer
+    def __init__(self, tracker: AttentionTracker, trainer: Any = None) -> None:
+        self.tracker, self.trainer = tracker, trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Continue the history of a resumed run, or record the initial model.
+        """Record the model that training begins with.
 
         Raises:
             ValueError: Under DeepSpeed ZeRO-3, where no process has all weights.
         """
         if is_deepspeed_zero3_enabled():
             raise ValueError("TrackingCallback does not run under DeepSpeed ZeRO-3; use FSDP 2, or ZeRO-2.")
-        path = Path(args.output_dir) / HISTORY_FILE
-        if state.global_step and path.is_file():
-            self.tracker.load(path, state.global_step)
-        elif not state.global_step:
-            self.tracker.history = []
-        if state.global_step not in [row["step"] for row in self.tracker.history]:
-            self.on_step_end(args, state, control, model)
+        self.on_step_end(args, state, control, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Record attention if the step is due."""
@@ -509,20 +430,15 @@ class TrackingCallback(TrainerCallback):
         if not self.tracker.is_due(state.global_step) or not (state.is_world_process_zero or is_sharded):
             return
         row = self.tracker.record(model, state.global_step)
-        if not state.is_world_process_zero:
-            return
-        figures = self.tracker.figures(row, per_layer=self.per_layer)
-        if self.trainer is not None:
+        if self.trainer is not None and state.is_world_process_zero:
             # This log would cancel the trainer's that is due at this step.
             due = control.should_log
-            self.trainer.log(figures)
+            self.trainer.log(self.tracker.figures(row))
             control.should_log = due
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        self.tracker.save(Path(args.output_dir) / HISTORY_FILE)
 
 
 @dataclass
-class _LayerRecord(MatrixStatistics):
+class _LayerRecord(AttentionSummary):
     """One layer on a probe; `bound` is that of all rows of the longest sample."""
 
     kind: str = ""

@@ -3,17 +3,15 @@
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..config import CHOICES, automatic_share
+from ..config import automatic_share
 from . import options as common
 from .options import Overwrite, Quiet, argument, given, option, options_of, with_options
-from .output import JsonFile, say, show_table, write_report
-from .share import write_first_card
+from .output import JsonFile, say, show_table, write_first_card, write_report
 
 
 if TYPE_CHECKING:
@@ -26,26 +24,20 @@ _COMPONENTS = "Pipelines of several transformers"
 class _Conversion:
     component: str | None = option(
         "The transformer to convert, such as transformer_2; of a file, its name in --base.",
-        metavar="NAME",
         panel=_COMPONENTS,
     )
-    base: str | None = option(
-        "Pipeline that the file belongs to: directory or Hub id.", metavar="MODEL", panel=_ORIGINAL_WEIGHTS
-    )
+    base: str | None = option("Pipeline that the file belongs to: directory or Hub id.", panel=_ORIGINAL_WEIGHTS)
     config: Path | None = option(
         "Directory of the model's config.json, if --base is not given.",
-        metavar=common.DIRECTORY,
         panel=_ORIGINAL_WEIGHTS,
     )
-    variant: str | None = option("Only these weight files, such as fp16.", metavar="NAME", panel=common.WEIGHTS)
-    subfolder: str | None = option("Only this folder of SOURCE.", metavar="NAME", panel="Hub")
+    variant: str | None = option("Only these weight files, such as fp16.", panel=common.WEIGHTS)
+    subfolder: str | None = option("Only this folder of SOURCE.", panel="Hub")
 
 
 class _Written:
-    dtype: str | None = common.DTYPE
-    max_shard_size: str | None = option(
-        "Largest weight file, such as 2GB. Default: 5GB.", metavar="SIZE", panel=common.WEIGHTS
-    )
+    dtype: common.Dtype = None
+    max_shard_size: str | None = option("Largest weight file, such as 2GB. Default: 5GB.", panel=common.WEIGHTS)
     overwrite: Overwrite = False
 
 
@@ -56,15 +48,14 @@ _CONVERSION = [*options_of(_Conversion), *_WRITTEN]
 @with_options(common.CONVERSION, _CONVERSION)
 def convert_command(
     source: str = argument(
-        "Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf)."
+        "SOURCE", "Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf)."
     ),
-    output: Path = argument("Directory to write."),
+    output: Path = argument("OUTPUT", "Directory to write."),
     *,
-    layers: str | None = common.LAYERS,
+    layers: common.Layers = None,
     mhla: str | None = option(
         'Options as JSON or a JSON file, also by component: {"transformer": {"blocks": [3,5,10]}, '
         '"transformer_2": null}. Those not named, or null, stay softmax; other options hold for all.',
-        metavar="JSON",
         panel=_COMPONENTS,
     ),
     calibrate: bool = option("Fit the result to the original, as calibrate does.", "--calibrate", default=False),
@@ -79,6 +70,7 @@ def convert_command(
     keeps every weight but changes the attention: run mhla-hf calibrate or mhla-hf recover next.
 
     Examples:
+
         mhla-hf convert Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --blocks 3,5,10 --layers 2/3 --dtype bfloat16
         mhla-hf convert Qwen/Qwen3-0.6B qwen3-mhla --block-size 128 --layers 2/3
     """
@@ -102,7 +94,7 @@ def convert_command(
         fields,
         layers=layers,
         progress=not quiet,
-        finish=partial(write_first_card, destination=output),
+        finish=write_first_card,
         **given(options, _CONVERSION),
     )
     if not quiet:
@@ -116,7 +108,6 @@ class _Unconversion:
     original: str | None = option(
         "Softmax original of a calibrated or trained model: directory or Hub id. Default: the one that "
         "conversion.json names.",
-        metavar="MODEL",
     )
     overwrite: Overwrite = False
 
@@ -126,8 +117,8 @@ _UNCONVERSION = [*options_of(_Unconversion), *common.HUB]
 
 @with_options(_UNCONVERSION)
 def unconvert_command(
-    model: str = argument("Directory of an MHLA pipeline or model, or Hub id owner/name."),
-    output: Path = argument("Directory to write."),
+    model: str = argument("MODEL", "Directory of an MHLA pipeline or model, or Hub id owner/name."),
+    output: Path = argument("OUTPUT", "Directory to write."),
     *,
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -139,6 +130,7 @@ def unconvert_command(
     from its original.
 
     Examples:
+
         mhla-hf unconvert wan-mhla wan-softmax
         mhla-hf unconvert qwen3-mhla qwen3-softmax --original Qwen/Qwen3-0.6B
     """
@@ -152,30 +144,17 @@ def unconvert_command(
 
 
 class _Official:
-    blocks: str | None = option(
-        "Number of blocks: frames,height,width. Default: 3,5,10 if the weights have 150 blocks.",
-        metavar="F,H,W",
-        panel=common.BLOCKS,
-    )
-    grid: str | None = option(
-        "Token grid that the weights are made for: frames,height,width.", metavar="F,H,W", panel=common.BLOCKS
-    )
-    normalizer: str = option(
-        f"Normaliser that the weights were trained with: {common.listed(CHOICES['normalizer'])}.",
-        default="none",
-        choices=CHOICES["normalizer"],
-    )
-    base: str | None = option("Wan pipeline to take the other components from: directory or Hub id.", metavar="MODEL")
+    base: str | None = option("Wan pipeline to take the other components from: directory or Hub id.")
     num_heads: int | None = option("Number of heads; needed only if heads are not 128 wide.")
 
 
-_OFFICIAL = [*options_of(_Official), *_WRITTEN]
+_OFFICIAL = [*common.conversion_options("blocks", "grid", "normalizer"), *options_of(_Official), *_WRITTEN]
 
 
 @with_options(_OFFICIAL)
 def import_official_command(
-    source: Path = argument("Safetensors file, directory of shards, or torch file."),
-    output: Path = argument("Directory to write."),
+    source: Path = argument("SOURCE", "Safetensors file, directory of shards, or torch file."),
+    output: Path = argument("OUTPUT", "Directory to write."),
     *,
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -186,21 +165,21 @@ def import_official_command(
     It becomes a transformer of diffusers, or with --base a complete pipeline.
 
     Examples:
+
         mhla-hf import-official wan_mhla.pt wan-mhla --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers
     """
     checked = given(options, _OFFICIAL)
 
     from ..conversion import import_official
 
-    finish = partial(write_first_card, destination=output)
-    report = import_official(source, output, progress=not quiet, finish=finish, **checked)
+    report = import_official(source, output, progress=not quiet, finish=write_first_card, **checked)
     if not quiet:
         _show(report)
     _write_record(json_file, output)
 
 
 def models_command(
-    name: str | None = argument("Show models whose name, kind or classes contain NAME.", default=None),
+    name: str | None = argument("NAME", "Show models whose name, kind or classes contain NAME.", default=None),
     refused: bool = option("List models that MHLA does not support, and why.", "--refused", default=False),
     presets: bool = option("List the names that from_preset knows.", "--presets", default=False),
     json_output: bool = option("Print JSON instead of tables.", "--json", default=False),
@@ -208,6 +187,7 @@ def models_command(
     """List the supported models.
 
     Examples:
+
         mhla-hf models
         mhla-hf models wan
     """
@@ -217,7 +197,7 @@ def models_command(
     from ..presets import PRESETS
 
     if presets and refused:
-        raise ValueError("presets and refused are both given; give one of them.")
+        raise typer.BadParameter("give --presets or --refused, not both")
     found: Mapping[str, Any] = PRESETS if presets else refused_families() if refused else supported_models()
     tables: dict[str, list[dict[str, str]]] = {}
     shown = []
@@ -257,33 +237,26 @@ def _show(report: "ConversionReport") -> None:
     for name, part in report.components.items():
         # Options of a model with several towers are by tower.
         towers = {"": part.mhla} if "block_size" in part.mhla else part.mhla
-        blocks = "\n".join(_blocks(options) for options in towers.values())
         for weights in part.weight_sets:
             rows.append(
                 {
                     "component": name if weights.variant is None else f"{name} ({weights.variant})",
                     "MHLA layers": f"{len(part.mhla_layers)} of {part.num_layers}",
-                    "blocks": blocks,
+                    "blocks": "\n".join(_blocks(options) for options in towers.values()),
                     "copied": f"{weights.copied_parameters:,}",
                     "new parameters": f"{part.initialised_parameters:,}",
-                    "types": ", ".join(f"{dtype} {count}" for dtype, count in weights.dtypes.items()),
                 }
             )
     show_table(rows)
-    for name, part in report.components.items():
-        if part.mhla.get("grid"):
-            say(f"{name}: blocks {_blocks(part.mhla)} on a grid of {'×'.join(map(str, part.mhla['grid']))} tokens")
+    for part in report.components.values():
         if part.warning:
             say(f"Warning: {part.warning}", style="yellow")
-    written = f"{format_bytes(report.bytes_written)} in {report.seconds:.1f} s"
-    say(f"Wrote {report.destination} ({written}); conversion.json records the sources.")
-    next_step = advice(report)
-    if next_step is not None:
+    say(f"Wrote {report.destination} ({format_bytes(report.bytes_written)}); conversion.json records the sources.")
+    if (next_step := advice(report)) is not None:
         say(next_step)
 
 
 def _blocks(options: Mapping[str, Any]) -> str:
-    """Blocks of some options, for a table."""
-    if options["blocks"]:
-        return "×".join(map(str, options["blocks"]))
-    return f"of {'×'.join(map(str, options['block_size']))} tokens"
+    """Blocks of some options and the grid that they are made for, for a table."""
+    blocks, size, grid = ("×".join(map(str, options[name] or ())) for name in ("blocks", "block_size", "grid"))
+    return (blocks or f"of {size} tokens") + (f" on {grid}" if grid else "")

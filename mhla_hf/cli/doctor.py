@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .options import HUB, Device, argument, given, option, with_options
-from .output import JsonFile, say, write_report
+from .output import JsonFile, say, show_table, write_report
 
 
 if TYPE_CHECKING:
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @with_options(HUB)
 def doctor_command(
-    model: str | None = argument("Directory or Hub id of a pipeline or model to check. Default: none.", default=None),
+    model: str | None = argument(
+        "MODEL", "Directory or Hub id of a pipeline or model to check. Default: none.", default=None
+    ),
     *,
     no_values: bool = option(
         "Skip the search for NaN and infinite values in MODEL's weights.", "--no-values", default=False
@@ -36,19 +38,17 @@ def doctor_command(
     them. The exit code is 1 if something is wrong, and 0 for warnings.
 
     Examples:
+
         mhla-hf doctor wan-mhla
         mhla-hf doctor user/wan-mhla --json report.json
         mhla-hf doctor --kernels
     """
-    hub = given(options, HUB)
-    for_installation = {"kernels": kernels, "device": device != "auto"}
-    useless = for_installation if model is not None else {**hub, "no_values": no_values}
-    for name in (name for name, value in useless.items() if value):
-        raise ValueError(f"{name} has no effect {'with' if model is not None else 'without'} MODEL.")
-    if model is not None:
-        _check_model(model, not no_values, json_file, hub)
-    else:
+    if model is None:
         _check_installation(kernels, device, json_file)
+    elif kernels:
+        raise typer.BadParameter("--kernels tests this machine: give it without MODEL")
+    else:
+        _check_model(model, not no_values, json_file, given(options, HUB))
 
 
 def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, Any]) -> None:
@@ -84,19 +84,18 @@ def _check_model(model: str, values: bool, json_file: JsonFile, hub: dict[str, A
 def _show_description(check: "DirectoryCheck") -> None:
     from ..utils.messages import format_bytes
 
-    if check.class_name:
-        say(check.class_name, style="bold")
-    for model in check.models:
-        facts, options = [model["class_name"]], model["options"] or {}
-        if model["mhla_layers"]:
-            softmax = (model["num_layers"] or 0) - model["mhla_layers"]
-            names = {"blocks": "", "block_size": "of tokens ", "grid": "on tokens "}
-            axes = {name: options[name] for name in names if isinstance(options.get(name), list)}
-            facts.append(f"{model['mhla_layers']} MHLA{f', {softmax} softmax' * (softmax > 0)} layers")
-            words = (names[name] + "×".join(map(str, sizes)) for name, sizes in axes.items())
-            facts.append(f"blocks {' '.join(words)}")
-        facts += [f"{model['parameters']:,} parameters", " and ".join(model["dtypes"]), format_bytes(model["nbytes"])]
-        say(f"  {model['name']}: {'; '.join(filter(None, facts))}")
+    rows = [
+        {
+            "component": model["name"],
+            "class": model["class_name"],
+            "MHLA layers": f"{model['mhla_layers']} of {model['num_layers']}" if model["mhla_layers"] else None,
+            "parameters": f"{model['parameters']:,}",
+            "types": ", ".join(model["dtypes"]),
+            "size": format_bytes(model["nbytes"]),
+        }
+        for model in check.models
+    ]
+    show_table(rows, title=check.class_name)
 
 
 def _show_problems(problems: "list[Problem]") -> None:
@@ -111,13 +110,13 @@ def _show_problems(problems: "list[Problem]") -> None:
 
 
 def _check_installation(kernels: bool, device: str, json_file: JsonFile) -> None:
-    from ..ops.diagnosis import check_kernels, describe_environment, forget_failures, markdown_table
+    from ..ops.diagnosis import check_kernels, describe_environment, markdown_table
     from ..utils.machine import choose_device
 
     chosen = choose_device(device)
     report = describe_environment(chosen)
     _show_environment(report)
-    write_report(json_file, report, final=not kernels)
+    write_report(json_file, report)
     if not kernels:
         return
     from rich.console import Console
@@ -129,15 +128,13 @@ def _check_installation(kernels: bool, device: str, json_file: JsonFile) -> None
         for row in check_kernels(chosen):
             rows.append(row)
             # A kernel may end the process; results before it are worth keeping.
-            write_report(json_file, report, final=False)
+            write_report(json_file, report)
             status.update(f"{row['family']} kernels, {row['direction']}, {row['dtype']}, width {row['width']}")
     write_report(json_file, report)
     failed = sum(row["status"] == "failed" for row in rows)
     typer.echo(f"\n{markdown_table(rows)}\n\n{len(rows) - failed} of {len(rows)} runs passed.")
     if failed:
         raise typer.Exit(1)
-    # Failures of before are mended.
-    forget_failures(chosen)
 
 
 def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mhla-hf demo`, `inspect`, `app` and `bench`."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ _DEMO = [each for each in options_from(DemoConfig, panels=_PANELS) if each.name 
 
 @with_options(_DEMO)
 def demo_command(
-    output: Path = argument("Directory to write.", default=Path("demo-output")),
+    output: Path = argument("OUTPUT", "Directory to write.", default=Path("demo-output")),
     *,
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -52,14 +54,11 @@ def demo_command(
 
 class _Inspection:
     component: common.Component = None
-    layers: str | None = option("Layers to inspect, such as 1,2,4. Default: all MHLA layers.", metavar="LAYERS")
-    block: int | None = option("Block whose weights the page shows on the token grid. Default: the middle one.")
+    layers: str | None = option("Layers to inspect, such as 1,2,4. Default: all MHLA layers.")
     prompts: list[str] | None = option(
-        "Prompt of a pipeline, or text; may be repeated.", "--prompt", metavar="TEXT", panel=common.PROBE
+        "Prompt of a pipeline, or text; may be repeated.", "--prompt", panel=common.PROBE
     )
-    images: list[Path] | None = option(
-        "Image for a vision model; may be repeated.", "--image", metavar=common.FILE, panel=common.PROBE
-    )
+    images: list[Path] | None = option("Image for a vision model; may be repeated.", "--image", panel=common.PROBE)
     samples: int = option("Number of samples; 0 inspects the weights only.", default=4, panel=common.PROBE)
     tokens: int = option(
         "Largest number of rows (query tokens) of attention matrices, and of tokens of a text.",
@@ -70,18 +69,18 @@ class _Inspection:
     device: Device = "auto"
 
 
-_INSPECTION = [*common.SIZES, *common.HUB, *options_of(_Inspection)]
+_INSPECTION = [*common.SIZES, *options_of(_Inspection)]
 
 
-@with_options(_INSPECTION)
+@with_options(_INSPECTION, common.HUB)
 def inspect_command(
-    model: str = argument("Directory or Hub id of an MHLA pipeline or model."),
+    model: str = argument("MODEL", "Directory or Hub id of an MHLA pipeline or model."),
     *,
-    html: Path | None = option("Write a self-contained HTML page to FILE.", metavar=common.FILE, dir_okay=False),
+    block: int | None = option("Block whose weights the page shows on the token grid. Default: the middle one."),
+    html: Path | None = option("Write a self-contained HTML page to FILE.", dir_okay=False),
     original: str | None = option(
         "Softmax original to compare outputs with: directory or Hub id. Default: what conversion.json names, if it is "
         "on this machine.",
-        metavar="MODEL",
     ),
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -93,6 +92,7 @@ def inspect_command(
     with softmax and linear attention, and the error of its output against the original model.
 
     Examples:
+
         mhla-hf inspect wan-mhla --html report.html --original Wan-AI/Wan2.1-T2V-1.3B-Diffusers
         mhla-hf inspect qwen3-mhla --prompt 'import this' --json figures.json
     """
@@ -103,11 +103,12 @@ def inspect_command(
             model,
             base=original,
             progress=lambda name, done, total: progress(f"inspecting {name}", done, total),
+            hub=given(options, common.HUB),
             **given(options, _INSPECTION),
         )
     write_report(json_file, report.to_dict())
     if html is not None:
-        write_html(report, html, block=options["block"])
+        write_html(report, html, block=block)
     if not quiet:
         _show_inspection(report)
         if html is not None:
@@ -151,25 +152,21 @@ def _row(layer: "LayerInspection") -> dict[str, Any]:
 
 def app_command(
     model: str | None = argument(
+        "MODEL",
         "An MHLA pipeline or language model: a directory or Hub id. Default: demo-output/mhla if it exists, else the "
         "demo's pipeline, converted and calibrated now.",
         default=None,
     ),
     *,
-    original: str | None = option(
-        "The original: directory or Hub id. Default: what conversion.json names.", metavar="MODEL"
-    ),
+    original: str | None = option("The original: directory or Hub id. Default: what conversion.json names."),
     port: int | None = option("Port. Default: the first free one from 7860."),
-    host: str | None = option("Address to listen on, such as 0.0.0.0. Default: this machine only.", metavar="ADDRESS"),
+    host: str | None = option("Address to listen on, such as 0.0.0.0. Default: this machine only."),
     share: bool = option("Make a public link through gradio's servers.", "--share", default=False),
     device: Device = "auto",
     dtype: str | None = option(
         f"Type of the weights: {common.listed(common.DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.",
-        choices=common.DTYPES,
     ),
-    space: Path | None = option(
-        "Write a folder for a Space of the Hub instead.", "--export-space", metavar=common.DIRECTORY
-    ),
+    space: Path | None = option("Write a folder for a Space of the Hub instead.", "--export-space"),
     overwrite: Overwrite = False,
 ) -> None:
     """Compare an MHLA model with its original in a browser.
@@ -178,6 +175,7 @@ def app_command(
     gradio: pip install -e '.[app]' in a clone of mhla_hf.
 
     Examples:
+
         mhla-hf app demo-output/mhla
         mhla-hf app you/wan-mhla --export-space space
     """
@@ -192,136 +190,95 @@ def app_command(
 
 # Benchmarks
 
-benchmarks = typer.Typer(help="Measure time and memory on this machine.", no_args_is_help=True)
 
-_MODELS = ("ordinary", "mhla-torch", "mhla-triton")
-_OPERATORS = ("mhla-torch", "mhla-triton", "softmax", "softmax-flash", "softmax-cudnn", "linear")
-
-_DTYPE = option(f"{common.listed(common.DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.", values=common.DTYPES)
-_QUICK = option("Measure one size in a tenth of the time, to see that it works.", "--quick", default=False)
-
-
-@benchmarks.callback()
-def bench() -> None:
-    pass
+class _Benchmark:
+    contestants: str | None = option("Contestants, separated by commas, such as mhla-torch,softmax. Default: all.")
+    dtype: str | None = option(f"{common.listed(common.DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.")
+    device: Device = "auto"
+    seconds: float = option("Approximate time for all runs of one size.", default=5.0)
+    quick: bool = option("Measure one size in a tenth of the time, to see that it works.", "--quick", default=False)
 
 
-def _contestants(names: tuple[str, ...]) -> Any:
-    return option(
-        f"Contestants, separated by commas: {', '.join(names)}. Default: all.", values=names, metavar="NAMES"
-    )
+_BENCHMARK = options_of(_Benchmark)
 
 
 def _cases(what: str, examples: str) -> Any:
-    return option(
-        f"{what}, separated by commas, such as {examples}. Default: those that suit the device.", metavar="NAMES"
-    )
+    return option(f"{what}, separated by commas, such as {examples}. Default: those that suit the device.")
 
 
-def _seconds(default: float) -> Any:
-    return option("Approximate time for all runs of one size.", default=default, metavar="SECONDS")
-
-
-@benchmarks.command("op")
-def operator_command(
+@with_options(_BENCHMARK)
+def op_command(
     shapes: str | None = _cases("Shapes", "wan,causal-32k"),
-    contestants: str | None = _contestants(_OPERATORS),
-    dtype: str | None = _DTYPE,
-    device: Device = "auto",
-    backward: bool = option("Measure forward and backward together as well.", default=True),
-    seconds: float = _seconds(3.0),
-    quick: bool = _QUICK,
     json_file: JsonFile = None,
     quiet: Quiet = False,
+    **options: Any,
 ) -> None:
     """Measure the attention operator at the sizes of models.
 
     Contestants take turns and inputs change from run to run; times are medians.
     """
-    from ..bench import BenchOptions, measure_operator
+    from ..bench import measure_operator
 
-    options = BenchOptions(dtype=dtype, device=device, seconds=seconds, quick=quick)
-    report = measure_operator(options, _split(shapes), _split(contestants), backward, None if quiet else _announce)
-    for name, shape in report["shapes"].items():
-        for direction in ("forward", "forward+backward")[: 2 if backward else 1]:
-            rows = [row for row in report["results"] if (row["shape"], row["direction"]) == (name, direction)]
-            sizes = f"B {shape['batch']}, T {shape['tokens']:,}, H {shape['heads']}, K {shape['width']}"
-            title = f"{name}, {direction}: {sizes}, {shape['num_blocks']:,} blocks; {_place(report)}"
-            columns = {"contestant": "contestant", "normaliser": "normalizer"}
-            _show_times(title, rows, columns, "memory", "speedup_over_softmax")
-    _show_reasons(report["results"], "shape")
-    write_report(json_file, report)
+    _measure(measure_operator, shapes, json_file, quiet, **options)
 
 
-@benchmarks.command("model")
+@with_options(_BENCHMARK)
 def model_command(
     models: str | None = _cases("Models", "wan,dit-512"),
-    contestants: str | None = _contestants(_MODELS),
-    dtype: str | None = _DTYPE,
-    device: Device = "auto",
     compiled: bool = option("Compile the transformer blocks.", "--compile", default=False),
-    seconds: float = _seconds(15.0),
-    quick: bool = _QUICK,
     json_file: JsonFile = None,
     quiet: Quiet = False,
+    **options: Any,
 ) -> None:
     """Measure models with random weights: own attention and MHLA."""
-    from ..bench import BenchOptions, measure_models
+    from ..bench import measure_models
 
-    options = BenchOptions(dtype=dtype, device=device, seconds=seconds, quick=quick)
     backend = "inductor" if compiled else None
-    report = measure_models(options, _split(models), _split(contestants), backend, None if quiet else _announce)
-    show_models(report, "forward pass")
+    _measure(partial(measure_models, compile_backend=backend), models, json_file, quiet, **options)
+
+
+BENCHMARKS = {"op": op_command, "model": model_command}
+"""The commands of `mhla-hf bench`."""
+
+
+def _measure(
+    measure: Callable[..., dict[str, Any]],
+    cases: str | None,
+    json_file: Path | None,
+    quiet: bool,
+    contestants: str | None,
+    **options: Any,
+) -> None:
+    from ..bench import BenchOptions
+
+    names = (None if text is None else text.split(",") for text in (cases, contestants))
+    report = measure(BenchOptions(**options), *names, None if quiet else _announce)
+    show_times(report)
     write_report(json_file, report)
-
-
-def show_models(report: dict[str, Any], step: str) -> None:
-    """Print the table of a report of `measure_models`, and why contestants were not measured."""
-    compiled = ", blocks compiled" if report["options"]["compile_backend"] else ""
-    columns = {name: name for name in ("model", "contestant", "attention", "tokens")}
-    title = f"{step}, {_place(report)}{compiled}"
-    _show_times(title, report["results"], columns, "memory beyond weights", "speedup_over_ordinary")
-    _show_reasons(report["results"], "model")
-
-
-def _show_times(title: str, rows: list[dict[str, Any]], columns: dict[str, str], memory: str, speedup: str) -> None:
-    from ..utils.messages import format_bytes
-
-    cells = [
-        {
-            **{column: row[key] for column, key in columns.items()},
-            "time": f"{_number(row['milliseconds'])} ms",
-            "20–80 %": f"{_number(row['milliseconds_20'])}–{_number(row['milliseconds_80'])}",
-            memory: None if row["peak_memory_bytes"] is None else format_bytes(row["peak_memory_bytes"]),
-            speedup.replace("speedup_over_", "vs "): f"{row[speedup]:.2f}×" if speedup in row else None,
-        }
-        for row in rows
-        if row["reason"] is None
-    ]
-    show_table(cells, title=title)
-
-
-def _show_reasons(rows: list[dict[str, Any]], case: str) -> None:
-    reasons: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        if row["reason"] is not None:
-            reasons.setdefault((row["contestant"], row["reason"]), {})[row[case]] = None
-    for (contestant, reason), names in reasons.items():
-        where = "" if len(names) == len({row[case] for row in rows}) else f" ({', '.join(names)})"
-        say(f"not measured: {contestant}{where}: {reason}")
-
-
-def _place(report: dict[str, Any]) -> str:
-    return f"{report['machine']['device']}, {report['options']['dtype']}"
-
-
-def _number(milliseconds: float) -> str:
-    return f"{milliseconds:.3f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
 
 
 def _announce(case: str) -> None:
     typer.echo(f"measuring {case}", err=True)
 
 
-def _split(names: str | None) -> list[str] | None:
-    return None if names is None else [name.strip() for name in names.split(",")]
+def show_times(report: dict[str, Any]) -> None:
+    """Print the table of a report of `bench`, and why contestants were not measured."""
+    from ..utils.messages import format_bytes
+
+    case = ("shape", "direction", "model", "contestant", "attention", "normalizer")
+    rows: list[dict[str, Any]] = []
+    failures: dict[str, None] = {}
+    for row in report["results"]:
+        if row["reason"] is not None:
+            failures[f"not measured: {row['contestant']}: {row['reason']}"] = None
+            continue
+        cells = {name: row[name] for name in case if name in row}
+        cells["ms"] = f"{row['milliseconds']:.4g}"
+        cells["memory"] = format_bytes(row["peak_memory_bytes"])
+        for name in ("softmax", "ordinary"):
+            speedup = row.get(f"speedup_over_{name}")
+            cells[f"vs {name}"] = speedup and f"{speedup:.2f}×"
+        rows.append(cells)
+    show_table(rows, title=f"{report['machine']['device']}, {report['options']['dtype']}")
+    for line in failures:
+        say(line)

@@ -1,63 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands print: tables, lines, progress, and `--json FILE`, where `-` is standard output."""
+"""What commands print and write: tables, lines, progress, the file of `--json`, and cards of what they make."""
 
-import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
-from contextvars import ContextVar
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 
 
-_STANDARD_OUTPUT: ContextVar[TextIO | None] = ContextVar("standard_output", default=None)
-_DASH = Path("-")
-
-
-def _prepare(context: typer.Context, file: Path | None) -> Path | None:
-    """For `-`, keep standard output free for the JSON until the command ends."""
-    if file == _DASH and not context.resilient_parsing:
-        # The context is closed after this, in the order in which these were begun.
-        token = _STANDARD_OUTPUT.set(sys.stdout)
-        context.call_on_close(lambda: _STANDARD_OUTPUT.reset(token))
-        context.with_resource(redirect_stdout(sys.stderr))
-    return file
-
-
-JsonFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write the figures as JSON to FILE; '-' is standard output, and the rest goes to standard error.",
-        callback=_prepare,
-        dir_okay=False,
-        allow_dash=True,
-    ),
-]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON to a file.", dir_okay=False)]
 """The option `--json` of a command, for [`write_report`]."""
 
 
-def write_report(file: Path | None, report: Any, *, final: bool = True) -> None:
+def write_report(file: Path | None, report: Any) -> None:
     """Write what a command reports to the file of `--json`, if it is given.
 
     Args:
         file: Value of the option.
         report: Plain JSON values.
-        final: Whether nothing follows; intermediate reports go to a file only, which the next replaces.
     """
     from ..utils.files import write_json
 
-    if file is None or (file == _DASH and not final):
-        return
-    if file == _DASH:
-        stream = _STANDARD_OUTPUT.get() or sys.stdout
-        stream.write(json.dumps(report, indent=2, sort_keys=True) + "\n")
-        stream.flush()
-    else:
+    if file is not None:
         write_json(file, report)
+
+
+def write_first_card(directory: Path) -> None:
+    """Write the card of a directory that a command has made; the command succeeds without it, too."""
+    from ..hub.card import write_card
+
+    try:
+        write_card(directory)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        typer.echo(f"No model card was written: {error}", err=True)
 
 
 def say(text: str, *, style: str = "", err: bool = False) -> None:

@@ -10,22 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..config import CHOICES, MHLAConfig
-from ..recovery.recipes import STAGES, VARIANTS, DataOptions, recipe_names
+from ..config import MHLAConfig
+from ..recovery.recipes import STAGES, DataOptions
 from ..training.config import (
     FAMILIES,
-    UNCONVERTED,
     CacheConfig,
     TrainingConfig,
     check_options,
     option_families,
 )
 from ..utils.files import read_json
-from ..utils.messages import check_count, check_names
+from ..utils.options import check_names
 from . import options as common
 from .options import Device, Overwrite, Quiet, argument, given, option, options_from, options_of, with_options
-from .output import JsonFile, progress_bars, say, show_table, write_report
-from .share import write_first_card
+from .output import JsonFile, progress_bars, say, show_table, write_first_card, write_report
 
 
 if TYPE_CHECKING:
@@ -46,49 +44,38 @@ class _Run:
         "Folder of videos or images with captions or classes; for text a folder of .txt, .md, .rst or .py files, a "
         ".jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original."
     )
-    prompts: Path | None = option("Text file with one prompt a line, for --data generated.", metavar=common.FILE)
+    prompts: Path | None = option("Text file with one prompt a line, for --data generated.")
     recipe: str | None = option(
         "YAML file, or name of a recipe: fast is ReLU, which is faster and recovers less; paper has the settings of "
         "the paper. Default: that of the model's family.",
-        values=lambda: [*VARIANTS, *recipe_names()],
     )
-    layers: str | None = common.LAYERS
+    layers: common.Layers = None
     keep: str | None = option(
         "Share of layers that stays softmax, such as 25%: those that matter most.", metavar="N%", panel=_RECIPE
     )
-    window: str | None = option(
-        f"Exact softmax attention near each token, beside MHLA: {common.listed(CHOICES['window'])}.",
-        panel=_RECIPE,
-        choices=CHOICES["window"],
-    )
     budget: float | None = option("Factor on the steps of all stages, such as 0.5 or 2.", panel=_RECIPE)
-    dtype: str | None = common.DTYPE
+    dtype: common.Dtype = None
     component: common.Component = None
     resume: bool = option("Resume the run in OUTPUT.", "--resume", default=False)
     seed: common.Seed = 0
     device: Device = "auto"
     save_every: int = option("Steps between checkpoints.", default=100)
-    keep_stages: bool = option(
-        "Keep the result of every stage in OUTPUT/work.",
-        "--keep-stages",
-        default=False,
-    )
+    keep_stages: bool = option("Keep the result of every stage in OUTPUT/work.", "--keep-stages", default=False)
 
 
-_BLOCKS = [each for each in common.CONVERSION if each.name in ("blocks", "block_size")]
-_RUN = [*options_of(_Run), *_BLOCKS, *common.HUB]
+_MHLA = common.conversion_options("blocks", "block_size", "window")
+_RUN = [*options_of(_Run), *_MHLA, *common.HUB]
 
 
 @with_options(_RUN, *_SECTIONS.values())
 def recover_command(
-    source: str = argument("Pipeline of diffusers or model of transformers: directory or Hub id."),
-    output: Path = argument("Directory to write."),
+    source: str = argument("SOURCE", "Pipeline of diffusers or model of transformers: directory or Hub id."),
+    output: Path = argument("OUTPUT", "Directory to write."),
     *,
     stages: str | None = option(
         f"Stages to run, separated by commas: {', '.join(STAGES)}. Default: those of the recipe.",
         metavar="NAMES",
         panel=_RECIPE,
-        values=STAGES,
     ),
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -100,6 +87,7 @@ def recover_command(
     with --resume. OUTPUT becomes a directory for from_pretrained, with a report.
 
     Examples:
+
         mhla-hf recover Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --data videos/ --recipe wan-1.3b-hybrid
         mhla-hf recover Qwen/Qwen3-0.6B qwen3-mhla --data code/ --keep 25%
     """
@@ -109,7 +97,7 @@ def recover_command(
         for name, value in given(options, group).items()
     }
     run = given(options, _RUN)
-    MHLAConfig.from_dict(given(options, _BLOCKS))
+    MHLAConfig.from_dict(given(options, _MHLA))
 
     from ..recovery.recover import recover
     from ..utils.model_cards import CARD
@@ -125,18 +113,14 @@ def recover_command(
 
 
 def _show_recovery(report: "RecoveryReport") -> None:
-    from ..recovery.report import LABELS, rows
+    from ..recovery.report import LABELS, TITLES
 
-    states = rows(report.to_dict())
-    names = list(dict.fromkeys(name for _, figures, _ in states for name in figures))
-    cells = [
-        {
-            "model": title,
-            **{LABELS.get(name, name): _figure(name, figures.get(name)) for name in names},
-            "CPU seconds": None if seconds is None else f"{seconds:.0f}",
-        }
-        for title, figures, seconds in states
-    ]
+    names = dict.fromkeys(name for figures in report.figures.values() for name in figures)
+    cells = []
+    for state, figures in report.figures.items():
+        seconds = report.seconds.get(state, {}).get("cpu_seconds")
+        row = {LABELS.get(name, name): _figure(name, figures.get(name)) for name in names}
+        cells.append({"model": TITLES[state], **row, "CPU seconds": None if seconds is None else f"{seconds:.0f}"})
     show_table(cells, title="Held-out quality")
     say(f"Model: {report.output}; figures: {report.output / 'report.json'}")
 
@@ -146,9 +130,6 @@ def _figure(name: str, value: float | None) -> str | None:
 
 
 class _Calibration:
-    memory_limit: str = option(
-        "Memory for sums, such as 800MB; with more, calibration takes fewer passes.", metavar="SIZE", default="4GB"
-    )
     force: bool = option("Calibrate even if already trained or calibrated.", "--force", default=False)
     overwrite: Overwrite = False
 
@@ -158,8 +139,8 @@ _CALIBRATION = [*common.PROBE_OPTIONS, *options_of(_Calibration)]
 
 @with_options(_CALIBRATION)
 def calibrate_command(
-    model: Path = argument("Directory that mhla-hf convert wrote."),
-    output: Path | None = argument("Directory to write. Default: change MODEL in place.", default=None),
+    model: Path = argument("MODEL", "Directory that mhla-hf convert wrote."),
+    output: Path | None = argument("OUTPUT", "Directory to write. Default: change MODEL in place.", default=None),
     *,
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -171,26 +152,22 @@ def calibrate_command(
     few samples.
 
     Examples:
+
         mhla-hf calibrate wan-mhla
         mhla-hf calibrate minilm-mhla --data texts/
     """
-    report = run_calibration(model, output, quiet, **given(options, _CALIBRATION))
-    write_report(json_file, report.to_dict())
+    write_report(json_file, run_calibration(model, output, quiet, **given(options, _CALIBRATION)).to_dict())
 
 
 def run_calibration(model: Path, output: Path | None, quiet: bool, **options: Any) -> "CalibrationReport":
-    """Calibrate a directory with a progress bar, write its card and show the errors; options of the function."""
+    """Calibrate a directory, write its card and show the errors; options of the function."""
     from ..recovery.calibration import calibrate_directory
 
     with progress_bars(not quiet) as progress:
         report = calibrate_directory(model, output=output, progress=partial(progress, "calibrating"), **options)
     write_first_card(output or model)
-    if not quiet:
-        _show_calibration(report, output or model)
-    return report
-
-
-def _show_calibration(report: "CalibrationReport", directory: Path) -> None:
+    if quiet:
+        return report
     cells = [
         {
             "layer": layer.name,
@@ -202,22 +179,25 @@ def _show_calibration(report: "CalibrationReport", directory: Path) -> None:
     ]
     show_table(cells)
     say(
-        f"Wrote {directory}: held-out error of the layers' outputs {report.error_before:.4f} before, "
+        f"Wrote {output or model}: held-out error of the layers' outputs {report.error_before:.4f} before, "
         f"{report.error_after:.4f} after, relative to their variance ({report.seconds:.1f} s)."
     )
+    return report
 
 
 @with_options(common.CONVERSION, common.PROBE_OPTIONS)
 def select_layers_command(
-    source: str = argument("Directory of a softmax pipeline or model, or Hub id owner/name."),
+    source: str = argument("SOURCE", "Directory of a softmax pipeline or model, or Hub id owner/name."),
     *,
-    keep: str | None = option("How many layers stay softmax: a number, or a share such as 25%.", metavar="N|N%"),
+    keep: str | None = option(
+        "How many layers stay softmax: a number, or a share; 25% without --latency.", metavar="N|N%"
+    ),
     latency: str | None = option(
         "Keep as many softmax layers as this share of the softmax model's time allows, such as 80%.", metavar="N%"
     ),
     component: common.Component = None,
-    mhla: str | None = option("Options as JSON or a JSON file, as for mhla-hf convert.", metavar="JSON"),
-    plot: Path | None = option("Draw a bar chart into this PNG file; needs matplotlib.", metavar=common.FILE),
+    mhla: str | None = option("Options as JSON or a JSON file, as for mhla-hf convert."),
+    plot: Path | None = option("Draw a bar chart into this PNG file; needs matplotlib.", dir_okay=False),
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -228,22 +208,23 @@ def select_layers_command(
     them: --layers 1,2,4.
 
     Examples:
+
         mhla-hf select-layers Qwen/Qwen3-0.6B --block-size 128 --data texts/ --keep 25%
     """
     fields = common.mhla_options(mhla, options)
     probe = given(options, common.PROBE_OPTIONS)
     report = run_selection(source, fields, quiet, component=component, keep=keep, latency=latency, probe=probe)
     write_report(json_file, report.to_dict())
+    if not quiet:
+        _show_selection(report)
+    typer.echo(f"--layers {report.option}")
     if plot is not None:
         from ..analysis.plots import bars_figure
         from ..utils.figures import save_figure
 
-        bars = {layer.index: {"error": layer.error, "restored": layer.restored} for layer in report.layers}
+        rows = {layer.index: {"error": layer.error, "restored": layer.restored} for layer in report.layers}
         names = {"error": "error of the layer", "restored": "model error restored by softmax there"}
-        save_figure(bars_figure(bars, names, digits=4), plot)
-    if not quiet:
-        _show_selection(report)
-    typer.echo(f"--layers {report.option}")
+        save_figure(bars_figure(rows, names, digits=4), plot)
 
 
 def run_selection(source: str, fields: dict[str, Any], quiet: bool, **options: Any) -> "SelectionReport":
@@ -277,8 +258,6 @@ def _show_selection(report: "SelectionReport") -> None:
 
 # Training
 
-training = typer.Typer(help="Fine-tune MHLA models.", no_args_is_help=True)
-
 # Arguments, and what `--quiet` sets.
 _WITHOUT_OPTION = ("model", "output", "progress")
 # Parts of the help, by the field that begins each.
@@ -298,12 +277,8 @@ def _options(cls: type, panel: str, family: str | None = None) -> list[inspect.P
     return options_from(cls, panel, [name for name in names if name not in _WITHOUT_OPTION], panels=_PANELS)
 
 
-_CONFIG = option(
-    "JSON file of options, such as a run's training_config.json; the command line wins.",
-    metavar=common.FILE,
-    panel="Run",
-)
-_MODEL_HELP = "Pipeline, MHLA or ordinary: a directory or a Hub id."
+_CONFIG = option("JSON file of options, such as a run's training_config.json; the command line wins.", panel="Run")
+_MODEL = argument("MODEL", "Pipeline, MHLA or ordinary: a directory or a Hub id.", None)
 
 
 def _training_command(family: str) -> Callable[..., None]:
@@ -311,42 +286,23 @@ def _training_command(family: str) -> Callable[..., None]:
 
     @with_options(_options(TrainingConfig, "Training", family), _options(CacheConfig, "Data", family))
     def command(
-        model: str | None = argument(_MODEL_HELP, default=None),
-        output: str | None = argument("Directory of the run: checkpoints, metrics, samples, pipeline.", default=None),
+        model: str | None = _MODEL,
+        output: str | None = argument(
+            "OUTPUT", "Directory of the run: checkpoints, metrics, samples, pipeline.", None
+        ),
         *,
         config: Path | None = _CONFIG,
-        cache_only: bool = option("Stop after the cache step.", "--cache-only", default=False, panel="Data"),
         track_attention: int | None = option(
-            "Record rank and entropy of attention every N steps, and warn of failure signatures.",
-            metavar="N",
-            panel="Run",
-            check=partial(check_count, "value"),
+            "Record rank and entropy of attention every N steps, and warn of failure signatures.", panel="Run", min=1
         ),
         json_file: JsonFile = None,
         quiet: Quiet = False,
         **options: Any,
     ) -> None:
         run, cache = _read(config, model=model, output=output, progress=False if quiet else None, **options)
-        for checked in (run, cache):
-            check_options(checked, family)
-        if run.model is None or (run.output is None and not (cache_only and run.cache is not None)):
-            raise ValueError(f"{'model' if run.model is None else 'output'} must be given")
-
-        from ..training.data.cache import make_cache
-        from ..training.families import check_run, family_of_class, open_pipeline
-        from ..training.processes import make_accelerator
-
-        accelerator = make_accelerator(run)
-        with accelerator.main_process_first():
-            source = open_pipeline(run.model, run.component)
-            if (own := family_of_class(source.class_name).name) != family:
-                raise ValueError(f"model is a {source.class_name}: use `mhla-hf train {own}`")
-            if not cache_only:
-                check_run(source, run)
-        if cache.data is not None:
-            make_cache(run, cache, accelerator, source)
-        if cache_only:
-            return
+        check_options(run, family)
+        check_options(cache, family)
+        accelerator, source = _open(run, cache, family, model=run.model, output=run.output)
 
         from ..training.libraries import DiffusionTrainer
 
@@ -362,10 +318,9 @@ def _training_command(family: str) -> Callable[..., None]:
                     typer.echo(f"{stage}: loss {losses[0]:.6f} -> {losses[-1]:.6f} in {len(losses)} steps")
             typer.echo(f"pipeline: {result.pipeline}")
             resumed_from = None if result.resumed_from is None else str(result.resumed_from)
-            figures = {"losses": result.losses, "seconds_per_step": result.seconds_per_step}
-            write_report(json_file, {**figures, "pipeline": str(result.pipeline), "resumed_from": resumed_from})
-            if run.mhla != UNCONVERTED and result.pipeline is not None:
-                write_first_card(result.pipeline)
+            write_report(
+                json_file, {"losses": result.losses, "pipeline": str(result.pipeline), "resumed_from": resumed_from}
+            )
         accelerator.end_training()
 
     script = f"accelerate launch conversion/train_{family}.py MODEL OUTPUT ..."
@@ -373,17 +328,10 @@ def _training_command(family: str) -> Callable[..., None]:
     return command
 
 
-COMMANDS = {family: _training_command(family) for family in FAMILIES}
-"""The commands by the name of their family."""
-
-
-@with_options(
-    options_from(TrainingConfig, "Run", ("device", "startup_timeout")),
-    _options(CacheConfig, "Data"),
-)
+@with_options(options_from(TrainingConfig, "Run", ("device",)), _options(CacheConfig, "Data"))
 def cache_command(
-    model: str | None = argument(_MODEL_HELP, default=None),
-    output: str | None = argument("Directory of the cache.", default=None),
+    model: str | None = _MODEL,
+    output: str | None = argument("OUTPUT", "Directory of the cache.", None),
     *,
     config: Path | None = _CONFIG,
     quiet: Quiet = False,
@@ -394,23 +342,33 @@ def cache_command(
     A cache that was interrupted continues when the command runs again.
     """
     run, cache = _read(config, model=model, cache=output, progress=False if quiet else None, **options)
-    for name, value in {"model": run.model, "output": run.cache, "data": cache.data}.items():
+    _open(run, cache, None, model=run.model, output=run.cache, data=cache.data)
+
+
+TRAINING = {**{family: _training_command(family) for family in FAMILIES}, "cache": cache_command}
+"""The commands of `mhla-hf train`."""
+
+
+def _open(run: TrainingConfig, cache: CacheConfig, family: str | None, **required: Any) -> tuple[Any, Any]:
+    """Open the pipeline of a run of a family, or of its cache alone, and make the cache; return the processes too."""
+    for name, value in required.items():
         if value is None:
             raise ValueError(f"{name} must be given")
 
-    from ..training.data.cache import make_cache
-    from ..training.families import open_pipeline
+    from ..training.data.latent_cache import make_cache
+    from ..training.families import check_run, family_of_class, open_pipeline
     from ..training.processes import make_accelerator
 
     accelerator = make_accelerator(run)
     with accelerator.main_process_first():
         source = open_pipeline(str(run.model), run.component)
-    make_cache(run, cache, accelerator, source)
-
-
-for _family, _command in COMMANDS.items():
-    training.command(_family)(_command)
-training.command("cache")(cache_command)
+        if family is not None:
+            if (own := family_of_class(source.class_name).name) != family:
+                raise ValueError(f"model is a {source.class_name}: use `mhla-hf train {own}`")
+            check_run(source, run)
+    if cache.data is not None:
+        make_cache(run, cache, accelerator, source)
+    return accelerator, source
 
 
 def _read(path: Path | None, **options: Any) -> tuple[TrainingConfig, CacheConfig]:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf card`, `push`, `check-lora` and `serve`, and the card that other commands write into what they make."""
+"""`mhla-hf card`, `push`, `check-lora` and `serve`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..utils.messages import how_to_install
-from .options import FILE, HUB, Component, Quiet, argument, given, option, options_of, with_options
+from .options import HUB, Component, Quiet, argument, given, option, options_of, with_options
 from .output import JsonFile, say, show_table, write_report
 
 
@@ -15,38 +14,32 @@ if TYPE_CHECKING:
     from ..lora_check import LoraReport
 
 _BENCHMARKS = option(
-    "JSON file of mhla-hf bench, or report.json of another recovery of the same model with the same data; may be "
-    "repeated.",
-    "--benchmark",
-    metavar=FILE,
+    "JSON file of mhla-hf bench op or model, for speed and memory; may be repeated.", "--benchmark", metavar="FILE"
 )
 
 
 def card_command(
-    model: Path = argument("Pipeline or model, converted or trained by mhla-hf."),
+    model: Path = argument("MODEL", "Pipeline or model, converted or trained by mhla-hf."),
     *,
     benchmarks: list[Path] | None = _BENCHMARKS,
-    name: str | None = option("Name of the model. Default: that of the base model.", metavar="NAME"),
-    prompt: str | None = option("Prompt of the example.", metavar="TEXT"),
-    license_name: str | None = option(
-        "Licence, such as apache-2.0, where the original states none.", "--license", metavar="NAME"
-    ),
-    repo_id: str | None = option("Repository in the examples.", metavar="OWNER/NAME"),
-    output: Path | None = option(
-        "File to write; '-' is standard output. Default: MODEL/README.md.", "--output", "-o", metavar=FILE
-    ),
+    name: str | None = option("Name of the model. Default: that of the base model."),
+    prompt: str | None = option("Prompt of the example."),
+    license_name: str | None = option("Licence, such as apache-2.0, where the original states none.", "--license"),
+    repo_id: str | None = option("Repository in the examples."),
+    output: Path | None = option("File to write; '-' is standard output. Default: MODEL/README.md.", "--output", "-o"),
     overwrite: bool = option(
         "Replace a card that was not generated, or was edited since.", "--overwrite", default=False
     ),
 ) -> None:
     """Write the model card of a directory.
 
-    Quality comes from the recovery's report, speed and memory from the files of --benchmark. What was not measured is
-    left out. A README.md that someone wrote or edited is not overwritten.
+    Quality comes from the recovery's report, speed and memory from the files of --benchmark. A README.md that someone
+    wrote or edited is not overwritten.
 
     Examples:
+
         mhla-hf card wan-mhla
-        mhla-hf card wan-mhla --benchmark decode.json --output -
+        mhla-hf card wan-mhla --benchmark op.json --output -
     """
     if output not in (None, Path("-")) and output.exists() and not overwrite:
         raise ValueError(f"output={output} exists; choose another file, or pass --overwrite.")
@@ -54,7 +47,7 @@ def card_command(
     from ..hub.card import CardText, model_card, write_card
 
     text = CardText(name=name, prompt=prompt, license=license_name)
-    options: dict[str, Any] = {"benchmarks": benchmarks or (), "text": text, "repo_id": repo_id}
+    options: dict[str, Any] = {"text": text, "repo_id": repo_id, "benchmarks": benchmarks or ()}
     if output == Path("-"):
         typer.echo(str(model_card(model, **options)), nl=False)
         return
@@ -67,38 +60,22 @@ def card_command(
     typer.echo(f"Wrote {written}.")
 
 
-def write_first_card(directory: Path, destination: Path | None = None) -> None:
-    """Write the card of a directory that a command has made; the command succeeds without it, too."""
-    from ..hub.card import write_card
-
-    try:
-        write_card(directory, destination=destination)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        typer.echo(f"No model card was written: {error}", err=True)
-
-
 class _Push:
-    private: bool | None = option("Make a new repository private.", "--private")
-    revision: str | None = option("Branch; created if absent. Default: the main one.", metavar="NAME")
-    create_pr: bool = option("Open a pull request instead of committing.", "--create-pr", default=False)
-    commit_message: str | None = option("First line of the commit's message.", "--message", metavar="TEXT")
-    token: str | None = option("Access token. Default: that of hf auth login.", metavar="TEXT")
-
-
-class _Contents:
-    max_shard_size: str | None = option(
-        "Largest weight file, such as 5GB. Default: that of the model's library.", metavar="SIZE"
-    )
     benchmarks: list[Path] | None = _BENCHMARKS
+    private: bool | None = option("Make a new repository private.", "--private")
+    revision: str | None = option("Branch; created if absent. Default: the main one.")
+    create_pr: bool = option("Open a pull request instead of committing.", "--create-pr", default=False)
+    commit_message: str | None = option("First line of the commit's message.", "--message")
+    token: str | None = option("Access token. Default: that of hf auth login.")
 
 
-_PUSH, _CONTENTS = options_of(_Push), options_of(_Contents)
+_PUSH = options_of(_Push)
 
 
-@with_options(_PUSH, _CONTENTS)
+@with_options(_PUSH)
 def push_command(
-    model: Path = argument("Pipeline or model with MHLA."),
-    repository: str = argument("Repository on the Hub, owner/name; created if absent."),
+    model: Path = argument("MODEL", "Pipeline or model with MHLA."),
+    repository: str = argument("REPOSITORY", "Repository on the Hub, owner/name; created if absent."),
     *,
     dry_run: bool = option("Check and list the files, and upload nothing.", "--dry-run", default=False),
     json_file: JsonFile = None,
@@ -112,19 +89,20 @@ def push_command(
     interruption, run the same command again: large files that arrived are not sent twice.
 
     Examples:
+
         mhla-hf push wan-mhla you/wan-mhla --private
-        mhla-hf push qwen3-mhla you/qwen3-mhla --benchmark decode.json --create-pr
+        mhla-hf push qwen3-mhla you/qwen3-mhla --create-pr
     """
     from ..hub.push import prepare_push, push_directory
 
-    contained = given(options, _CONTENTS)
     if dry_run:
-        contents, warnings = prepare_push(model, repository, progress=not quiet, **contained)
+        reports = options["benchmarks"] or ()
+        contents, warnings = prepare_push(model, repository, benchmarks=reports, progress=not quiet)
         write_report(json_file, {"repository": repository, "files": contents.sizes, "warnings": warnings})
         if not quiet:
             _show_files(contents.sizes, contents.left_out, warnings)
         return
-    commit = push_directory(model, repository, progress=not quiet, **given(options, _PUSH), **contained)
+    commit = push_directory(model, repository, progress=not quiet, **given(options, _PUSH))
     url = commit.pr_url or commit.repo_url.url
     write_report(
         json_file, {"repository": repository, "url": url, "commit": commit.oid, "pull_request": commit.pr_url}
@@ -147,8 +125,8 @@ def _show_files(sizes: dict[str, int], left_out: list[str], warnings: list[str])
 
 @with_options(HUB)
 def check_lora_command(
-    model: str = argument("Directory or Hub id of an MHLA pipeline or model."),
-    lora: Path = argument("LoRA: a directory or .safetensors file of peft, diffusers or kohya."),
+    model: str = argument("MODEL", "Directory or Hub id of an MHLA pipeline or model."),
+    lora: Path = argument("LORA", "LoRA: a directory or .safetensors file of peft, diffusers or kohya."),
     *,
     component: Component = None,
     json_file: JsonFile = None,
@@ -160,6 +138,7 @@ def check_lora_command(
     The LoRA was made for the softmax original.
 
     Examples:
+
         mhla-hf check-lora wan-mhla my-lora.safetensors
     """
     from ..lora_check import check_lora
@@ -178,13 +157,11 @@ def _show_lora(report: "LoraReport") -> None:
     say(f"{report.lora}: {applied} {total} weights apply to {report.component}.")
     rows: list[dict[str, Any]] = []
     for kind, count in report.counts.items():
-        targets = [target for target in report.weights.values() if target.kind == kind]
-        layers = sorted({target.layer for target in targets if target.layer is not None})
         if count:
             kind = kind if kind == "nothing" else f"{kind}s"
-            rows.append({"weights for": kind, "count": count, "layers": ", ".join(map(str, layers))})
+            rows.append({"weights for": kind, "count": count})
     if report.others:
-        rows.append({"weights for": "other models of the pipeline", "count": len(report.others), "layers": None})
+        rows.append({"weights for": "other models of the pipeline", "count": len(report.others)})
     show_table(rows)
     examples = {target.reason: name for name, target in report.weights.items() if target.reason}
     for reason, name in list(examples.items())[:3]:
@@ -201,42 +178,36 @@ SERVE: dict[str, Any] = {
 def serve_command(context: typer.Context) -> None:
     """Serve a language model through an API like OpenAI's.
 
-    This is `transformers serve` with MHLA, and takes its arguments: a model first (directory or Hub id), then options
-    such as --port, --device and --dtype, which `transformers serve --help` lists. Continuous batching does not work
-    with MHLA.
+    This is `transformers serve` with MHLA, and takes its arguments: a model (directory or Hub id), and options such as
+    --port, --device and --dtype, which `transformers serve --help` lists. Continuous batching does not work with MHLA.
 
     Examples:
+
         mhla-hf serve qwen3-mhla
         mhla-hf serve qwen3-mhla --port 8001 --dtype bfloat16
     """
     import transformers
-    from transformers.utils.import_utils import is_serve_available
-
-    if not is_serve_available():
-        raise ModuleNotFoundError(f"the server needs packages that are missing: {how_to_install('serve')}")
     from transformers.cli.serve import Serve
 
-    app = typer.Typer(add_completion=False)
-    app.command()(Serve)
-    # As a program, it would handle Ctrl-C and mistakes in another way than `mhla-hf`.
-    parsed: Any = typer.main.get_command(app).make_context("mhla-hf serve", list(context.args))
     if "--continuous-batching" in context.args:
         raise ValueError(
             "--continuous-batching keeps keys and values in pages, and MHLA caches summaries of blocks: leave it out, "
             "and requests are answered one after the other."
         )
+    server = typer.Typer(add_completion=False)
+    server.command()(Serve)
+    # As a program, it would handle Ctrl-C and mistakes in its own way.
+    parsed: Any = typer.main.get_command(server).make_context("mhla-hf serve", list(context.args))
     model = parsed.params["force_model"]
     if model is None:
         raise ValueError("a model must be given, directory or Hub id: mhla-hf serve MODEL")
-    # GGUF files hold their configuration, and are never MHLA. The server would start with an encoder, and then fail on
-    # every request.
+    # GGUF files are never MHLA. With an encoder the server would start, and then fail on every request.
     if not model.endswith(".gguf"):
         location, _, revision = model.partition("@")
         options = {"revision": revision or None, "trust_remote_code": parsed.params["trust_remote_code"]}
         config = transformers.AutoConfig.from_pretrained(location, **options)
         name = (config.architectures or [config.model_type])[0]
         model_class = getattr(transformers, name, None)
-        # The server loads classes from a repository's code.
         if model_class is not None and not model_class.can_generate():
             raise ValueError(f"{model} is a {name}, which generates no text; serve a language model")
     with parsed:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from ..config import MHLAConfig
 from ..layers.original import STATE_KEY, STATES
 from ..models.directory import ModelDirectory
-from ..models.options import options_by_component, with_given
 from ..models.stub import softmax_config
+from ..pipelines import options_by_component, with_given
 from ..utils.destinations import claim_destination
 from ..utils.files import read_json
 from ..utils.locations import PIPELINE_INDEX, find_directory, find_file, is_weight_file, local_origin
@@ -109,7 +108,6 @@ def convert_pretrained(
         >>> report.components["transformer"].mhla_layers
         [1, 2, 4]
     """
-    started = time.monotonic()
     destination, local = Path(destination).expanduser(), Path(source).expanduser()
     mhla = with_given(mhla, given)
     options = PlanOptions(parse_size(max_shard_size) or MAX_SHARD_BYTES, layers, parse_dtype(dtype), variant)
@@ -146,7 +144,7 @@ def convert_pretrained(
         if local.is_dir():
             origin |= local_origin(root)
         report = ConversionReport("convert", destination, origin)
-        write_result(found, plans, report, claimed, progress=progress, started=started, finish=finish)
+        write_result(found, plans, report, claimed, progress=progress, finish=finish)
         return report
 
 
@@ -180,14 +178,14 @@ def unconvert_pretrained(
         ValueError: If there is no MHLA model, the original is needed and not found, or the destination is taken or too
             small.
     """
-    started, destination = time.monotonic(), Path(destination).expanduser()
+    destination = Path(destination).expanduser()
     with claim_destination(destination, overwrite=overwrite) as claimed:
         found = ModelDirectory.open(source, **hub)
         check_apart(claimed, found.root)
         elsewhere = {name: value for name, value in hub.items() if name in ("token", "cache_dir", "local_files_only")}
         plans = [_plan_original(model, original, elsewhere) for model in found.select_mhla()]
         report = ConversionReport("unconvert", destination, found.origin)
-        write_result(found, plans, report, claimed, progress=progress, started=started)
+        write_result(found, plans, report, claimed, progress=progress)
         return report
 
 
@@ -209,7 +207,7 @@ def _plan_original(model: ModelDirectory, given: str | Path | None, hub: Mapping
         entries = stored.entries()
         report.dropped += [entry.name for entry in entries if ".mhla." in entry.name]
         kept = [entry for entry in entries if ".mhla." not in entry.name]
-        weights.append(plan_files(stored, kept, MAX_SHARD_BYTES, names=origin.names))
+        weights.append(plan_files(stored.variant, kept, MAX_SHARD_BYTES, names=origin.names))
     return ComponentPlan(model.component, softmax_config(origin), weights, report, origin.names)
 
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import pickle
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,15 +16,15 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..models.directory import ModelDirectory
-from ..models.options import from_stored, options_by_component, to_stored
 from ..models.registry import family_for, mhla_class_for
-from ..models.single_file import mhla_options, official_names, wan_config
-from ..models.weight_files import WeightSet
+from ..models.single_file import mhla_options, official_names, softmax_names, wan_config
+from ..models.weight_files import WeightSet, from_stored, to_stored
+from ..pipelines import options_by_component
 from ..utils.destinations import claim_destination
 from ..utils.files import check_entry, read_json, read_weight_map
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.machine import parse_dtype
-from ..utils.messages import shorten_list, shorten_text
+from ..utils.messages import shorten_list
 from ..utils.options import parse_size
 from ..utils.tensor_files import FLOATS, TensorEntry
 from .planning import (
@@ -104,7 +102,6 @@ def import_official(
         ValueError: If the checkpoint cannot be read, is not of this kind, lacks tensors or has others (each named), if
             an option does not fit it, or the destination is taken or too small.
     """
-    started = time.monotonic()
     checkpoint, destination = Path(checkpoint).expanduser(), Path(destination).expanduser()
     cast, max_bytes = parse_dtype(dtype), parse_size(max_shard_size) or MAX_SHARD_BYTES
     with claim_destination(destination, overwrite=overwrite) as claimed:
@@ -127,7 +124,7 @@ def import_official(
             origin["base"] = source.origin
             check_apart(claimed, source.root)
         report = ConversionReport("import-official", destination, origin)
-        write_result(source, [plan], report, claimed, progress=progress, started=started, finish=finish)
+        write_result(source, [plan], report, claimed, progress=progress, finish=finish)
         return report
 
 
@@ -149,7 +146,7 @@ def _plan_import(
             **{key: value for key, value in sorted(model.config.items()) if not key.startswith("_")},
         }
     )
-    return ComponentPlan("transformer", written, [plan_files(stored, copied, max_bytes)], report)
+    return ComponentPlan("transformer", written, [plan_files(None, copied, max_bytes)], report)
 
 
 def _imported_entry(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
@@ -200,15 +197,9 @@ def plan_original(
     """
     name = component or "transformer"
     chosen = options_by_component(mhla, [name])[name]
-    mhla_class = family_for(UPSTREAM).load_class()
     source = None if base is None else read_base(base, name, hub)
     try:
-        stored = read_checkpoint(path, mhla_class.original_names)
-        if any(".cross_attn.kv_linear." in original for original in stored.names.values()):
-            raise ValueError(
-                "these are original weights of SANA, which the command does not convert: load them with "
-                "MHLASanaTransformer2DModel.from_single_file(file, config=...) and write them with save_pretrained."
-            )
+        stored = read_checkpoint(path, softmax_names)
         if config is not None:
             file = Path(config).expanduser()
             if file.is_dir():
@@ -217,11 +208,11 @@ def plan_original(
         elif source is not None:
             found, folder = source.config, source.folder
         else:
-            found, folder = mhla_class.original_config({entry.name: entry.shape for entry in stored.entries}), path
+            found, folder = wan_config({entry.name: entry.shape for entry in stored.entries}), path
     except ValueError as error:
         raise ValueError(f"{location}: {error}" if location not in str(error) else str(error)) from error
     class_name = found.get("_class_name", UPSTREAM)
-    if class_name not in (UPSTREAM, mhla_class.__name__):
+    if class_name not in (UPSTREAM, family_for(UPSTREAM).mhla_class):
         raise ValueError(f"{folder} is of a {class_name}; only original weights of {UPSTREAM} are converted.")
     # The options of an expert that was MHLA before belong to that one, not to the one that takes its place.
     kept = {key: value for key, value in from_stored(found).items() if key != "mhla"}
@@ -248,56 +239,50 @@ def read_checkpoint(path: Path, rename: Callable[[Iterable[str]], dict[str, str]
     """Find the tensors of a checkpoint of training code.
 
     Args:
-        path: A safetensors or GGUF file, a file of `torch.save`, or a directory of safetensors shards or one torch
-            file.
+        path: A safetensors or GGUF file, a file of `torch.save`, or a directory of safetensors shards.
         rename: Returns the names in the file by those of diffusers, for the former.
 
     Raises:
         ValueError: If there is no checkpoint, a shard is missing or damaged, or a torch file holds anything that
             could run code.
     """
-    files = _shards_in(path) if path.is_dir() else [path]
-    is_torch = files[0].suffix in _TORCH_SUFFIXES
-    entries = _torch_entries(files[0]) if is_torch else WeightSet(None, tuple(files)).entries()
+    if path.suffix in _TORCH_SUFFIXES:
+        entries = _torch_entries(path)
+    else:
+        entries = WeightSet(None, tuple(_shards_in(path) if path.is_dir() else [path])).entries()
     by_name = {entry.name: entry for entry in entries}
     names = rename(by_name)
     renamed = [replace(by_name[original], name=name) for name, original in names.items()]
-    return StoredWeights(None, tuple(files), renamed, str(path), names)
+    return StoredWeights(None, renamed, str(path), names)
 
 
 def _shards_in(folder: Path) -> list[Path]:
     """Return the weight files of a folder, which must be regular files in it."""
     indices = sorted(folder.glob("*.safetensors.index.json"))
-    files = sorted(folder.glob("*.safetensors"))
-    if len(indices) == 1:
-        check_entry(indices[0], folder)
-        files = read_weight_map(indices[0])
-    elif not files:
-        files = sorted(path for path in folder.iterdir() if path.suffix in _TORCH_SUFFIXES)
-    if len(indices) > 1 or not files or (len(files) > 1 and files[0].suffix in _TORCH_SUFFIXES):
-        names = shorten_list(path.name for path in [*indices, *files]) or "none"
-        raise ValueError(f"checkpoint {folder} must have safetensors files, or one torch file; it has {names}.")
+    for path in indices:
+        check_entry(path, folder)
+    files = read_weight_map(indices[0]) if indices else sorted(folder.glob("*.safetensors"))
+    if len(indices) > 1 or not files:
+        raise ValueError(f"checkpoint {folder} must have safetensors files, with one index at most.")
     for file in files:
         check_entry(file, folder)
     return files
 
 
 def _torch_entries(path: Path) -> list[TensorEntry]:
-    """Read the tensors of a file of `torch.save`, alone or under one of the usual keys."""
+    """Read the tensors of a file of `torch.save`, alone or under the usual keys."""
     try:
         content = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     # A damaged archive may end in any kind of error.
     except Exception as error:
-        reason = shorten_text(str(error) or type(error).__name__, 200)
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "it holds more than tensors and could run code when read; save its state dict only"
-        raise ValueError(f"{path} cannot be read as a torch file ({reason}).") from error
-    # The keys may be nested; a dict may hold itself.
-    for _ in range(2 * len(_NESTED)):
-        found = content if isinstance(content, Mapping) else {}
-        content = next((found[name] for name in _NESTED if isinstance(found.get(name), Mapping)), content)
-    if not isinstance(content, Mapping) or not content:
-        raise ValueError(f"{path} holds no state dict, alone or under {' or '.join(_NESTED)}.")
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}): it is missing, damaged, or holds more than tensors and "
+            "could run code when read; save its state dict only."
+        ) from error
+    for name in _NESTED:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    content = content if isinstance(content, Mapping) else {}
     plain = {
         str(name): tensor
         for name, tensor in content.items()
@@ -307,9 +292,10 @@ def _torch_entries(path: Path) -> list[TensorEntry]:
         and tensor.dtype in FLOATS
     }
     # Views may share a storage, but not hold more than there is: a small file would fill the memory.
-    if len(plain) < len(content) or sum(tensor.nbytes for tensor in plain.values()) > path.stat().st_size:
-        others = shorten_list(name for name in content if str(name) not in plain) or "views that repeat stored numbers"
-        raise ValueError(f"{path} holds {others}; only plain tensors of floats can be imported.")
+    others = shorten_list(name for name in content if str(name) not in plain)
+    if others or not plain or sum(tensor.nbytes for tensor in plain.values()) > path.stat().st_size:
+        found = others or "no tensors, or views that repeat stored numbers"
+        raise ValueError(f"{path} holds {found}; only plain tensors of floats can be imported.")
     return [
         TensorEntry(name, tuple(tensor.shape), tensor.dtype, partial(torch.Tensor.detach, tensor))
         for name, tensor in plain.items()

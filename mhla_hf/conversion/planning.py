@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +16,15 @@ import torch
 from ..config import MHLAConfig, parse_layers
 from ..layers.original import STATE_KEY, STATES
 from ..models.directory import ModelDirectory
-from ..models.options import check_layer_count, check_model_config, check_new_size, to_stored
 from ..models.registry import family_for
-from ..models.weight_files import DIFFUSERS_FILES, FileNames, WeightSet
+from ..models.weight_files import (
+    DIFFUSERS_FILES,
+    FileNames,
+    check_layer_count,
+    check_model_config,
+    check_new_size,
+    to_stored,
+)
 from ..utils.compat.diffusers import declared, fp32_parts
 from ..utils.messages import shorten_list, shorten_value
 from ..utils.tensor_files import FLOATS, TensorEntry, check_floats, plan_shards
@@ -35,20 +41,16 @@ class WeightSetReport:
     Attributes:
         variant: Part of the file names such as `fp16`; `None` for the main set.
         files: Weight files written.
-        source_files: Weight files read, each with its size in bytes and SHA-256.
         copied_tensors: Number of tensors taken from the source.
         copied_parameters: Number of values in them.
         dtypes: Number of tensors written in each dtype.
-        initialised_dtypes: Number of new tensors in each dtype.
     """
 
     variant: str | None = None
     files: list[str] = field(default_factory=list)
-    source_files: dict[str, dict[str, Any]] = field(default_factory=dict)
     copied_tensors: int = 0
     copied_parameters: int = 0
     dtypes: dict[str, int] = field(default_factory=dict)
-    initialised_dtypes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,7 +61,7 @@ class ComponentReport:
         source_class: Class that the source's weights were for.
         target_class: Class that the written weights are for.
         weight_sets: Weights read and written, by variant.
-        initialised: New tensors by name: shape and the values they start from.
+        initialised: Shapes of new tensors by name.
         mhla: The complete MHLA options.
         mhla_layers: Indices of the MHLA layers.
         num_layers: Number of layers. In a model with several towers the layers are counted through all of them, and
@@ -72,7 +74,7 @@ class ComponentReport:
     source_class: str
     target_class: str
     weight_sets: list[WeightSetReport] = field(default_factory=list)
-    initialised: dict[str, dict[str, Any]] = field(default_factory=dict)
+    initialised: dict[str, tuple[int, ...]] = field(default_factory=dict)
     mhla: dict[str, Any] = field(default_factory=dict)
     mhla_layers: list[int] = field(default_factory=list)
     num_layers: int = 0
@@ -82,7 +84,7 @@ class ComponentReport:
     @property
     def initialised_parameters(self) -> int:
         """Number of new values."""
-        return sum(math.prod(entry["shape"]) for entry in self.initialised.values())
+        return sum(math.prod(shape) for shape in self.initialised.values())
 
 
 @dataclass
@@ -91,12 +93,10 @@ class WeightsPlan:
 
     Attributes:
         shards: The tensors of each file by its name.
-        sources: The files read.
         report: Its part of `conversion.json`.
     """
 
     shards: dict[str, list[TensorEntry]]
-    sources: tuple[Path, ...]
     report: WeightSetReport
 
     @property
@@ -147,14 +147,12 @@ class StoredWeights:
 
     Attributes:
         variant: Part of the file names such as `fp16`; `None` for the main set.
-        files: The files.
         entries: The tensors, under the names of the library.
         where: Location of the weights, for errors.
         names: Names in the files by those of the library, where they differ.
     """
 
     variant: str | None
-    files: tuple[Path, ...]
     entries: list[TensorEntry]
     where: str
     names: Mapping[str, str] = field(default_factory=dict)
@@ -179,7 +177,7 @@ def plan_component(
     target_class, upstream_class = family.load_class(), getattr(diffusers, family.upstream)
     if stored is None:
         found = component.weight_sets(options.variant)
-        stored = [StoredWeights(one.variant, one.files, one.entries(), str(component.folder)) for one in found]
+        stored = [StoredWeights(one.variant, one.entries(), str(component.folder)) for one in found]
     # Before the model is built: a wrong size may ask for more memory than there is.
     where = str(component.folder / "config.json")
     check_model_config(upstream_class, component.config, where)
@@ -203,7 +201,7 @@ def plan_component(
         copied = [cast_entry(entry, options.dtype, kept(entry.name)) for entry in weights.entries]
         dtype = options.dtype or dominant_dtype(copied)
         fresh = [initial_entry(model, name, dtype, kept, report) for name in target if name not in expected]
-        plans.append(plan_files(weights, copied, options.max_bytes, fresh))
+        plans.append(plan_files(weights.variant, copied, options.max_bytes, fresh))
     stored_config = component.config
     if stored_config["_class_name"] != component.class_name:
         # The configuration of a legacy checkpoint has entries for the other models that its class could be.
@@ -213,22 +211,21 @@ def plan_component(
 
 
 def plan_files(
-    stored: StoredWeights | WeightSet,
+    variant: str | None,
     copied: list[TensorEntry],
     max_bytes: int,
     fresh: Sequence[TensorEntry] = (),
     names: FileNames = DIFFUSERS_FILES,
 ) -> WeightsPlan:
     """Plan the files of tensors copied from a set of weights, and of new ones."""
+    entries = [*copied, *fresh]
     report = WeightSetReport(
-        variant=stored.variant,
+        variant=variant,
         copied_tensors=len(copied),
         copied_parameters=sum(math.prod(entry.shape) for entry in copied),
-        dtypes=_count_dtypes([*copied, *fresh]),
-        initialised_dtypes=_count_dtypes(fresh),
+        dtypes=dict(Counter(str(entry.dtype).removeprefix("torch.") for entry in entries)),
     )
-    shards = plan_shards([*copied, *fresh], max_bytes, stem=names.stem, variant=stored.variant)
-    return WeightsPlan(shards, stored.files, report)
+    return WeightsPlan(plan_shards(entries, max_bytes, stem=names.stem, variant=variant), report)
 
 
 def compare_tensors(
@@ -300,10 +297,6 @@ def dominant_dtype(entries: Iterable[TensorEntry]) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def _count_dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
-    return dict(Counter(str(entry.dtype).removeprefix("torch.") for entry in entries))
-
-
 def initial_entry(
     model: Any,
     name: str,
@@ -325,17 +318,6 @@ def initial_entry(
     module_name, _, relative = name.rpartition(".mhla.")
     module = model.get_submodule(f"{module_name}.mhla")
     shape = tuple(model.get_parameter(name).shape)
-    note = report.initialised[stored_name or name] = {"shape": list(shape), "values": ""}
-
-    def load() -> torch.Tensor:
-        tensor = module.initial_tensor(relative)
-        constant = bool((tensor == tensor.flatten()[0]).all())
-        if relative == "mixing":
-            note["values"] = f"mixing_init={module.config.mixing_init}"
-        elif relative == "window_gain":
-            note["values"] = "1 for MHLA, 0 for the window"
-        else:
-            note["values"] = f"constant {tensor.flatten()[0].item():.6g}" if constant else "identity"
-        return tensor
-
+    report.initialised[stored_name or name] = shape
+    load = partial(module.initial_tensor, relative)
     return TensorEntry(stored_name or name, shape, torch.float32 if kept(name) else dtype, load)

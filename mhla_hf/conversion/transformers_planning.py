@@ -78,10 +78,7 @@ def _empty_mhla_model(component: ModelDirectory, mhla: MHLAConfig | Mapping[str,
             model = convert_transformers_model(model_class(config), mhla, without_weights=True)
     # The error for sizes that do not fit each other depends on the model; those of transformers have several lines.
     except Exception as error:
-        reason, where = shorten_text(str(error), 500), component.folder / "config.json"
-        if not isinstance(error, ValueError):
-            reason = f"{where} does not describe a model ({type(error).__name__}: {reason})."
-        raise ValueError(reason) from error
+        raise ValueError(f"{component.folder}: {shorten_text(str(error) or type(error).__name__, 500)}") from error
     check_new_parameters(model, model.state_dict())
     return model
 
@@ -127,7 +124,7 @@ def _plan_weights(found: WeightSet, model: Any, report: ComponentReport, options
         for name, shape in names.expected.items()
         if ".mhla." not in name and (name in given or not (name in names.may_be_missing or _OPTIONAL.search(name)))
     }
-    compare_tensors(StoredWeights(found.variant, found.files, known, where), expected)
+    compare_tensors(StoredWeights(found.variant, known, where), expected)
     report.dropped = sorted({*report.dropped, *(name for name in entries if name not in names.keys)})
     # Integers in place of parameters are quantised weights; buffers may be integers.
     check_floats((entries[name] for name in names.keys if names.is_float(name)), where)
@@ -139,7 +136,7 @@ def _plan_weights(found: WeightSet, model: Any, report: ComponentReport, options
         for name, tensor in model.state_dict().items()
         if ".mhla." in name
     ]
-    return plan_files(found, copied, options.max_bytes, fresh, TRANSFORMERS_FILES)
+    return plan_files(found.variant, copied, options.max_bytes, fresh, TRANSFORMERS_FILES)
 
 
 def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]:

@@ -59,11 +59,11 @@ _TEMPLATE = Path(__file__).parent / "templates" / "report.md.jinja"
 _FRAMES_PER_SECOND, _SCALE = 8, 4
 
 _SUMMARY = """A very small text-to-video pipeline, whose videos of 17 frames of 64×64 pixels show moving handwritten
-digits. It demonstrates the conversion from softmax attention and has no other use."""
-_NOTE = """Captions are "a *digit* moves *direction*", up to four of them joined by "and"; digits are `zero` to `nine`,
-directions `left`, `right`, `up`, `down`."""
-_TRAINING = """All data are videos made from the scans in scikit-learn's `load_digits`; the softmax pipeline was
-trained on them as well."""
+digits. It demonstrates the conversion from softmax attention and has no other use.
+
+Captions are "a *digit* moves *direction*", up to four of them joined by "and"; digits are `zero` to `nine`,
+directions `left`, `right`, `up`, `down`. All data are videos made from the scans in scikit-learn's `load_digits`; the
+softmax pipeline was trained on them as well."""
 
 
 class DigitLatents:
@@ -302,16 +302,11 @@ def write_outputs(
     card = CardText(
         name="Moving digits, Wan with MHLA",
         summary=_SUMMARY,
-        note=_NOTE,
-        training=_TRAINING,
-        dataset="Moving digits of scikit-learn's load_digits, held-out scans",
         prompt=config.prompts[0],
-        arguments={"num_inference_steps": config.inference_steps, "guidance_scale": config.guidance},
-        sample_caption="Softmax, MHLA, MHLA with a window, and linear attention side by side",
+        arguments={**_SIZE, "num_inference_steps": config.inference_steps, "guidance_scale": config.guidance},
         license="apache-2.0",
     )
-    comparisons = {f"{TITLES[name]}, recovered alike": result for name, result in results.items() if name != "mhla"}
-    write_card(output / "mhla", comparisons=comparisons, text=card, overwrite=True)
+    write_card(output / "mhla", text=card, overwrite=True)
     template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
     with atomic_file(output / "report.md") as temporary:
         text = template.render(report, stages=STAGE_TITLES, titles=TITLES, layers=config.layers)

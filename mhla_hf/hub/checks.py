@@ -4,51 +4,35 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 import diffusers
+from tqdm.auto import tqdm
 
 from ..conversion.transformers_planning import StoredNames
-from ..conversion.writing import byte_progress
 from ..integrations.transformers.configuration import check_layers, check_sizes
 from ..models.directory import ModelDirectory
-from ..models.options import check_layer_count, check_model_config
 from ..models.registry import FAMILIES, MHLA_CLASSES, current_class
 from ..models.stub import LIBRARY as STUB_LIBRARY
-from ..models.weight_files import PICKLES
+from ..models.weight_files import PICKLES, check_layer_count, check_model_config
 from ..utils.compat.diffusers import declared
 from ..utils.compat.transformers import ignored_names
 from ..utils.files import Types, list_files, path_inside, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import FLOATS, count_values
+from .card import describe_model
 
-
-LAYER_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depth")
-"""Entries of configurations that hold the number of layers."""
 
 _LENGTH = 600
-_MHLA_LAYER = re.compile(r"(.+)\.mhla\.")
 # Published checkpoints often lack this head, which their tasks do not use.
 _OPTIONAL = re.compile(r"(^|\.)pooler\.")
-# Files of other components by their base class, any of which suffices.
-_FILES = {
-    "SchedulerMixin": ("scheduler_config.json",),
-    "PreTrainedTokenizerBase": ("tokenizer_config.json",),
-    **dict.fromkeys(
-        ("ProcessorMixin", "ImageProcessingMixin", "FeatureExtractionMixin"),
-        ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -99,10 +83,8 @@ class DirectoryCheck:
     Attributes:
         problems: What is wrong, errors first.
         class_name: Class of the pipeline or model; empty if it cannot be read.
-        models: The models whose files can be read, for JSON: `name` of the component (`"model"` without a pipeline),
-            `class_name`, `mhla_layers` (those with MHLA weights) and `num_layers` (`None` where the configuration has
-            no such entry), `options` of MHLA (`None` for softmax), `parameters` and `nbytes` of its tensors, and
-            `dtypes`, the number of tensors by type.
+        models: Facts about the models whose files can be read, as of
+            [`describe_model`][mhla_hf.hub.card.describe_model].
     """
 
     def __init__(
@@ -166,13 +148,13 @@ class DirectoryCheck:
     def _check_values(self, progress: bool) -> None:
         paths = sorted(file for file in self.files if file.suffix == ".safetensors")
         total = sum(path.stat().st_size for path in paths)
-        with byte_progress(total, progress and total > 0) as (describe, advance):
-            describe("checking weights")
+        disable = not progress or total == 0
+        with tqdm(total=total, desc="checking weights", unit="B", unit_scale=True, disable=disable) as bar:
             for path in paths:
                 broken = []
                 with self._noting(path):
                     for entry, nans, infinities in count_values(path):
-                        advance(entry.nbytes)
+                        bar.update(entry.nbytes)
                         if nans or infinities:
                             what = f"{nans} NaN, {infinities} infinite of {math.prod(entry.shape)} values"
                             broken.append(f"{shorten_text(entry.name)} ({what})")
@@ -182,19 +164,11 @@ class DirectoryCheck:
     def _check_pipeline(self, path: Path) -> None:
         index = read_json(path, "the pipeline's index")
         self.class_name = str(index.get("_class_name"))
-        pipeline_class: Any = getattr(diffusers, self.class_name, None)
         if isinstance(index.get("_class_name"), list):
             self._note(path, "names a pipeline with its own code, which is not run here.", "warning")
-        elif not hasattr(pipeline_class, "_optional_components"):
+        elif not hasattr(diffusers, self.class_name):
             version = diffusers.__version__
             self._note(path, f"is for {shorten_text(self.class_name)}, which diffusers {version} does not have.")
-        else:
-            parameters = inspect.signature(pipeline_class.__init__).parameters.items()
-            needed = {name for name, parameter in parameters if parameter.default is inspect.Parameter.empty}
-            needed -= {"self", *pipeline_class._optional_components}
-            absent = [name for name in needed if index.get(name) in (None, [None, None])]
-            if absent:
-                self._note(path, f"has no {shorten_list(absent)}, which {self.class_name} needs; save it again.")
         for name, entry in index.items():
             # Other lists are settings of pipelines.
             if isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry):
@@ -204,23 +178,18 @@ class DirectoryCheck:
 
     def _check_component(self, index: Path, name: str, library: str, class_name: str) -> None:
         folder = path_inside(self.root, name, str(index))
-        if not folder.is_dir():
-            self._note(index, f"names the component {shorten_text(name)}, whose folder is missing; save it again.")
+        if not any(folder in file.parents for file in self.files):
+            missing = f"the component {shorten_text(name)}, whose folder is missing or empty"
+            self._note(index, f"names {missing}; download or save it again.")
             return
         found = _find_class(library, class_name)
         if found is None:
             what = f"{shorten_text(name)} a {shorten_text(class_name)} of {shorten_text(library)}"
             self._note(index, f"calls {what}, which is not installed here or unknown.")
             return
-        bases = {base.__name__ for base in found.__mro__}
-        if bases & {"ModelMixin", "PreTrainedModel"}:
+        # Not schedulers and tokenizers.
+        if {"ModelMixin", "PreTrainedModel"} & {base.__name__ for base in found.__mro__}:
             self._check_model(folder, class_name)
-        wanted = [names for base, names in _FILES.items() if base in bases]
-        if "PreTrainedTokenizerBase" in bases:
-            wanted.append(("tokenizer.json", *found.vocab_files_names.values()))
-        for names in wanted:
-            if not any(folder / file in self.files for file in names):
-                self._note(folder, f"has no {' or '.join(dict.fromkeys(names))}; download or save it again.")
 
     def _check_model(self, folder: Path, named: str | None = None) -> None:
         """Check a model; `named` is the class that the pipeline's index gives it."""
@@ -232,21 +201,23 @@ class DirectoryCheck:
             types: dict[str, Types] = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
             config = read_json(path, "the configuration", optional=types)
             if not {"_class_name", "model_type"} & set(config):
-                raise ValueError("does not say which model it is, by _class_name (diffusers) or model_type.")
+                self._note(path, "does not say which model it is, by _class_name (diffusers) or model_type.")
+                return
             if named is not None and "_class_name" not in config:
                 # What the pipeline loads, whatever the model was saved as.
                 config["architectures"] = [named]
             name = "model" if named is None else folder.name
             model = ModelDirectory(str(folder), folder, None, {name: config}, name)
             sets = self._read_weights(model)
-            self._describe(model, sets)
-            if named is not None and "_class_name" in config and current_class(named, config) != model.class_name:
-                calls = f"{PIPELINE_INDEX} calls {name} a {shorten_text(named)}"
-                raise ValueError(f"says {shorten_text(model.class_name)}, but {calls}.")
+            self.class_name = self.class_name or model.class_name
+            self.models.append(describe_model(model, next(iter(sets.values()), {})))
+            problem = _class_problem(model, named, sets)
+            if problem:
+                self._note(path, problem)
+                return
             if any(part.get("quantization_config") for part in _parts(config)):
                 self._note(path, "describes quantised weights, whose names and shapes are not checked.", "warning")
                 return
-            _check_mhla(model, any(".mhla." in name for tensors in sets.values() for name in tensors), bool(sets))
             # A wrong size may ask for more memory than there is.
             check_sizes(config, str(path))
             if model.class_name in {**FAMILIES, **MHLA_CLASSES}:
@@ -262,35 +233,11 @@ class DirectoryCheck:
         """Read the headers of each set of weights: its tensors, by the file that stands for it."""
         sets: dict[Path, dict[str, Any]] = {}
         with self._noting(model.folder):
-            found = model.weight_sets()
-            if all(weights.variant for weights in found):
-                advice = "write them without a variant for others to load."
-                self._note(model.folder, f"has weights of variant={found[0].variant!r} alone; {advice}", "warning")
-            for weights in found:
+            for weights in model.weight_sets():
                 owner = weights.index or weights.files[0]
-                left_out = [path.name for path in weights.files if path.is_file() and path not in self.files]
-                if left_out:
-                    self._note(owner, f"lists {shorten_list(left_out)}, which is not uploaded.")
                 with self._noting(owner):
                     sets[owner] = {entry.name: (entry.dtype, entry.shape) for entry in weights.entries()}
         return sets
-
-    def _describe(self, model: ModelDirectory, sets: Mapping[Path, Mapping[str, Any]]) -> None:
-        self.class_name = self.class_name or model.class_name
-        config, tensors = model.config, next(iter(sets.values()), {})
-        sizes = [(dtype, math.prod(shape)) for dtype, shape in tensors.values()]
-        types = Counter(str(dtype).removeprefix("torch.") for dtype, _ in sizes)
-        description = {
-            "name": model.component,
-            "class_name": model.class_name,
-            "mhla_layers": len({match[1] for match in map(_MHLA_LAYER.match, tensors) if match}),
-            "num_layers": next((config[key] for key in LAYER_COUNTS if isinstance(config.get(key), int)), None),
-            "options": config["mhla"] if isinstance(config.get("mhla"), dict) else None,
-            "parameters": sum(count for _, count in sizes),
-            "dtypes": dict(types.most_common()),
-            "nbytes": sum(dtype.itemsize * count for dtype, count in sizes),
-        }
-        self.models.append(description)
 
     def _compare(self, owner: Path, directory: ModelDirectory, model: Any, tensors: Mapping[str, Any]) -> None:
         """Compare the tensors of the files with those of the model."""
@@ -312,8 +259,7 @@ class DirectoryCheck:
             floats = {name for name in tensors if name in state and state[name].is_floating_point()}
             ignored = [re.escape(part) for part in declared(model, "_keys_to_ignore_on_load_unexpected")]
         unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
-        is_mhla = _MHLA_LAYER.match
-        integers = [f"{name} ({tensors[name][0]})" for name in floats if tensors[name][0] not in FLOATS]
+        wrong = [f"{name} ({tensors[name][0]})" for name in floats if tensors[name][0] not in FLOATS]
         found_problems = {
             "lacks {}; write or download the weights again.": set(expected) - set(found) - optional,
             "has tensors of other shapes than config.json describes: {}; the two do not belong together.": [
@@ -322,14 +268,14 @@ class DirectoryCheck:
                 if found.get(name, shape) != shape
             ],
             "has trained MHLA tensors that 'mhla' in config.json leaves out: {}; take config.json from the directory "
-            "that the weights were written to.": filter(is_mhla, unknown),
-            "holds MHLA parameters that are not of a floating-point type: {}.": filter(is_mhla, integers),
-            "holds other types in place of floating-point parameters: {}.": filterfalse(is_mhla, integers),
-            "has tensors that the model does not know: {}.": filterfalse(is_mhla, unknown),
+            "that the weights were written to.": [name for name in unknown if ".mhla." in name],
+            "holds other types in place of floating-point parameters: {}.": wrong,
         }
-        for number, (message, listed) in enumerate(found_problems.items()):
-            if listed := list(listed):
-                self._note(owner, message.format(shorten_list(listed)), "error" if number < 4 else "warning")
+        for message, listed in found_problems.items():
+            if listed:
+                self._note(owner, message.format(shorten_list(listed)))
+        if others := [name for name in unknown if ".mhla." not in name]:
+            self._note(owner, f"has tensors that the model does not know: {shorten_list(others)}.", "warning")
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -337,19 +283,23 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, *(part for part in config.values() if isinstance(part, Mapping))]
 
 
-def _check_mhla(model: ModelDirectory, has_parameters: bool, has_weights: bool) -> None:
-    """Raise `ValueError` where a model would load without its MHLA weights, or without weights for MHLA."""
+def _class_problem(model: ModelDirectory, named: str | None, sets: Mapping[Path, Mapping[str, Any]]) -> str:
+    """Return why a model would load as another class, without its MHLA weights, or without weights for MHLA."""
+    class_name = shorten_text(model.class_name)
+    if named is not None and "_class_name" in model.config and current_class(named, model.config) != model.class_name:
+        return f"says {class_name}, but {PIPELINE_INDEX} calls {model.component} a {shorten_text(named)}."
+    has_parameters = any(".mhla." in name for tensors in sets.values() for name in tensors)
     if has_parameters and not any(part.get("mhla") is not None for part in _parts(model.config)):
-        raise ValueError(
+        return (
             "has no entry 'mhla', although the weights hold MHLA parameters; take config.json from the directory that "
             "the weights were written to."
         )
     if has_parameters and not model.is_mhla:
         target = FAMILIES[model.class_name].mhla_class if model.class_name in FAMILIES else "an MHLA class"
-        says = f"says _class_name={shorten_text(model.class_name)!r}"
-        raise ValueError(f"{says}, which would drop the MHLA weights; it should say {target}.")
-    if model.is_mhla and has_weights and not has_parameters:
-        raise ValueError("describes an MHLA model, but the weights hold no MHLA parameters; convert it again.")
+        return f"says _class_name={class_name!r}, which would drop the MHLA weights; it should say {target}."
+    if model.is_mhla and sets and not has_parameters:
+        return "describes an MHLA model, but the weights hold no MHLA parameters; convert it again."
+    return ""
 
 
 def _find_class(library: str, class_name: str) -> Any:

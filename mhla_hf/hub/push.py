@@ -7,8 +7,7 @@ import json
 import logging
 import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -18,16 +17,12 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from ..conversion.writing import byte_progress, check_space
 from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
 from ..models.stub import stub_files
-from ..models.weight_files import DIFFUSERS_FILES, PICKLES, TRANSFORMERS_FILES, FileNames
-from ..utils.destinations import take_lock
-from ..utils.files import TEMPORARY_PREFIX, list_files, parse_json, read_json, read_json_value
+from ..models.weight_files import DIFFUSERS_FILES, PICKLES, TRANSFORMERS_FILES
+from ..utils.files import list_files, parse_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX, is_hub_id
 from ..utils.model_cards import CARD, is_own_card, read_card
-from ..utils.options import parse_size
-from ..utils.tensor_files import TensorEntry, plan_shards, read_entries, write_shards
 from .card import card_data, card_for_repository, replacing_card
 from .checks import DirectoryCheck
 
@@ -44,8 +39,6 @@ _WORKING_FILES = (
     # Keys and tokens.
     "*.env", "*.key", "*.pem", "token", "token.txt",
 )  # fmt: skip
-# Largest weight files that the libraries write by default.
-_LARGEST = {DIFFUSERS_FILES.stem: 10 * 10**9, TRANSFORMERS_FILES.stem: 50 * 10**9}
 _RECORDS = (CONVERSION_RECORD, TRAINING_RECORD, "report.json")
 _ABSOLUTE = re.compile(r"(?:[A-Za-z]:[\\/]|/[^/\n]+/|~/)[^\n]*")
 _CONFIGURATION = re.compile(rf"(.*/)?(\w*config\.json|{re.escape(PIPELINE_INDEX)})")
@@ -58,75 +51,28 @@ class Contents:
     """Files of a repository.
 
     Attributes:
-        root: The directory that they come from.
         files: Path of each file, or its contents where they differ from those in the directory, by path in the
-            repository; without weights to be sharded.
-        shards: Weights to be sharded: the folder of the model, and the tensors of each file.
+            repository.
         left_out: Working files in the directory, which are not uploaded.
-        weight_names: Names of the library for weight files by the folder of each model.
     """
 
-    root: Path
     files: dict[str, Path | bytes] = field(default_factory=dict)
-    shards: list[tuple[PurePosixPath, Mapping[str, Sequence[TensorEntry]]]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    weight_names: dict[PurePosixPath, FileNames] = field(default_factory=dict)
-
-    @property
-    def shard_sizes(self) -> dict[str, int]:
-        """Bytes of the tensors of each weight file to be written."""
-        return {
-            (folder / name).as_posix(): sum(entry.nbytes for entry in entries)
-            for folder, shards in self.shards
-            for name, entries in shards.items()
-        }
 
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes of each file by its path in the repository."""
-        sizes = {
+        return {
             name: content.stat().st_size if isinstance(content, Path) else len(content)
-            for name, content in self.files.items()
+            for name, content in sorted(self.files.items())
         }
-        return dict(sorted({**self.shard_sizes, **sizes}.items()))
 
     def replaces(self, name: str) -> bool:
         """Return whether a file of the repository holds weights of a model here under a name that is not in use."""
         path = PurePosixPath(name)
-        names = self.weight_names.get(path.parent)
-        return names is not None and name not in self.files and names.match(Path(path.name))
-
-    @contextmanager
-    def written(self, progress: bool = False) -> Iterator[None]:
-        """Write the shards beside the directory, and remove them when the context ends.
-
-        Raises:
-            ValueError: If the disk has too little space, or another process pushes the directory.
-        """
-        if not self.shards:
-            yield
-            return
-        root = self.root.resolve()
-        total = sum(self.shard_sizes.values())
-        check_space(root.parent, total)
-        scratch = root.parent / f"{TEMPORARY_PREFIX}push-{root.name}"
-        lock = take_lock(scratch.with_name(f"{scratch.name}.lock"), f"{root} is being pushed by another process.")
-        try:
-            # A killed process may have left some.
-            shutil.rmtree(scratch, ignore_errors=True)
-            with byte_progress(total, progress) as (describe, advance):
-                describe("sharding")
-                for folder, shards in self.shards:
-                    write_shards(scratch / folder, shards, advance)
-            self.files |= {
-                path.relative_to(scratch).as_posix(): path for path in scratch.rglob("*.*") if path.is_file()
-            }
-            yield
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.with_name(f"{scratch.name}.lock").unlink(missing_ok=True)
-            if lock is not None:
-                lock.close()
+        if name in self.files or (path.parent / "config.json").as_posix() not in self.files:
+            return False
+        return any(names.match(Path(path.name)) for names in (DIFFUSERS_FILES, TRANSFORMERS_FILES))
 
 
 def push_directory(
@@ -138,7 +84,6 @@ def push_directory(
     create_pr: bool = False,
     token: str | bool | None = None,
     commit_message: str | None = None,
-    max_shard_size: int | str | None = None,
     benchmarks: Sequence[str | Path] = (),
     progress: bool = False,
 ) -> CommitInfo:
@@ -157,9 +102,7 @@ def push_directory(
         create_pr: Open a pull request instead of committing to the branch.
         token: Access token; by default the stored one.
         commit_message: First line of the commit's message.
-        max_shard_size: Largest weight file, in bytes or as `"5GB"`; by default that of the model's library. Weights in
-            larger files are uploaded as several.
-        benchmarks: Reports for the card, see [`model_card`][mhla_hf.hub.card.model_card].
+        benchmarks: Files for the card, see [`model_card`][mhla_hf.hub.card.model_card].
         progress: Show progress bars on standard error.
 
     Returns:
@@ -174,12 +117,10 @@ def push_directory(
     api = HfApi(token=token)
     # A token that is not accepted shows now, and not after all weights have been read.
     api.whoami()
-    contents, warnings = prepare_push(
-        root, repo_id, max_shard_size=max_shard_size, benchmarks=benchmarks, progress=progress
-    )
+    contents, warnings = prepare_push(root, repo_id, benchmarks=benchmarks, progress=progress)
     for warning in warnings:
         logger.warning("%s", warning)
-    with contents.written(progress), _progress_bars(progress):
+    with _progress_bars(progress):
         api.create_repo(repo_id, private=private, exist_ok=True)
         if private and not api.model_info(repo_id).private:
             raise ValueError(
@@ -204,12 +145,7 @@ def push_directory(
 
 
 def prepare_push(
-    directory: str | Path,
-    repo_id: str,
-    *,
-    max_shard_size: int | str | None = None,
-    benchmarks: Sequence[str | Path] = (),
-    progress: bool = False,
+    directory: str | Path, repo_id: str, *, benchmarks: Sequence[str | Path] = (), progress: bool = False
 ) -> tuple[Contents, list[str]]:
     """Check a directory and collect what would be uploaded, without the network; arguments as in [`push_directory`].
 
@@ -225,26 +161,24 @@ def prepare_push(
     if not is_hub_id(repo_id):
         raise ValueError(f"repo_id={repo_id!r:.100} is not a repository; name it as owner/name.")
     if benchmarks and is_own_card(directory):
-        raise ValueError(
-            f"benchmarks has no effect: {directory / CARD} was written or edited by someone and is kept. Remove it "
-            "to have one generated."
-        )
+        raise ValueError(f"benchmarks: {directory / CARD} was written or edited by someone and is kept.")
     files = list_files(directory) if directory.is_dir() else []
     uploaded = [path for path in files if not is_working_file(path.as_posix())]
     problems = DirectoryCheck(directory, uploaded, progress=progress).problems
     errors = [str(problem) for problem in problems if problem.level == "error"]
+    errors += [
+        f"{path} is a pickle, which can run code when read; remove it, or keep its tensors as safetensors."
+        for path in uploaded
+        if path.suffix in PICKLES
+    ]
     if errors:
         more = f" And {len(errors) - 1} more: mhla-hf doctor lists them." if len(errors) > 1 else ""
         raise ValueError(f"{directory} is not pushed. {errors[0]}{more}")
     stub = stub_files(ModelDirectory.read(directory).select_mhla()[0])
-    contents = Contents(directory, {path.as_posix(): directory / path for path in uploaded})
-    contents.left_out = [path.as_posix() for path in files if path not in uploaded]
-    pickles = [name for name in contents.files if name.endswith(PICKLES)]
-    if pickles:
-        raise ValueError(
-            f"{directory / pickles[0]} is a pickle, which can run code when read; remove it, or keep its tensors as "
-            "safetensors."
-        )
+    contents = Contents(
+        {path.as_posix(): directory / path for path in uploaded},
+        [path.as_posix() for path in files if path not in uploaded],
+    )
     for name in [name for name in contents.files if name.endswith(".json")]:
         content = read_json_value(directory / name, "the file")
         public = _public(name, parse_json(stub[name], name) if name in stub else content)
@@ -253,7 +187,6 @@ def prepare_push(
     contents.files |= {name: text.encode() for name, text in stub.items() if name.endswith(".py")}
     if not is_own_card(directory):
         contents.files[CARD] = card_for_repository(directory, repo_id, benchmarks).encode()
-    _plan_shards(contents, parse_size(max_shard_size))
     warnings = [str(problem) for problem in problems]
     if card_data(directory).license is None:
         warnings.append(
@@ -269,7 +202,7 @@ def _public(name: str, content: Any) -> Any:
     public = _shortened(content, None)
     if isinstance(public, dict) and isinstance(public.get("source"), dict):
         # Of use on this machine alone.
-        public["source"] = {key: value for key, value in public["source"].items() if key not in ("path", "path_code")}
+        public["source"] = {key: value for key, value in public["source"].items() if key not in ("path", "machine")}
     return public
 
 
@@ -277,26 +210,6 @@ def is_working_file(name: str) -> bool:
     """Return whether a file, by its path in the directory, is private or for running processes alone."""
     hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
     return hidden or any(fnmatch(name, pattern) for pattern in _WORKING_FILES)
-
-
-def _plan_shards(contents: Contents, max_bytes: int | None) -> None:
-    """Replace weights whose files are larger than allowed by shards."""
-    for name in [name for name in contents.files if PurePosixPath(name).name == "config.json"]:
-        folder = PurePosixPath(name).parent
-        config = read_json(contents.root / name, "the configuration")
-        if not {"_class_name", "model_type"} & set(config) or not any((contents.root / folder).glob("*.safetensors")):
-            continue
-        names = DIFFUSERS_FILES if "_class_name" in config else TRANSFORMERS_FILES
-        contents.weight_names[folder] = names
-        limit = max_bytes or _LARGEST[names.stem]
-        for weights in names.find(contents.root / folder):
-            # A single tensor cannot be split.
-            if all(path.stat().st_size <= limit or len(read_entries(path)) == 1 for path in weights.files):
-                continue
-            for path in (*weights.files, *([weights.index] if weights.index else [])):
-                contents.files.pop(path.relative_to(contents.root).as_posix(), None)
-            shards = plan_shards(weights.entries(), limit, stem=names.stem, variant=weights.variant)
-            contents.shards.append((folder, shards))
 
 
 def _shortened(value: Any, fields: frozenset[str] | None) -> Any:

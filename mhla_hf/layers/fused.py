@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
-from ..ops.kernel_check import kernels_pass
+from ..ops.backends import kernels_pass
 from ..ops.sharded import TokenShard
 from ..ops.tables import FEATURE_MAPS, NORMALIZERS
 from .mixing import LearnedFeatureMap
@@ -186,7 +186,10 @@ def can_fuse_hedgehog(
 
 
 def fused_hedgehog_attention(
-    config: MHLAConfig, call: Call, feature_maps: tuple[LearnedFeatureMap, LearnedFeatureMap], mixing: torch.Tensor
+    config: MHLAConfig,
+    call: Call,
+    feature_maps: tuple[LearnedFeatureMap | None, LearnedFeatureMap | None],
+    mixing: torch.Tensor,
 ) -> torch.Tensor:
     """Compute the attention of a layer by these kernels, where [`can_fuse_hedgehog`] says so.
 
@@ -208,7 +211,9 @@ def fused_hedgehog_attention(
         call = call.normed()
     if call.rotary is not None and not is_plain:
         call = dataclasses.replace(call, query=call.rotary(call.query), key=call.rotary(call.key), rotary=None)
-    weights = feature_maps[0].weight, feature_maps[1].weight
+    query_map, key_map = feature_maps
+    assert query_map is not None and key_map is not None
+    weights = query_map.weight, key_map.weight
     options, layout = _kernel_options(config, call), call.layout
     assert layout is not None
     return hedgehog_mhla_attention(call.query, call.key, call.value, *weights, mixing, layout, **options)

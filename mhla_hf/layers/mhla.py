@@ -25,23 +25,21 @@ from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, check_count, positive_axes
 from ..layouts.resampling import resample_mixing
 from ..layouts.sequences import SequenceLayout
-from ..ops.backends import choose_backend
-from ..ops.dispatch import attend_on
-from ..ops.kernel_check import kernels_pass
+from ..ops.backends import choose_backend, kernels_pass
+from ..ops.forms import attend_on
 from ..ops.operands import (
     Operands,
     accumulation_dtype,
     autocast_type,
     check_layout,
-    check_sequence_normalizer,
     check_tokens,
     check_valid,
     mixing_for,
 )
 from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
-from ..ops.tables import FEATURE_MAPS, repeat_heads
-from ..utils.messages import shorten_value
+from ..ops.tables import FEATURE_MAPS, SEQUENCE_NORMALIZERS, repeat_heads
+from ..utils.messages import check_choice, shorten_value
 from .fused import (
     Call,
     HeadNorms,
@@ -55,7 +53,7 @@ from .fused import (
 from .mixing import (
     LearnedFeatureMap,
     effective_mixing,
-    features_and_plain,
+    features_and_normalizer,
     initial_mixing,
     layout_at,
     mixing_parameter_value,
@@ -301,7 +299,7 @@ class MHLA(nn.Module):
             ValueError: If the grid does not have T tokens, an argument has a wrong type, shape or value, or the gate
                 misses its hidden states.
         """
-        check_tokens(query, key, value)
+        check_tokens(Operands(query, key, value))
         if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
             raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
         layout: BlockLayout | SequenceLayout | None
@@ -343,7 +341,7 @@ class MHLA(nn.Module):
         if sequence.state is not None and sequence.documents is not None:
             raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
         check_valid(sequence.valid, query)
-        check_sequence_normalizer(self.config.normalizer, " for sequences")
+        check_choice("normalizer", self.config.normalizer, SEQUENCE_NORMALIZERS, " for sequences")
         return None if sequence.state is not None else sequence.layout(query, self.config.block_size[0])
 
     def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
@@ -401,11 +399,13 @@ class MHLA(nn.Module):
         changed = call.rotary is not None or call.scaling is not None
         dtype = token_dtype(config, backend, query, key, value, changed=changed)
         with torch.autocast(autocast_type(query.device), enabled=False):
-            (query, plain_query), (key, plain_key) = (
-                features_and_plain(config, tokens.to(dtype), learned, call.rotary, call.scaling, backend)
+            (query, normalizer_query), (key, normalizer_key) = (
+                features_and_normalizer(config, tokens.to(dtype), learned, call.rotary, call.scaling, backend)
                 for tokens, learned in zip((query, key), self._feature_maps)
             )
-            operands = Operands(query, key, value.to(dtype), plain_query, plain_key, config.normalizer, config.eps)
+            operands = Operands(
+                query, key, value.to(dtype), normalizer_query, normalizer_key, config.normalizer, config.eps
+            )
             if sequence is not None and sequence.state is not None:
                 assert config.block_size is not None
                 return decode(operands, self.mixing_matrix(), config.block_size[0], sequence, backend)
@@ -510,7 +510,7 @@ def decode(
         )  # fmt: skip
     attend = step if key.shape[1] == 1 else extend
     output, blocks = attend(operands, mixing, blocks, sequence.valid, backend)
-    return output, dataclasses.replace(state, blocks=blocks, last=LastTokens(mixing, key, operands.plain_key))
+    return output, dataclasses.replace(state, blocks=blocks, last=LastTokens(mixing, key, operands.normalizer_key))
 
 
 class Path(NamedTuple):

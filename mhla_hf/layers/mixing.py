@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from ..config import MAX_LEPE_WEIGHTS, MHLAConfig, check_window, default_window_size
 from ..layouts import MAX_BLOCKS
 from ..layouts.blocks import BlockLayout, block_centers, cached, choose_blocks, positive_axes
-from ..ops.kernel_check import kernels_pass
+from ..ops.backends import kernels_pass
 from ..ops.operands import accumulation_dtype
 from ..ops.tables import FEATURE_MAPS, NORMALIZERS
 
@@ -266,33 +266,15 @@ class LearnedFeatureMap(nn.Module):
         return FEATURE_MAPS[self.name].forward(tokens, self.weight.to(tokens.dtype))
 
 
-def rotate_features(
-    features: torch.Tensor, rotary: Callable[[torch.Tensor], torch.Tensor], head_dim: int
-) -> torch.Tensor:
-    """Apply a rotary embedding made for width K to features of width K or a multiple of it.
-
-    Args:
-        features: `[B, T, H, F]`, F a multiple of `head_dim`.
-        rotary: Rotates `[B, T, H, K]`.
-        head_dim: K.
-
-    Returns:
-        `[B, T, H, F]`; each run of K features is rotated alike.
-    """
-    if features.shape[-1] == head_dim:
-        return rotary(features)
-    return torch.cat([rotary(part) for part in features.split(head_dim, dim=-1)], dim=-1)
-
-
-def features_and_plain(
+def features_and_normalizer(
     config: MHLAConfig,
     tokens: torch.Tensor,
     learned: LearnedFeatureMap | None,
     rotary: Callable[[torch.Tensor], torch.Tensor] | None,
     scaling: float | None,
     backend: str = "torch",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return features of queries or keys for the numerator, and those of the normaliser where they differ.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return features of queries or keys for the numerator, and for the normaliser.
 
     Args:
         config: The layer's options.
@@ -303,7 +285,7 @@ def features_and_plain(
         backend: `"torch"`, or `"triton"` to compute a learned map by a kernel where there is one.
 
     Returns:
-        `[B, T, H, F]`, and the same without the rotation; `None` where there is none after the feature map.
+        `[B, T, H, F]`, and the same without the rotation: the same tensor where there is none after the feature map.
     """
     head_dim = tokens.shape[-1]
     if scaling is not None:
@@ -314,8 +296,10 @@ def features_and_plain(
     if config.feature_map_eps:
         features = features + config.feature_map_eps
     if rotary is None or config.rope != "after_feature_map":
-        return features, None
-    return rotate_features(features, rotary, head_dim), features
+        return features, features
+    # Features may be several times as wide as what the rotation was made for; each run of that width is rotated alike.
+    runs = [rotary(run) for run in features.split(head_dim, dim=-1)]
+    return (runs[0] if len(runs) == 1 else torch.cat(runs, dim=-1)), features
 
 
 def token_dtype(

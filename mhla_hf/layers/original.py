@@ -47,9 +47,6 @@ _WRAPPERS = ("base_layer", "original_module", "_orig_mod", "_fsdp_wrapped_module
 _Checksums = Mapping[torch.dtype, int]
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
-Selection = Callable[[str], bool]
-"""Called with the name of a tensor."""
-
 
 def original_attention(
     mhla: MHLA,
@@ -141,16 +138,14 @@ class WeightRecord:
             Empty for a model that was loaded after some had changed.
         current: Checksums of all tensors after the step that `state` names.
         values: Pretrained values, on the CPU, of tensors that calibration or matching replaced.
-        fitted: Values that stood in place of those while the model is restored to softmax.
-        restored: Names of the tensors that were restored to softmax, and may be trained as such.
+        fitted: What stood in place of those while the model is switched to softmax; `None` while it is not.
     """
 
     state: str
     pretrained: Mapping[str, _Checksums | None] = field(default_factory=dict)
     current: Mapping[str, _Checksums | None] = field(default_factory=dict)
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    fitted: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    restored: frozenset[str] = frozenset()
+    fitted: Mapping[str, torch.Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> WeightRecord:
         # Never changed in place: copies of a model, and of its layers by adapters, share the values.
@@ -162,19 +157,17 @@ class _Weights:
 
     Args:
         model: The model, a part of it, or a wrapper around it.
-        selects: Whether to look at a tensor, by its name in `model`; by default at all.
     """
 
-    def __init__(self, model: nn.Module, selects: Selection | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.record: WeightRecord | None
         self.layers = {
             original_name(name): module for name, module in model.named_modules() if isinstance(module, MHLA)
         }
         name, layer = next(iter(self.layers.items()))
         self.record, whole = layer.record or (None, name)
-        records = {id(layer.record[0]) if layer.record else None for layer in self.layers.values()}
-        self.is_one_model = len(records) == 1
-        if not self.is_one_model:
+        if len({id(layer.record[0]) if layer.record else None for layer in self.layers.values()}) > 1:
+            # Several converted models: what is known of one tells nothing of the others.
             self.record = None
         # Names of a part of the whole model lack a prefix; those of a wrapper around it have one more.
         self.ahead = whole.removesuffix(name) if whole.endswith(name) else ""
@@ -183,7 +176,7 @@ class _Weights:
         self.tensors: dict[str, torch.Tensor] = {
             own: parameter
             for own, parameter in base_parameters(model).items()
-            if own.startswith(self.behind) and parameter.is_floating_point() and (selects is None or selects(own))
+            if own.startswith(self.behind) and parameter.is_floating_point()
         }
 
     def whole(self, name: str) -> str:
@@ -206,7 +199,7 @@ class _Weights:
             layer.record = record, self.whole(name)
 
 
-def record_weights(model: nn.Module, state: str = "converted", restored: Selection | None = None) -> None:
+def record_weights(model: nn.Module, state: str = "converted", softmax: bool = False) -> None:
     """Starts the record of a model whose weights are those that `state` names.
 
     Reads every tensor once, unless the model was trained. Does nothing for a model on the meta device.
@@ -215,7 +208,7 @@ def record_weights(model: nn.Module, state: str = "converted", restored: Selecti
         model: The whole model.
         state: One of [`STATES`]; the weights of a `"converted"` model are the pretrained ones, and any other value
             counts as `"trained"`.
-        restored: Whether a tensor is of a part that computes softmax attention.
+        softmax: Whether the model computes softmax attention.
     """
     weights = _Weights(model)
     weights.ahead = weights.behind = ""
@@ -224,8 +217,7 @@ def record_weights(model: nn.Module, state: str = "converted", restored: Selecti
         return
     current = {} if state == "trained" else weights.checksums()
     pretrained = {name: sums for name, sums in current.items() if ".mhla." not in name} if state == STATES[0] else {}
-    softmax = frozenset(name for name in pretrained if restored is not None and restored(name))
-    weights.attach(WeightRecord(state, pretrained, current, restored=softmax))
+    weights.attach(WeightRecord(state, pretrained, current, fitted={} if softmax else None))
 
 
 def record_step(model: nn.Module, state: str, values: Mapping[str, torch.Tensor]) -> None:
@@ -253,35 +245,30 @@ def record_step(model: nn.Module, state: str, values: Mapping[str, torch.Tensor]
     weights.attach(replace(record, state=state, current={**record.current, **sums}, values=kept))
 
 
-def original_values(model: nn.Module, purpose: str, selects: Selection | None = None) -> dict[str, torch.Tensor]:
+def original_values(model: nn.Module, purpose: str) -> dict[str, torch.Tensor]:
     """Returns the pretrained values of the tensors that have changed since the conversion.
-
-    Tensors that were restored to softmax are left out.
 
     Args:
         model: The model, or a part or wrapper of it.
         purpose: What they are for, for the error.
-        selects: Whether to look at a tensor; by default at all.
 
     Returns:
-        Values on the CPU, by their names in `model` without adapters.
+        Values on the CPU, by their names in `model` without adapters; none where it is switched to softmax.
 
     Raises:
         ValueError: If the value of a changed tensor is not known.
     """
-    weights, name = _Weights(model, selects), type(model).__name__
+    weights, name = _Weights(model), type(model).__name__
     record = weights.record
-    if not weights.is_one_model:
-        raise ValueError(
-            f"Cannot {purpose}: this {name} holds several converted models. Convert them back one at a time."
-        )
+    if record is not None and record.fitted is not None:
+        return {}
     if record is None or not record.pretrained:
-        state = "trained" if record is None else record.state
-        raise ValueError(f"Cannot {purpose}: {changed_before_saving(model, state)}")
-    known = record.pretrained.keys() - record.restored
-    changed = [
-        own for own in weights.tensors if weights.whole(own) in known and weights.is_changed(own, record.pretrained)
-    ]
+        saved = "" if record is None else f": it was {record.state} before it was saved"
+        raise ValueError(
+            f"Cannot {purpose}: the pretrained weights of this {name} are not known{saved}. Use the softmax original."
+        )
+    known = [own for own in weights.tensors if weights.whole(own) in record.pretrained]
+    changed = [own for own in known if weights.is_changed(own, record.pretrained)]
     lost = [own for own in changed if weights.whole(own) not in record.values]
     if lost:
         raise ValueError(
@@ -291,102 +278,73 @@ def original_values(model: nn.Module, purpose: str, selects: Selection | None = 
     return {own: record.values[weights.whole(own)] for own in changed}
 
 
-def changed_before_saving(model: nn.Module, state: str) -> str:
-    """Returns the reason why a model that was loaded has no pretrained weights."""
-    return (
-        f"this {type(model).__name__} was {state} before it was saved, and the checkpoint does not have its "
-        "pretrained weights. Use the softmax original."
-    )
+def is_softmax(model: nn.Module) -> bool:
+    """Returns whether a model with MHLA layers is switched to softmax attention."""
+    record = _Weights(model).record
+    return record is not None and record.fitted is not None
 
 
-def weights_state(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None) -> str:
-    """Returns what was done to a model last, one of [`STATES`]: any change that no step noted is training.
+@torch.no_grad()
+def switch_to_softmax(model: nn.Module) -> None:
+    """Gives a model its pretrained weights back, and keeps those of MHLA for [`switch_to_mhla`].
 
     Args:
-        model: The model.
-        state_dict: Its tensors, where they are not to be read from the model. A tensor that is not there under its
-            name counts as changed.
+        model: The whole model.
+
+    Raises:
+        ValueError: If they are not known, or the model has adapters or is part of another; nothing is changed then.
     """
+    check_adapters(model)
+    values, weights = original_values(model, "use softmax attention"), _whole(model)
+    assert weights.record is not None
+    fitted = {weights.whole(name): weights.tensors[name].detach().to("cpu", copy=True) for name in values}
+    for name, value in values.items():
+        weights.tensors[name].copy_(value)
+    weights.attach(replace(weights.record, fitted=fitted))
+
+
+@torch.no_grad()
+def switch_to_mhla(model: nn.Module) -> None:
+    """Reverses [`switch_to_softmax`]. Weights that were trained with softmax meanwhile are the original from then on.
+
+    Args:
+        model: The whole model; nothing is done where it is not switched to softmax.
+
+    Raises:
+        ValueError: If it is part of another.
+    """
+    if not is_softmax(model):
+        return
+    weights = _whole(model)
+    record = weights.record
+    assert record is not None and record.fitted is not None
+    own = {weights.whole(name): name for name in weights.tensors}
+    if any(weights.is_changed(own[name], record.pretrained) for name in own.keys() & record.pretrained.keys()):
+        record_weights(model)
+        return
+    for name, value in record.fitted.items():
+        weights.tensors[own[name]].copy_(value)
+    weights.attach(replace(record, fitted=None))
+
+
+def _whole(model: nn.Module) -> _Weights:
+    weights = _Weights(model)
+    if weights.ahead:
+        raise ValueError(f"This {type(model).__name__} is part of a converted model: switch the whole model.")
+    return weights
+
+
+def weights_state(model: nn.Module) -> str:
+    """Returns what was done to a model last, one of [`STATES`]: any change that no step noted is training."""
     weights = _Weights(model)
     record = weights.record
     if record is None or record.state == "trained":
         return "trained"
-    if state_dict is not None:
-        given = dict(_base_tensors(state_dict.items()))
-        if not weights.tensors.keys() <= given.keys():
-            return "trained"
-        weights.tensors = {name: given[name] for name in weights.tensors}
     known = [name for name in weights.tensors if weights.whole(name) in record.current]
     return "trained" if any(weights.is_changed(name, record.current) for name in known) else record.state
 
 
-@torch.no_grad()
-def restore_softmax(model: nn.Module, purpose: str, selects: Selection | None = None) -> None:
-    """Gives a model its pretrained weights back, and keeps those of MHLA for [`restore_mhla`].
-
-    Args:
-        model: The model.
-        purpose: What that is for, for the error.
-        selects: Whether to restore a tensor; by default all.
-
-    Raises:
-        ValueError: If they are not known; nothing is changed then.
-    """
-    values, weights = original_values(model, purpose, selects), _Weights(model, selects)
-    record = weights.record
-    assert record is not None
-    fitted = {weights.whole(name): weights.tensors[name].detach().to("cpu", copy=True) for name in values}
-    for name, value in values.items():
-        weights.tensors[name].copy_(value)
-    restored = record.restored | (set(map(weights.whole, weights.tensors)) & record.pretrained.keys())
-    weights.attach(replace(record, fitted={**record.fitted, **fitted}, restored=restored))
-
-
-@torch.no_grad()
-def restore_mhla(model: nn.Module, selects: Selection | None = None) -> None:
-    """Reverses [`restore_softmax`]. What was trained with softmax attention meanwhile is converted again.
-
-    Args:
-        model: The model.
-        selects: Whether to restore a tensor; by default all.
-    """
-    weights = _Weights(model, selects)
-    record = weights.record
-    if record is None:
-        return
-    weights.tensors = {
-        name: tensor for name, tensor in weights.tensors.items() if weights.whole(name) in record.restored
-    }
-    own = {weights.whole(name): tensor for name, tensor in weights.tensors.items()}
-    if any(weights.is_changed(name, record.pretrained) for name in weights.tensors):
-        record = replace(
-            record,
-            state="trained",
-            pretrained={**record.pretrained, **weights.checksums()},
-            values={name: value for name, value in record.values.items() if name not in own},
-        )
-    else:
-        for name in own.keys() & record.fitted.keys():
-            own[name].copy_(record.fitted[name])
-    fitted = {name: value for name, value in record.fitted.items() if name not in own}
-    weights.attach(replace(record, fitted=fitted, restored=record.restored - own.keys()))
-
-
-def check_mhla(model: nn.Module) -> None:
-    """Refuses models that were restored to softmax where their MHLA layers are to be fitted or trained.
-
-    Raises:
-        ValueError: If the model was.
-    """
-    record = _Weights(model).record
-    if record is not None and record.restored:
-        raise ValueError(
-            f"This {type(model).__name__} computes softmax attention now: switch back with "
-            "model.set_attn_implementation('mhla') first."
-        )
-
-
-def check_adapters(model: nn.Module, purpose: str = "restore softmax attention") -> None:
+def check_adapters(model: nn.Module) -> None:
     """Refuses adapters, which are trained beside the weights that can be restored.
 
     Raises:
@@ -394,7 +352,8 @@ def check_adapters(model: nn.Module, purpose: str = "restore softmax attention")
     """
     if len(dict(model.named_parameters())) > len(base_parameters(model)):
         raise ValueError(
-            f"Cannot {purpose}: this {type(model).__name__} has adapters. Merge them into its weights, or delete them."
+            f"Cannot restore softmax attention: this {type(model).__name__} has adapters. Merge them into its "
+            "weights, or delete them."
         )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.nn as nn
 
 from ..layers import HeadNorms, PairwiseRotary
 from ..utils.compat.diffusers import is_attention_skipped, skip_attention_in
@@ -65,7 +64,7 @@ def attend(
     return attn.to_out[1](attn.to_out[0](output.flatten(2, 3).type_as(hidden_states)))
 
 
-def attend_in_parts(processor: object, own: Any, attn: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+def attend_in_parts(processor: object, own: Any, attn: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
     """Attend as a processor of perturbed-attention guidance does, with MHLA in place of its attention.
 
     Args:
@@ -78,17 +77,10 @@ def attend_in_parts(processor: object, own: Any, attn: nn.Module, hidden_states:
     Raises:
         ValueError: If it is another processor, which would ignore the layer's weights, or the batch has no such parts.
     """
-    parts = _PARTS.get(type(processor).__name__)
-    if parts is None:
-        raise ValueError(
-            f"This layer's weights are MHLA; {type(processor).__name__} would ignore them. Set the processors that "
-            "the model had before."
-        )
-    if hidden_states.shape[0] % parts:
-        raise ValueError(
-            f"{type(processor).__name__} needs a batch of {parts} parts, not of {hidden_states.shape[0]}. If it is "
-            "left from a pipeline that was interrupted, set the processors that the model had before."
-        )
+    parts = _PARTS.get(type(processor).__name__, 0)
+    if not parts or hidden_states.shape[0] % parts:
+        # Raises: none of them is an MHLA processor.
+        attn.check_processor(processor)
     size = hidden_states.shape[0] // parts
     attended = own(attn, hidden_states[:-size], **kwargs)
     return torch.cat([attended, own(attn, hidden_states[-size:], perturbed=True, **kwargs)])

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from diffusers.models.modeling_utils import ModelMixin
 
-from ..config import MHLAConfig
+from ..config import MHLAConfig, merge_options
 from ..layers.mhla import MHLA
 from ..layers.mixing import layout_at, reference_blocks, resolve_blocks
 from ..layers.original import STATE_KEY, record_weights, weights_state
@@ -32,9 +32,20 @@ from ..utils.compat.diffusers import (
     parallel_config_of,
     set_parallel_config,
 )
-from ..utils.locations import LOCATION_OPTIONS
-from .options import check_model_config, from_stored, merge_options, sample_size, to_stored
-from .weight_files import TRAINED_WITH, check_missing_weights, load_mhla_weights
+from ..utils.locations import LOCATION_OPTIONS, find_file
+from ..utils.tensor_files import check_floats, read_entries
+from .single_file import softmax_names
+from .weight_files import (
+    TRAINED_WITH,
+    check_layer_count,
+    check_missing_weights,
+    check_model_config,
+    damage_named,
+    from_stored,
+    load_mhla_weights,
+    sample_size,
+    to_stored,
+)
 
 
 # To the type checker a mixin has whatever the diffusers class beside it has.
@@ -411,33 +422,9 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return json.dumps(to_stored(json.loads(super().to_json_string())), indent=2, sort_keys=True) + "\n"
 
     @classmethod
-    def original_names(cls, names: Iterable[str]) -> dict[str, str] | None:
-        """Return the names in diffusers of weights of the model's authors.
-
-        Returns:
-            The name in the file by the name in the softmax model; `None` where only diffusers' own conversion knows.
-
-        Raises:
-            ValueError: If the weights are of another model, or MHLA already.
-        """
-        return None
-
-    @classmethod
-    def original_config(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any] | None:
-        """Return the configuration of the softmax model, read off its weights; `None` where it cannot be.
-
-        Args:
-            shapes: Shapes by name in the softmax model.
-
-        Raises:
-            ValueError: If the shapes do not fit each other.
-        """
-        return None
-
-    @classmethod
     def from_single_file(
         cls,
-        pretrained_model_link_or_path_or_dict: Any = None,
+        pretrained_model_link_or_path: str | os.PathLike[str],
         *,
         mhla: MHLAConfig | Mapping[str, Any] | None = None,
         config: str | os.PathLike[str] | None = None,
@@ -446,25 +433,46 @@ class MHLAModelMixin(MHLAAdapterMixin):
         """Load softmax weights of the model's authors (or of ComfyUI) from one file, and turn them into MHLA.
 
         Args:
-            pretrained_model_link_or_path_or_dict: A path, an address on the Hub, or a state dict, as upstream. GGUF
-                files (with the extra `gguf`) are dequantised.
+            pretrained_model_link_or_path: A .safetensors file, or its address on the Hub. Wan's GGUF files are for
+                [`convert_pretrained`][mhla_hf.convert_pretrained].
             mhla: The options. Those not given are the model's defaults.
-            config: A directory with the model's `config.json` (and `subfolder`), or a Hub id, as upstream. By default
-                Wan's is read off the weights, where heads are taken to be 128 wide as in every published Wan; other
-                models need upstream's way, a repository on the Hub.
-            **kwargs: As upstream: `torch_dtype` (by default float32), `device`, `subfolder`, `revision`, `token`, ...
+            config: A directory or Hub id with the model's configuration; by default upstream looks for one on the Hub.
+            **kwargs: As upstream: `subfolder`, `torch_dtype`, `device`, `revision`, `token`, ...
 
         Raises:
-            ValueError: If the class has no such loader in diffusers, the file is missing, damaged, of another model or
-                MHLA already, its configuration cannot be told, an option is wrong, or `quantization_config` is given.
+            ValueError: If the class has no such loader in diffusers, the file is missing, damaged, no safetensors, of
+                another model or MHLA already, an option is wrong, or the weights are or should be quantised.
         """
         from .converting import convert_model
-        from .single_file import load_single_file
 
-        model, stored, called = load_single_file(cls, pretrained_model_link_or_path_or_dict, config, kwargs)
-        if stored is not None and not isinstance(mhla, MHLAConfig):
-            mhla = merge_options(stored, mhla or {})
-        return convert_model(model, mhla, called)
+        path, upstream = find_file(pretrained_model_link_or_path, **kwargs), cls._upstream_class()
+        if path.suffix != ".safetensors" or kwargs.get("quantization_config") is not None:
+            raise ValueError(
+                f"{path}: only .safetensors files are loaded, without quantization_config. Convert a GGUF file by "
+                "convert_pretrained; quantise the saved MHLA directory when it is loaded."
+            )
+        entries = read_entries(path)
+        names = [entry.name for entry in entries]
+        # Without their scales, which diffusers does not look for.
+        check_floats(entries, path)
+        if upstream.__name__ == "WanTransformer3DModel":
+            try:
+                # Refuses what diffusers drops with a warning: the modules of Wan-Animate and Wan-VACE.
+                softmax_names(names)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+        with damage_named(path):
+            if config is not None:
+                where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
+                where["revision"] = kwargs.get("config_revision")
+                check_model_config(upstream, upstream.load_config(str(config), **where), str(config))
+                kwargs["config"] = str(config)
+            model = upstream.from_single_file(str(path), **kwargs)
+        if isinstance(model, MHLAModelMixin):
+            raise ValueError(f"config describes {type(model).__name__}; give that of the softmax model.")
+        # diffusers only warns of layers that the configuration leaves out.
+        check_layer_count(len(cls._self_attentions(model)), names, f"the configuration for {path}")
+        return convert_model(model, mhla, str(path))
 
     def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
         """As upstream, for context parallelism of models that have it.

@@ -80,6 +80,8 @@ def check_convertible(
             f"This {called} ({name}) is compiled, and would go on running the code of its softmax layers. Convert the "
             "model as it was loaded, and compile it afterwards."
         )
+    if getattr(model, "original_attn_processors", None) is not None:
+        raise ValueError(f"This {called} ({name}) has fused projections: call unfuse_qkv_projections() first.")
     target = mhla_class_for(name)
     _check_plain(model, called)
     options = target.resolve_options(mhla, model.config, compression)
@@ -135,7 +137,7 @@ def check_unconvertible(model: Any) -> None:
     if not hasattr(model, "mhla_modules"):
         raise ValueError(f"A {type(model).__name__} is no MHLA model of diffusers: take the one inside.")
     _check_plain(model, "model")
-    check_adapters(model, "restore softmax attention")
+    check_adapters(model)
 
 
 def _check_plain(model: Any, called: str) -> None:

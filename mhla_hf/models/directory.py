@@ -14,7 +14,14 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from ..utils.files import list_files, path_inside, read_json
-from ..utils.locations import PIPELINE_INDEX, download_repository, find_directory, is_hub_id, recorded_directory
+from ..utils.locations import (
+    PIPELINE_INDEX,
+    download_pipeline,
+    download_repository,
+    find_directory,
+    is_hub_id,
+    recorded_directory,
+)
 from ..utils.messages import shorten_list, shorten_text
 from .registry import FAMILIES, LEGACY_CLASS, MHLA_CLASSES, current_class, family_for, is_mhla_class
 from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet, check_weights, damage_named
@@ -349,8 +356,8 @@ class ModelDirectory:
         """Find the softmax model that an MHLA model was made from, by the records of its directory and of theirs.
 
         A directory is looked for where a record of this machine has its path, and beside the one with the record:
-        records of others are no reason to read elsewhere. Of a Hub repository, a pipeline's component alone is
-        downloaded.
+        records of others are no reason to read elsewhere.
+        Of a Hub repository, a pipeline's component alone is downloaded.
 
         Args:
             **hub: `token`, `cache_dir` and `local_files_only`, as in `snapshot_download`.
@@ -365,11 +372,11 @@ class ModelDirectory:
         seen = {self.root.resolve()}
         while waiting and len(seen) <= _MOST_RECORDS:
             owner, origin = waiting.pop(0)
-            location, root = origin["location"], recorded_directory(origin, owner)
+            location = origin["location"]
             try:
-                if root is None and is_hub_id(location):
+                root = recorded_directory(origin, owner) or _beside(owner, location)
+                if is_hub_id(location) and not root.is_dir():
                     root = download_repository(location, allow_patterns=patterns, **hub)
-                root = root or _beside(owner, location)
                 found = self.read(root, location=location, origin={"location": location})
                 original = self._version_in(found)
                 further = found.origins()
@@ -388,6 +395,20 @@ class ModelDirectory:
         candidate = directory.select(self.component if self.component in directory.configs else None)
         fits = candidate.class_name == self.softmax_class_name and not candidate.is_mhla
         return candidate if fits else None
+
+
+def find_pipeline(location: str | os.PathLike[str], **options: Any) -> Path:
+    """Return the directory of a pipeline, unread; of a Hub repository, only the pipeline's own files are downloaded.
+
+    Args:
+        location: A directory or a Hub id.
+        **options: Options of `DiffusionPipeline.download`; safetensors unless `use_safetensors` says otherwise.
+
+    Raises:
+        OSError: If there is no such directory or repository.
+    """
+    directory = Path(location).expanduser()
+    return directory if directory.is_dir() else download_pipeline(os.fspath(location), **options)
 
 
 def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from diffusers.loaders import PeftAdapterMixin
-from diffusers.models.attention_processor import Attention, AttnProcessor, FusedAttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
@@ -126,8 +126,6 @@ class MHLAPixArtTransformer2DModel(
     Besides it takes LoRA adapters, which upstream's class does not.
     """
 
-    # Upstream's, from before projections were fused.
-    original_attn_processors: dict[str, Any] | None
     _repeated_blocks = ["BasicTransformerBlock"]
 
     def _use_mhla(self, attentions: list[nn.Module], mhla_layers: list[int]) -> None:
@@ -135,11 +133,6 @@ class MHLAPixArtTransformer2DModel(
         for block in self.transformer_blocks:
             # It is handed the grid as well, and has no use for it.
             block.attn2.__class__ = MHLAImageAttention
-        before = getattr(self, "original_attn_processors", None)
-        if before is not None:
-            # Fused before it was converted: MHLA layers keep their new processors when projections come apart again.
-            new = {name: kept for name, kept in self.attn_processors.items() if isinstance(kept, MHLAAttnProcessor)}
-            self.original_attn_processors = {**before, **new}
 
     def forward(
         self,
@@ -166,52 +159,15 @@ class MHLAPixArtTransformer2DModel(
         )
 
     def fuse_qkv_projections(self) -> None:
-        """As upstream; MHLA layers keep their processor, which uses fused projections too.
+        """Not with MHLA layers.
 
         Raises:
-            ValueError: If there are adapters on the projections, whose part would be lost.
+            ValueError: Always. Upstream would set processors that ignore MHLA.
         """
-        if getattr(self, "original_attn_processors", None) is not None:
-            return
-        if any(hasattr(module, "base_layer") for module in self.modules()):
-            raise ValueError("Projections with adapters cannot be fused: call fuse_lora() or unload_lora() before.")
-        self.original_attn_processors = self.attn_processors
-        for attention in self._attentions():
-            attention.fuse_projections()
-            if not hasattr(attention, "mhla"):
-                attention.set_processor(FusedAttnProcessor2_0())
-
-    def unfuse_qkv_projections(self) -> None:
-        """Takes fused projections away again, where there are some."""
-        processors = getattr(self, "original_attn_processors", None)
-        if processors is None:
-            return
-        self.set_attn_processor(processors)
-        self.original_attn_processors = None
-        for attention in self._attentions():
-            attention.fused_projections = False
-            for name in ("to_qkv", "to_kv"):
-                if hasattr(attention, name):
-                    delattr(attention, name)
+        raise ValueError("Projections of MHLA layers cannot be fused; leave them as they are.")
 
     def set_default_attn_processor(self) -> None:
         """As upstream for the layers that are not MHLA; those get the MHLA processor."""
-        for attention in self._attentions():
-            attention.set_processor(MHLAAttnProcessor() if hasattr(attention, "mhla") else AttnProcessor())
-
-    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """As in `PeftAdapterMixin`; `ValueError` while projections are fused, which would pass adapters by."""
-        self._refuse_fused()
-        super().add_adapter(*args, **kwargs)
-
-    def load_lora_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `PeftAdapterMixin`; `ValueError` while projections are fused, which would pass adapters by."""
-        self._refuse_fused()
-        return super().load_lora_adapter(*args, **kwargs)
-
-    def _refuse_fused(self) -> None:
-        if any(attention.fused_projections for attention in self._attentions()):
-            raise ValueError("Fused projections would pass adapters by: call unfuse_qkv_projections() before.")
-
-    def _attentions(self) -> list[Attention]:
-        return [module for module in self.modules() if isinstance(module, Attention)]
+        for attention in self.modules():
+            if isinstance(attention, Attention):
+                attention.set_processor(MHLAAttnProcessor() if hasattr(attention, "mhla") else AttnProcessor())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Original weights: `from_single_file` of the MHLA classes, and the names and sizes of Wan's.
+"""Original weights of Wan: their names, and the sizes and MHLA options that they tell.
 
 The code base of MHLA's authors is Wan's own, with four additions in `self_attn` of an MHLA layer. Flags in its
 configuration are not passed on to the modules, so everything is read off the checkpoint.
@@ -7,25 +7,14 @@ configuration are not passed on to the modules, so everything is read off the ch
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
+from ..utils.compat.diffusers import rename_wan_weights
+from ..utils.messages import shorten_text, shorten_value
 
-from ..utils.compat.diffusers import fp32_parts, rename_wan_weights
-from ..utils.locations import find_file
-from ..utils.messages import shorten_list, shorten_text, shorten_value
-from ..utils.tensor_files import check_floats, read_entries
-from .options import check_layer_count, check_model_config, from_stored
-
-
-logger = logging.getLogger(__name__)
-
-_CONFIG_OPTIONS = ("token", "local_files_only", "cache_dir", "subfolder")
 
 Shape = tuple[int, ...]
 
@@ -54,91 +43,6 @@ _MIXING = re.compile(r"blocks\.([0-9]{1,6})\.attn1\.mhla\.mixing")
 _ADVICE = "If it is complete, give config (--config), or num_heads of an official checkpoint."
 # More prefixes than training frameworks nest.
 _PREFIX_ROUNDS = 8
-
-
-def load_single_file(
-    mhla_class: Any,
-    location: str | os.PathLike[str] | Mapping[str, torch.Tensor],
-    config: str | os.PathLike[str] | None,
-    options: dict[str, Any],
-) -> tuple[Any, dict[str, Any] | None, str]:
-    """Load original weights into the softmax class.
-
-    Args:
-        mhla_class: The MHLA class.
-        location: A path, an address on the Hub, or a state dict.
-        config: Directory or Hub id of the model's configuration; `None` to read it off the weights.
-        options: For the softmax class's `from_single_file`.
-
-    Returns:
-        The softmax model, the MHLA options in its configuration, if any, and the name of the weights in messages.
-
-    Raises:
-        ValueError: See [`MHLAModelMixin.from_single_file`][mhla_hf.models.base.MHLAModelMixin.from_single_file].
-    """
-    stock = mhla_class._upstream_class()
-    if options.get("quantization_config") is not None:
-        raise ValueError(
-            f"{mhla_class.__name__}.from_single_file takes no quantization_config: GGUF files are dequantised. "
-            "Quantise the saved MHLA directory when it is loaded."
-        )
-    # As upstream: float32 unless another dtype is asked for.
-    dtype = options.get("dtype") or options.get("torch_dtype") or torch.float32
-    if isinstance(location, Mapping):
-        called, weights = "the state dict", dict(location)
-    else:
-        called = str(location)
-        weights = {entry.name: entry.load() for entry in read_entries(find_file(location, **options))}
-    check_floats(weights.values(), called)
-    stored = None
-    try:
-        names = mhla_class.original_names(weights)
-        if names is None:
-            model = stock.from_single_file(weights, **{**options, "config": config})
-        else:
-            weights = {name: weights[original] for name, original in names.items()}
-            if config is None:
-                content = mhla_class.original_config({name: tuple(value.shape) for name, value in weights.items()})
-            else:
-                hub = {key: options[key] for key in _CONFIG_OPTIONS if key in options}
-                content = mhla_class.load_config(str(config), revision=options.get("config_revision"), **hub)
-                content = {key: options.get(key, value) for key, value in from_stored(content).items()}
-                stored = content.pop("mhla", None)
-            model = _assign(stock, content, weights, dtype).to(options.get("device") or "cpu")
-    # Upstream fails on a missing weight with its name, or with a parameter that stayed on the meta device.
-    except (KeyError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
-        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{called} does not fit {stock.__name__}: {shorten_text(reason, 400)}") from error
-    return model, stored, called
-
-
-def _assign(stock: Any, config: Mapping[str, Any], weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
-    """Build a softmax model from weights, which are not copied if they have the right dtype.
-
-    Upstream would hold all weights twice, cast parameters that stay in float32 to bfloat16, and rename weights with
-    the names of diffusers again if there is one that the model does not know.
-    """
-    from accelerate import init_empty_weights
-
-    # Before the model is built: a wrong size may ask for more memory than there is.
-    check_model_config(stock, config, "the configuration")
-    if "num_layers" in config:
-        check_layer_count(config["num_layers"], weights, "the configuration")
-    with init_empty_weights():
-        model = stock.from_config({**config, "_class_name": stock.__name__})
-    surplus = set(weights) - set(model.state_dict())
-    if surplus:
-        logger.warning("%s does not know the weights %s", stock.__name__, shorten_list(surplus))
-    # As in `from_pretrained`: parameters that the class keeps in float32 stay in it.
-    kept = fp32_parts(stock)
-    cast = {
-        name: tensor.to(torch.float32 if kept & set(name.split(".")) else dtype)
-        for name, tensor in weights.items()
-        if name not in surplus
-    }
-    model.load_state_dict(cast, assign=True)
-    # Assigned weights keep their own setting, and those read from files have none.
-    return model.requires_grad_(True).eval()
 
 
 def official_names(names: Iterable[str]) -> dict[str, str]:

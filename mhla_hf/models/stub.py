@@ -27,7 +27,7 @@ from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD
 from ..utils.tensor_files import count_values
 from .directory import ModelDirectory
-from .options import from_stored
+from .weight_files import from_stored
 
 
 LIBRARY = "mhla_hf"

@@ -10,7 +10,6 @@ different grids before one backward cannot go wrong. Compact tables for MHLA lay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from .attention import (
     tables_with_grid,
 )
 from .base import shard_of
-from .single_file import softmax_names, wan_config
 
 
 skip_attention_in(WanAttnProcessor)
@@ -83,16 +81,6 @@ class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
     # Rotary tables stay whole, as they carry the grid: layers take their part of them.
     _cp_plan = context_parallel_plan(WanTransformer3DModel, "rope")
     supports_context_parallel = True
-
-    @classmethod
-    def original_names(cls, names: Iterable[str]) -> dict[str, str]:
-        """As in [`MHLAModelMixin.original_names`]; names of diffusers are taken as well."""
-        return softmax_names(names)
-
-    @classmethod
-    def original_config(cls, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """As in [`MHLAModelMixin.original_config`], with heads taken to be 128 wide."""
-        return wan_config(shapes)
 
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn1 for block in self.blocks]

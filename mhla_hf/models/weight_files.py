@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files of models: their names in each library, complete sets, checks, and loading them into MHLA models."""
+"""Files of models: names and complete sets of weights, limits of configurations, and loading into MHLA models."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,8 @@ from ..layers.original import STATE_KEY, record_weights
 from ..utils.compat.diffusers import LoadedWeights, load_weights
 from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
-from ..utils.messages import shorten_list, shorten_text
+from ..utils.messages import shorten_list, shorten_text, shorten_value
 from ..utils.tensor_files import TensorEntry, check_safetensors, read_entries
-from .options import check_layer_count, check_new_size
 
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,33 @@ logger = logging.getLogger(__name__)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files that may hold pickles."""
 
+UNREADABLE_FOR_SOFTMAX = {"dtype": "MHLA weights: import mhla_hf before you load them"}
+"""The entry of `config.json` by which softmax classes fail.
+
+diffusers ignores entries and weights that a class does not know, with a warning. But it passes an unknown `dtype` on
+to the class's constructor, which refuses it. So one is written, for programs that never import this package; the
+warning before the error shows its text. MHLA classes drop it when they read the file. With this package imported, the
+softmax classes hand MHLA checkpoints over (`mhla_hf.integrations.diffusers`).
+"""
+
+MAX_LAYERS = 1000
+"""Published models have up to about two hundred."""
+
+MAX_SIZE = 2**24
+"""The largest width or count."""
+
+MAX_POSITIONS = 2**16
+"""Positions of a table that is computed when a model is built: the longest axis of a video, or an image's patches."""
+
+LITTLE = 2**26
+"""Parameters that any model may get: 256 MB of them."""
+
 TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
 """Options that leave the shapes of the weights alone and change the output."""
 
+_POSITIONS = ("rope_max_seq_len", "sample_size")
+_SAMPLE = ("sample_frames", "sample_height", "sample_width")
+_LAYER = re.compile(r"(?:^|\.)(?:transformer_)?blocks\.([0-9]{1,9})\.")
 _OTHER_FORMATS = (*PICKLES, ".msgpack", ".h5", ".onnx")
 # Exceptions of libraries for damaged weights, and for configurations whose fields have other types.
 _DAMAGE = (AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError)
@@ -204,6 +228,135 @@ def damage_named(folder: Path) -> Iterator[None]:
     except (*_DAMAGE, pickle.UnpicklingError) as error:
         reason = shorten_text(str(error), 200) or type(error).__name__
         raise ValueError(f"{folder} cannot be loaded: files are damaged or of another model ({reason})") from error
+
+
+# Configurations: what is stored, and limits before a model is built.
+
+
+def to_stored(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's configuration as it is written."""
+    return {**config, **UNREADABLE_FOR_SOFTMAX}
+
+
+def from_stored(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the entry of [`to_stored`], which files of earlier versions lack.
+
+    Nor has it the entry by which a repository names code that comes with it (`mhla_hf.models.stub`).
+    """
+    return {
+        name: value
+        for name, value in config.items()
+        if (name, value) not in UNREADABLE_FOR_SOFTMAX.items() and name != "auto_map"
+    }
+
+
+def check_model_config(model_class: Any, config: Mapping[str, Any], where: str) -> None:
+    """Check the arguments that a model's configuration holds for its constructor, and the sizes of its samples.
+
+    Args:
+        model_class: A class of diffusers. Its constructor's defaults and annotations tell the types.
+        config: Contents of `config.json`; entries that the constructor does not know are left alone.
+        where: Name of the file, for errors.
+
+    Raises:
+        ValueError: If an entry has a wrong type, is no positive number where one is needed, or is a size that no
+            model has.
+    """
+    parameters = inspect.signature(model_class.__init__).parameters
+    for name, value in config.items():
+        largest = MAX_LAYERS if name == "num_layers" else MAX_POSITIONS if name in _POSITIONS else MAX_SIZE
+        if name.lstrip("_") in _SAMPLE:
+            wanted, largest = "int | None", MAX_POSITIONS
+            fits = value is None or _is_size(value, largest)
+        elif name in parameters and parameters[name].default is not inspect.Parameter.empty:
+            wanted = str(parameters[name].annotation)
+            fits = _fits(value, parameters[name].default, wanted, largest)
+        else:
+            continue
+        if not fits:
+            raise ValueError(f"{where}: {name}={shorten_value(value)} must be {wanted}, of at most {largest:,}.")
+    image, patch = config.get("sample_size"), config.get("patch_size")
+    if isinstance(image, int) and isinstance(patch, int) and (image // patch) ** 2 > MAX_POSITIONS:
+        raise ValueError(
+            f"{where}: sample_size={image} in patches of {patch} gives more than {MAX_POSITIONS} positions."
+        )
+
+
+def sample_size(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return frames, height and width of the latents that a video model was made for.
+
+    Args:
+        config: Contents of `config.json`.
+
+    Returns:
+        `sample_frames`, `sample_height` and `sample_width`, with or without an underscore before them; `None` unless
+        the configuration has all three.
+    """
+    found = [config.get(name, config.get(f"_{name}")) for name in _SAMPLE]
+    return None if None in found else tuple(found)
+
+
+def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None:
+    """Check the number of layers against the names of the weights.
+
+    Args:
+        num_layers: Number of layers in the configuration.
+        names: Names of the tensors.
+        where: Name of the configuration, for errors.
+
+    Raises:
+        ValueError: If the weights have more layers, or fewer.
+    """
+    found = {int(match[1]) for match in map(_LAYER.search, names) if match}
+    if found and max(found) + 1 != num_layers:
+        raise ValueError(
+            f"{where}: num_layers={num_layers}, but the weights have layers up to {max(found)}: the two do not belong "
+            "together."
+        )
+
+
+def check_new_size(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that options do not add more to a model than it has already.
+
+    Args:
+        old: Shapes of the source's tensors by name.
+        new: Shapes of those to be written.
+
+    Raises:
+        ValueError: If they do, unless it is little in any case.
+    """
+    added = sum(math.prod(shape) for name, shape in new.items() if name not in old)
+    had = sum(map(math.prod, old.values()))
+    if added > max(had, LITTLE):
+        raise ValueError(
+            f"The mhla options add {added:,} parameters to a model of {had:,}: choose fewer blocks (blocks), "
+            "larger ones (block_size) or a smaller convolution (lepe_kernel)."
+        )
+
+
+def _fits(value: Any, default: Any, annotation: str, largest: int) -> bool:
+    """Return whether a value is of the type of an argument, and a number that models have."""
+    if value is None:
+        return default is None or "None" in annotation or "Optional" in annotation
+    if isinstance(default, bool) or annotation.startswith("bool"):
+        return isinstance(value, bool)
+    if isinstance(default, str):
+        return isinstance(value, str)
+    if isinstance(default, tuple):
+        sizes = value if isinstance(value, (list, tuple)) else ()
+        return len(sizes) == len(default) and all(_is_size(size, largest) for size in sizes)
+    if isinstance(default, int):
+        return _is_size(value, largest)
+    is_count = annotation.startswith("int")
+    if not is_count and not isinstance(default, float):
+        return True
+    # Some published configurations have counts with a decimal point.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and (0 if is_count else -math.inf) < value <= largest
+
+
+def _is_size(value: Any, largest: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
 
 
 # Loading into MHLA models of diffusers.

@@ -14,8 +14,8 @@ from ..utils import lazy_names
 if TYPE_CHECKING:
     from .backends import choose_backend as choose_backend
     from .backends import triton_obstacle as triton_obstacle
-    from .dispatch import mhla_attention as mhla_attention
-    from .kernel_cases import kernel_errors as kernel_errors
+    from .forms import mhla_attention as mhla_attention
+    from .kernel_cases import compare_kernels as compare_kernels
     from .operands import MHLAState as MHLAState
     from .operands import extend_mixing as extend_mixing
     from .operands import mixing_at as mixing_at

@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the code that computes the operator: plain torch, or Triton kernels where they run and pay."""
+"""Choice of the code that computes the operator: plain torch, or Triton kernels where they run, pay and pass a test.
+
+The first use of a family of kernels, for a type and a width, compares it with plain torch on a small input:
+milliseconds, once the kernels are compiled. What passes is remembered on disk for the device and the releases of
+torch, Triton and this package. Where it fails, plain torch serves in its place, and one warning says what to report.
+While torch.compile traces, the test runs at once; while a CUDA graph is captured there is none.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from .. import __version__
 from ..utils.messages import check_choice, how_to_install
-from .kernel_check import kernels_pass
 from .tables import BACKENDS
 
 
@@ -20,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Wins over what configurations and callers ask for: the person at the machine knows best what runs there.
 ENVIRONMENT_VARIABLE = "MHLA_HF_BACKEND"
+SELF_TEST_VARIABLE = "MHLA_HF_KERNEL_CHECK"
 TRITON_INSTALLED = find_spec("triton") is not None
 # Triton makes up its mind when it is imported, too.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
@@ -32,24 +44,15 @@ MAX_WIDTH = 256
 MIN_TRITON = (3, 4)
 # Of GPUs with bfloat16 and TF32 matrix products.
 MIN_CAPABILITY = (8, 0)
+# Widths of heads that are tested: powers of two stand for themselves, and one other width for all others below.
+_TESTED_WIDTHS = ((16, 8), (32, 24), (64, 40), (128, 72), (256, 144))
 
 
-class HostTime(NamedTuple):
-    """Time that the host needs for one call of the operator, in microseconds.
-
-    Attributes:
-        kernels: By kernels.
-        torch: By plain torch.
-    """
-
-    kernels: float
-    torch: float
-
-
-# By family of kernels; not measured on a GPU. Estimated from forward passes on one core of a CPU with launches stubbed
-# out, and for plain torch half as much again for launches that are not. Nothing here may depend on whether gradients
-# are recorded: checkpointing computes the same output with and without.
-HOST_TIMES = {"block": HostTime(kernels=160, torch=200), "causal": HostTime(kernels=215, torch=550)}
+# Microseconds that the host needs for one call by kernels and in plain torch, by family; not measured on a GPU.
+# Estimated from forward passes on one core of a CPU with launches stubbed out, and for plain torch half as much again
+# for launches that are not. Nothing here may depend on whether gradients are recorded: checkpointing computes the same
+# output with and without.
+HOST_TIMES = {"block": (160.0, 200.0), "causal": (215.0, 550.0)}
 # Bytes that plain torch reads and writes for each channel of a query, and in a microsecond: those of an H100, whose
 # larger relatives gain from kernels later and smaller ones earlier.
 TORCH_BYTES, TORCH_RATE = 60, 2.5e6
@@ -82,8 +85,7 @@ def choose_backend(
         products: Whether the kernels multiply matrices. Those that do not serve exact float32 as well as any type.
         width: Width of the features that the kernels will be given, where it is not that of `query`.
         family: Family of kernels that would serve, one of `kernel_cases.FAMILIES`.
-        check: Whether that family has to have passed its check, see [`kernels_pass`]. False where the caller looks to
-            that.
+        check: Whether that family has to pass its test. False where the caller looks to that.
 
     Returns:
         `"torch"` or `"triton"`.
@@ -92,7 +94,8 @@ def choose_backend(
         ValueError: If the request, or the environment variable, is not one of these.
     """
     wanted: Any = os.environ.get(ENVIRONMENT_VARIABLE) or requested
-    check_choice(ENVIRONMENT_VARIABLE if wanted is not requested else "backend", wanted, BACKENDS)
+    if wanted not in BACKENDS:
+        check_choice(ENVIRONMENT_VARIABLE if wanted is not requested else "backend", wanted, BACKENDS)
     if wanted == "torch":
         return wanted
     obstacle = triton_obstacle(query, key, value, *(tensor for tensor in others if tensor is not None))
@@ -100,12 +103,11 @@ def choose_backend(
         obstacle = f"the kernels take heads of width {MAX_WIDTH} at most, not {width}"
     if obstacle is None and wanted == "auto":
         obstacle = auto_obstacle(value, products)
-        if obstacle is None and family is not None and not torch.compiler.is_compiling():
-            obstacle = "launching kernels would take longer for few tokens" if has_few_tokens(family, query) else None
+        if obstacle is None and not torch.compiler.is_compiling() and has_few_tokens(family, query):
+            obstacle = "launching kernels would take longer for few tokens"
     if obstacle is None:
         return "triton" if family is None or not check or kernels_pass(family, query, value, width) else "torch"
-    if not torch.compiler.is_compiling():
-        _log_once(wanted == "triton", obstacle)
+    log_fallback(obstacle, logging.WARNING if wanted == "triton" else logging.INFO)
     return "torch"
 
 
@@ -143,7 +145,7 @@ def auto_obstacle(value: torch.Tensor, products: bool = True) -> str | None:
     return None
 
 
-def has_few_tokens(family: str, query: torch.Tensor) -> bool:
+def has_few_tokens(family: str | None, query: torch.Tensor) -> bool:
     """Whether plain torch should be done before the host has launched the kernels, by `HOST_TIMES`.
 
     Plain torch takes as long as its host or its memory traffic, whichever is longer. Kernels take less time than that
@@ -153,8 +155,8 @@ def has_few_tokens(family: str, query: torch.Tensor) -> bool:
         family: Family of kernels; those without an entry in the table serve any number of tokens.
         query: Queries `[B, T, H, K]`.
     """
-    times = HOST_TIMES.get(family)
-    return times is not None and max(times.torch, TORCH_BYTES * query.numel() / TORCH_RATE) < times.kernels
+    kernels, plain = HOST_TIMES.get(family or "", (0.0, 0.0))
+    return max(plain, TORCH_BYTES * query.numel() / TORCH_RATE) < kernels
 
 
 @torch.compiler.assume_constant_result
@@ -203,6 +205,98 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def log_fallback(reason: str, level: int = logging.WARNING) -> None:
+    """Log once, and not while torch.compile traces, why plain torch serves in place of kernels."""
+    if not torch.compiler.is_compiling():
+        _log_once(reason, level)
+
+
 @cache
-def _log_once(asked_for: bool, reason: str) -> None:
-    logger.log(logging.WARNING if asked_for else logging.INFO, "MHLA runs in plain torch: %s.", reason)
+def _log_once(reason: str, level: int) -> None:
+    logger.log(level, "MHLA runs in plain torch: %s.", reason)
+
+
+def kernels_pass(family: str, query: torch.Tensor, value: torch.Tensor, width: int | None = None) -> bool:
+    """Return whether a family of kernels may serve some tokens: it passes its test, or needs none.
+
+    Args:
+        family: One of the names in `kernel_cases.FAMILIES`.
+        query: Queries `[B, T, H, K]`.
+        value: Values `[B, T, G, V]`; their dtype is the one that the kernels work in.
+        width: Width of the features that the kernels will be given, where it is not that of `query`.
+    """
+    widths = _tested_width(query.shape[-1] if width is None else width), _tested_width(value.shape[-1])
+    return not kernel_failure(family, value.device, value.dtype, *widths, torch.is_grad_enabled())
+
+
+def _tested_width(width: int) -> int:
+    # Comparisons alone: widths may be symbols while torch.compile traces, and what comes out has to be a number.
+    for power, other in _TESTED_WIDTHS:
+        if width <= power:
+            return power if width == power else other
+    return _TESTED_WIDTHS[-1][1]
+
+
+@torch.compiler.assume_constant_result
+def kernel_failure(
+    family: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, backward: bool
+) -> str:
+    """The reason why a family of kernels is not used; empty if it is.
+
+    Args:
+        family: One of the names in `kernel_cases.FAMILIES`.
+        device: The GPU.
+        dtype: Type of the tokens.
+        width: Width of the features.
+        value_width: Width of the values.
+        backward: Whether gradients may be wanted.
+    """
+    if not needs_test(device) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return ""
+    forward = _test_kernels(family, device, dtype, width, value_width, False)
+    return forward or (_test_kernels(family, device, dtype, width, value_width, True) if backward else "")
+
+
+def needs_test(device: torch.device) -> bool:
+    """Return whether kernels are tested before their first use: on GPUs. On a CPU, Triton interprets them."""
+    is_off = os.environ.get(SELF_TEST_VARIABLE, "1").strip().lower() in ("0", "false", "off", "no")
+    return device.type == "cuda" and not is_off
+
+
+@cache
+def _test_kernels(
+    family: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, backward: bool
+) -> str:
+    marker = _marker(device, family, str(dtype), width, value_width, backward)
+    if marker is not None and marker.exists():
+        return ""
+    # One of the package's lazy names: the cases need the operator, which chooses its backend here.
+    compare_kernels = import_module(__package__).compare_kernels
+    # A thread of its own has none of the caller's modes: autocast, inference, streams, fake tensors.
+    with ThreadPoolExecutor(1) as executor:
+        test = executor.submit(compare_kernels, family, device, dtype, width, value_width, backward=backward)
+        _, failure = test.result()
+    if failure:
+        logger.warning(
+            "MHLA runs in plain torch in place of its %s kernels, which failed their test (%s, %s, width %d): %s. "
+            "Please report this with the output of `mhla-hf doctor --kernels`. %s=0 uses them untested.",
+            family, "backward" if backward else "forward", dtype, width, failure, SELF_TEST_VARIABLE,
+        )  # fmt: skip
+    elif marker is not None:
+        with suppress(OSError):
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+    return failure
+
+
+def _marker(device: torch.device, *case: Any) -> Path | None:
+    """The file that exists once a case has passed on a device with these releases; None without a home directory."""
+    import triton
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    key = name, torch.__version__, triton.__version__, __version__, *case
+    home = os.environ.get("MHLA_HF_HOME")
+    folder = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mhla_hf"
+    with suppress(RuntimeError):
+        return folder.expanduser() / "kernel_checks" / hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+    return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator in plain torch, in three forms: dense (the oracle), block-parallel, and causal in chunks.
+"""`mhla_attention`, and its three forms in plain torch: dense (the oracle), block-parallel, and causal in chunks.
 
 The dense form is slow on purpose, O(T²) in time and memory: one plain tensor expression for each formula, in the dtype
 of its inputs. All other forms are tested against it. The block-parallel form is three batched matrix products, linear
@@ -14,16 +14,111 @@ import torch
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
+from ..utils.messages import check_choice
+from .backends import choose_backend, log_fallback
 from .operands import (
     Operands,
     autocast_type,
+    check_attention,
     extend_mixing,
     finite_tokens,
     from_head_blocks,
     head_blocks,
+    mixing_for,
     spoilt_tokens,
 )
-from .tables import mix_summaries, prefix_and_own, repeat_heads
+from .tables import OPERATOR_BACKENDS, mix_summaries, prefix_and_own, repeat_heads
+
+
+def mhla_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    layout: BlockLayout | SequenceLayout,
+    *,
+    normalizer_query: torch.Tensor | None = None,
+    normalizer_key: torch.Tensor | None = None,
+    normalizer: str = "query",
+    causal: bool = False,
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Multi-Head Linear Attention (arXiv 2601.07832, section 3).
+
+    S_b = Σ_{j in b} φ(k_j) v_jᵀ, z_b = Σ_{j in b} φ(k_j), S̃_i = Σ_b m_ib S_b, z̃_i = Σ_b m_ib z_b and
+    o_t = φ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)ᵀ z̃_{b(t)} + eps). Linear in T while M² ≤ T. Sums run in float32 at least.
+
+    Args:
+        query: Feature-mapped (and rotated, where there is RoPE) queries `[B, T, H, K]`.
+        key: Feature-mapped (and rotated) keys `[B, T, H_kv, K]`; H_kv is H or a divisor of it (grouped queries).
+        value: Values `[B, T, H_kv, V]`.
+        mixing: Mixing weights, `[M, M]` or `[H, M, M]`. Causal layouts and sequences may have more blocks than M: see
+            [`mhla_hf.ops.extend_mixing`].
+        layout: Blocks of the T tokens: a [`BlockLayout`], which for causal attention is 1-D and made with
+            `block_size`, or a `SequenceLayout` for padded or packed sequences, whose padding gets zeros.
+        normalizer_query: Queries `[B, T, H, K]` for the denominator, where they differ from `query` (unrotated ones).
+        normalizer_key: Keys `[B, T, H_kv, K]` for the denominator, likewise.
+        normalizer: `"query"`, `"block_query"` (blocks of equal shape only) or `"none"`.
+        causal: Token t sees j ≤ t only; earlier blocks contribute whole.
+        eps: Added to the denominator.
+        backend: `"auto"`, `"torch"` (block-parallel or chunked), `"triton"` (the same by kernels) or `"naive"` (the
+            dense oracle, for a [`BlockLayout`]); see [`mhla_hf.ops.choose_backend`].
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `value`.
+
+    Raises:
+        ValueError: If an argument has a wrong shape, dtype, device or value; the message names the argument.
+
+    Examples:
+        >>> import torch
+        >>> from mhla_hf import BlockLayout, mhla_attention
+        >>> layout = BlockLayout(grid=(4, 6), blocks=(2, 3))
+        >>> query, key, value = torch.rand(3, 1, layout.num_tokens, 2, 8)
+        >>> mixing = torch.full((6, 6), 1 / 6)  # equal weights are vanilla linear attention
+        >>> mhla_attention(query, key, value, mixing, layout).shape
+        torch.Size([1, 24, 2, 8])
+    """
+    operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
+    check_choice("backend", backend, OPERATOR_BACKENDS)
+    check_attention(operands, mixing, layout, causal)
+    if backend == "naive":
+        if isinstance(layout, SequenceLayout):
+            raise ValueError("backend='naive' takes a BlockLayout, not a SequenceLayout.")
+        return attend_naively(operands, mixing, layout, causal)
+    mixing = mixing_for(mixing, layout, causal=causal)
+    family = "causal" if causal else "block"
+    backend = choose_backend(backend, query, key, value, normalizer_query, family=family)
+    return attend_on(backend, operands, mixing, layout, causal=causal)
+
+
+def attend_on(
+    backend: str, operands: Operands, mixing: torch.Tensor, layout: BlockLayout | SequenceLayout, *, causal: bool
+) -> torch.Tensor:
+    """Compute the linear form of the operator, whose arguments have been checked.
+
+    Args:
+        backend: `"torch"` or `"triton"`, as [`mhla_hf.ops.choose_backend`] chose.
+        operands: The tokens and the normaliser.
+        mixing: Weights of the layout's own blocks, `[..., M, M]`.
+        layout: The blocks.
+        causal: Whether to look back only.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of the values; zero for padding.
+    """
+    if backend == "triton" and causal and operands.entry.kernel is None:
+        log_fallback(f"the causal kernels do not have normalizer={operands.normalizer!r}")
+    elif backend == "triton":
+        # Imported here alone: Triton need not be installed.
+        from .triton.block import triton_block_mhla_attention
+        from .triton.causal import triton_causal_mhla_attention
+
+        kernels = triton_causal_mhla_attention if causal else triton_block_mhla_attention
+        return kernels(operands, mixing, layout)
+    form = attend_by_chunk if causal else attend_by_block
+    return form(operands, mixing, layout)
 
 
 def attend_naively(operands: Operands, mixing: torch.Tensor, layout: BlockLayout, causal: bool) -> torch.Tensor:
@@ -41,8 +136,8 @@ def attend_naively(operands: Operands, mixing: torch.Tensor, layout: BlockLayout
         `[B, T, H, V]`.
     """
     query, entry = operands.query, operands.entry
-    tokens = operands.key, operands.value, operands.plain_key
-    key, value, plain_key = (repeat_heads(tensor, query.shape[2], 2) for tensor in tokens)
+    tokens = operands.key, operands.value, operands.normalizer_key
+    key, value, normalizer_key = (repeat_heads(tensor, query.shape[2], 2) for tensor in tokens)
     # m_{b(t),b(j)} for every pair of tokens, `[..., T, T]`.
     block = layout.block_of_token.to(query.device)
     if causal:
@@ -58,7 +153,7 @@ def attend_naively(operands: Operands, mixing: torch.Tensor, layout: BlockLayout
         numerator = numerator.masked_fill(bad.cumsum(dim=1) > 0, float("nan"))
     if entry.dense is None:
         return numerator
-    product = entry.dense(operands.plain_query, plain_key, token_mixing, layout, causal)
+    product = entry.dense(operands.normalizer_query, normalizer_key, token_mixing, layout, causal)
     return numerator / entry.divisor(product.transpose(1, 2).unsqueeze(-1), operands.eps)
 
 
@@ -78,7 +173,7 @@ def attend_by_block(operands: Operands, mixing: torch.Tensor, layout: BlockLayou
         `[B, T, H, V]` in the dtype of the values; zero for padding.
     """
     query, key, value = operands.tokens
-    plain_query, plain_key, dtype, entry = operands.plain_query, operands.plain_key, operands.dtype, operands.entry
+    dtype, entry = operands.dtype, operands.entry
     mixing = mixing.to(dtype)
     # Autocast would silently run the products in half precision, `.to(float32)` or not.
     with torch.autocast(autocast_type(query.device), enabled=False):
@@ -86,9 +181,11 @@ def attend_by_block(operands: Operands, mixing: torch.Tensor, layout: BlockLayou
         summary = key_blocks.transpose(-1, -2) @ value_blocks
         output = from_head_blocks(query_blocks @ mix_summaries(mixing, summary, query.shape[2]), layout)
         if entry.block is not None:
-            plain_query_blocks = query_blocks if plain_query is query else head_blocks(plain_query, layout, dtype)
-            plain_key_blocks = key_blocks if plain_key is key else head_blocks(plain_key, layout, dtype)
-            product = entry.block(plain_query_blocks, plain_key_blocks.sum(dim=-2), mixing)
+            if operands.normalizer_query is not query:
+                query_blocks = head_blocks(operands.normalizer_query, layout, dtype)
+            if operands.normalizer_key is not key:
+                key_blocks = head_blocks(operands.normalizer_key, layout, dtype)
+            product = entry.block(query_blocks, key_blocks.sum(dim=-2), mixing)
             # Divided token by token: the empty slots of ragged blocks have no denominator.
             output = output / entry.divisor(from_head_blocks(product, layout), operands.eps)
         return output.to(value.dtype)
@@ -116,10 +213,10 @@ def attend_by_chunk(operands: Operands, mixing: torch.Tensor, layout: BlockLayou
     mixing = mixing.to(dtype)
     with torch.autocast(autocast_type(query.device), enabled=False):
         *clean, bad = finite_tokens(operands)
-        key, plain_key, value = (head_blocks(x, layout, dtype) for x in clean)
+        key, normalizer_key, value = (head_blocks(x, layout, dtype) for x in clean)
         output = from_head_blocks(prefix_and_own(head_blocks(query, layout, dtype), key, value, mixing)[0], layout)
         if entry.chunked is not None:
-            product = entry.chunked(head_blocks(operands.plain_query, layout, dtype), plain_key, mixing)
+            product = entry.chunked(head_blocks(operands.normalizer_query, layout, dtype), normalizer_key, mixing)
             # Without the empty slots, whose denominator may be zero.
             output = output / entry.divisor(from_head_blocks(product, layout), operands.eps)
         output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[2]), float("nan"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small cases of every family of kernels, compared with plain torch in float64 on the CPU.
 
-For the check of kernels before their first use (`kernel_check`) and for `mhla-hf doctor --kernels`. Inputs have a
+For the test of kernels before their first use (`kernels_pass`) and for `mhla-hf doctor --kernels`. Inputs have a
 generator of their own and are rounded to the kernels' type first, so that only the computation errs.
 
 Shape letters: B batch, T tokens, H heads, G key/value heads, K query/key width, V value width, M blocks.
@@ -12,14 +12,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout
-from .dispatch import attend_on
-from .forms import attend_by_block
+from ..utils.messages import shorten_text
+from .forms import attend_by_block, attend_on
 from .operands import MHLAState, Operands
 from .recurrent import empty_state, extend, step
 from .tables import FEATURE_MAPS
@@ -27,6 +28,9 @@ from .tables import FEATURE_MAPS
 
 HEADS, KEY_HEADS = 4, 2
 NORM_EPS = 1e-6
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 5e-3}
+"""Largest relative errors of outputs and gradients: several times those of rounding, which TF32 does for float32."""
+MESSAGE_LENGTH = 300
 # Tensors by name. Not so to mypy, which does not know the parameters that the names stand for.
 Results = dict[str, Any]
 
@@ -57,14 +61,12 @@ class Case:
         kernels: Computes results from inputs by kernels.
         reference: The same by plain torch.
         has_gradients: Whether the kernels have a backward pass.
-        fits: Whether there are kernels for widths K and V and a type.
     """
 
     inputs: Callable[[torch.Generator, Sizes, int, int], Results]
     kernels: Callable[[Results, Sizes], Results]
     reference: Callable[[Results, Sizes], Results]
     has_gradients: bool = False
-    fits: Callable[[int, int, torch.dtype], bool] = lambda width, value_width, dtype: True
 
 
 # Blocks of more tokens than a program reads at a time; and as little as an interpreter can bear.
@@ -72,36 +74,48 @@ SMALL = Sizes(grid=(7, 62), blocks=(2, 3), length=300, block_size=80)
 TINY = Sizes(grid=(3, 5), blocks=(2, 2), length=11, block_size=4)
 
 
-def kernel_errors(
-    family: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    width: int,
-    value_width: int | None = None,
-    *,
-    backward: bool,
-    sizes: Sizes | None = None,
-) -> dict[str, float]:
-    """Largest relative errors of a family of kernels on a small input.
+def compare_kernels(
+    family: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, *, backward: bool
+) -> tuple[dict[str, float], str]:
+    """Run a family of kernels on a small input, and judge its errors.
 
     Args:
         family: One of [`FAMILIES`].
         device: The GPU; the CPU where Triton interprets kernels.
         dtype: Type of the tokens.
         width: K.
-        value_width: V; K if not given.
+        value_width: V.
         backward: Whether to compute gradients too.
-        sizes: Sizes of the tokens; `SMALL` if not given, or `TINY` where Triton interprets.
 
     Returns:
-        ‖x - reference‖ / ‖reference‖ for the output, the tensors of a new state and the gradients, by name. Empty
-        where the family has no gradients and these are asked for, or no kernels for these widths.
+        ‖x - reference‖ / ‖reference‖ for the output, the tensors of a new state and the gradients, by name, which is
+        empty where the family has no gradients and these are asked for, or no kernels for these widths; and what is
+        wrong, empty for nothing.
     """
+    # Gradients are computed in this thread: that of autograd for the GPU may be waiting for this test, in the backward
+    # pass of a checkpointed layer.
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                errors = _kernel_errors(family, device, dtype, width, value_width, backward)
+    # Compilers and drivers raise errors of many types, and torch can do without the kernels.
+    except Exception as error:
+        message = (str(error).strip() or "no message").splitlines()[0]
+        return {}, f"{type(error).__name__}: {shorten_text(message, MESSAGE_LENGTH)}"
+    # NaN is not below the tolerance either.
+    wrong = [
+        f"{name} is off by {error:.2g} of its size" for name, error in errors.items() if not error <= TOLERANCES[dtype]
+    ]
+    return errors, ", ".join(wrong)
+
+
+def _kernel_errors(
+    family: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, backward: bool
+) -> dict[str, float]:
     case = FAMILIES[family]
-    value_width = value_width or width
-    if (backward and not case.has_gradients) or not case.fits(width, value_width, dtype):
+    if (backward and not case.has_gradients) or not _fits(family, width, value_width, dtype):
         return {}
-    sizes = sizes or (TINY if device.type == "cpu" else SMALL)
+    sizes = TINY if device.type == "cpu" else SMALL
     inputs = case.inputs(torch.Generator().manual_seed(0), sizes, width, value_width)
     rounded = {name: _rounded(name, tensor, dtype) for name, tensor in inputs.items()}
     expected = _results(case.reference, {name: x.double() for name, x in rounded.items()}, sizes, backward)
@@ -112,6 +126,15 @@ def kernel_errors(
     # `amax` keeps NaN, and `max` may not.
     worst = torch.tensor([list(run.values()) for run in errors], dtype=torch.float64).amax(dim=0)
     return dict(zip(errors[0], worst.tolist()))
+
+
+def _fits(family: str, width: int, value_width: int, dtype: torch.dtype) -> bool:
+    """Whether a family has kernels for widths K and V and a type."""
+    # Imported here alone: Triton need not be installed.
+    from .triton import fits_fused_kernels, fits_hedgehog_kernels
+
+    fits = {"fused": fits_fused_kernels, "hedgehog": fits_hedgehog_kernels}.get(family)
+    return fits is None or fits(width, value_width, True, dtype)
 
 
 def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -258,7 +281,6 @@ def _fused_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_wi
 
 
 def _by_fused_kernels(inputs: Results, sizes: Sizes) -> Results:
-    # Imported here alone: Triton need not be installed.
     from .triton import fused_mhla_attention
 
     output = fused_mhla_attention(
@@ -273,15 +295,18 @@ def _by_fused_kernels(inputs: Results, sizes: Sizes) -> Results:
 def _like_fused_kernels(inputs: Results, sizes: Sizes) -> Results:
     features: Results = {}
     for name in ("query", "key"):
-        tokens = inputs[name]
-        weight = inputs[f"{name}_norm"]
-        tokens = F.rms_norm(tokens.flatten(2), weight.shape, weight, NORM_EPS).view(tokens.shape) * 0.5
+        tokens = _normed(inputs, name) * 0.5
         features[f"normalizer_{name}"] = FEATURE_MAPS["relu"].forward(tokens) + 1e-3
         features[name] = _rotated(features[f"normalizer_{name}"], inputs["cosine"], inputs["sine"])
     operands = Operands(**features, value=inputs["value"])
     output = attend_by_block(operands, inputs["mixing"], _layout(sizes, causal=False))
     output = F.rms_norm(output, output.shape[-1:], inputs["output_norm"], NORM_EPS)
     return {"output": output * F.silu(inputs["gate"])}
+
+
+def _normed(inputs: Results, name: str) -> torch.Tensor:
+    tokens, weight = inputs[name], inputs[f"{name}_norm"]
+    return F.rms_norm(tokens.flatten(2), weight.shape, weight, NORM_EPS).view(tokens.shape)
 
 
 def _rotated(tokens: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -324,9 +349,7 @@ def _by_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
 def _like_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
     features: Results = {}
     for name in ("query", "key"):
-        tokens, weight = inputs[name], inputs[f"{name}_norm"]
-        tokens = F.rms_norm(tokens.flatten(2), weight.shape, weight, NORM_EPS).view(tokens.shape) * 0.5
-        tokens = _rotated(tokens, inputs["cosine"], inputs["sine"])
+        tokens = _rotated(_normed(inputs, name) * 0.5, inputs["cosine"], inputs["sine"])
         features[name] = FEATURE_MAPS["hedgehog"].forward(tokens, inputs[f"{name}_weight"]) + 1e-4
     operands = Operands(**features, value=inputs["value"])
     return {"output": attend_by_block(operands, inputs["mixing"], _layout(sizes, causal=False))}
@@ -349,9 +372,7 @@ def _rotated_by_kernel(inputs: Results, sizes: Sizes) -> Results:
 
 
 def _rotated_by_torch(inputs: Results, sizes: Sizes) -> Results:
-    tokens, weight = inputs["query"], inputs["query_norm"]
-    tokens = F.rms_norm(tokens.flatten(2), weight.shape, weight, NORM_EPS).view(tokens.shape)
-    return {"output": _rotated(tokens, inputs["cosine"], inputs["sine"])}
+    return {"output": _rotated(_normed(inputs, "query"), inputs["cosine"], inputs["sine"])}
 
 
 # The parts of a layer's output, added up.
@@ -374,24 +395,10 @@ def _combined_by_torch(inputs: Results, sizes: Sizes) -> Results:
     return {"output": weighted + inputs["positional"]}
 
 
-def _fits_hedgehog(width: int, value_width: int, dtype: torch.dtype) -> bool:
-    from .triton import fits_hedgehog_kernels
-
-    return fits_hedgehog_kernels(width, value_width, True, dtype)
-
-
-def _fits_fused(width: int, value_width: int, dtype: torch.dtype) -> bool:
-    from .triton import fits_fused_kernels
-
-    return fits_fused_kernels(width, value_width, True, dtype)
-
-
 FAMILIES: dict[str, Case] = {
     "block": _attention(causal=False),
-    "fused": Case(_fused_inputs, _by_fused_kernels, _like_fused_kernels, has_gradients=True, fits=_fits_fused),
-    "hedgehog": Case(
-        _hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True, fits=_fits_hedgehog
-    ),
+    "fused": Case(_fused_inputs, _by_fused_kernels, _like_fused_kernels, has_gradients=True),
+    "hedgehog": Case(_hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True),
     "rotary": Case(_rotary_inputs, _rotated_by_kernel, _rotated_by_torch, has_gradients=True),
     "combine": Case(_combine_inputs, _combined_by_kernel, _combined_by_torch, has_gradients=True),
     "causal": _attention(causal=True),

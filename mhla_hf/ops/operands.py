@@ -25,6 +25,9 @@ from ..utils.messages import check_choice, shorten_value
 from .tables import NORMALIZERS, SEQUENCE_NORMALIZERS, Normalizer, repeat_heads
 
 
+_TOKENS = ("query", "key", "value", "normalizer_query", "normalizer_key")
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that summaries and normalisers are accumulated in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -40,7 +43,7 @@ def records_gradients(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Operands:
     """The tokens and the normaliser that every form of the operator takes; see [`mhla_hf.ops.mhla_attention`].
 
@@ -48,8 +51,8 @@ class Operands:
         query: Feature-mapped queries `[B, T, H, K]`.
         key: Feature-mapped keys `[B, T, H_kv, K]`.
         value: Values `[B, T, H_kv, V]`.
-        normalizer_query: Queries for the denominator, where they differ.
-        normalizer_key: Keys for the denominator, likewise.
+        normalizer_query: Queries for the denominator; `query` if not given.
+        normalizer_key: Keys for the denominator; `key` if not given.
         normalizer: Name of the normaliser.
         eps: Added to the denominator.
     """
@@ -57,10 +60,16 @@ class Operands:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    normalizer_query: torch.Tensor | None = None
-    normalizer_key: torch.Tensor | None = None
+    normalizer_query: Any = None
+    normalizer_key: Any = None
     normalizer: str = "query"
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.normalizer_query is None:
+            self.normalizer_query = self.query
+        if self.normalizer_key is None:
+            self.normalizer_key = self.key
 
     @property
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -68,20 +77,11 @@ class Operands:
         return self.query, self.key, self.value
 
     @property
-    def plain_query(self) -> torch.Tensor:
-        """Queries for the denominator."""
-        return self.query if self.normalizer_query is None else self.normalizer_query
-
-    @property
-    def plain_key(self) -> torch.Tensor:
-        """Keys for the denominator."""
-        return self.key if self.normalizer_key is None else self.normalizer_key
-
-    @property
     def pair(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """Query and key for the denominator; `None` for both where they are query and key themselves."""
-        pair = self.plain_query, self.plain_key
-        return (None, None) if pair[0] is self.query and pair[1] is self.key else pair
+        if self.normalizer_query is self.query and self.normalizer_key is self.key:
+            return None, None
+        return self.normalizer_query, self.normalizer_key
 
     @property
     def entry(self) -> Normalizer:
@@ -154,11 +154,11 @@ def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch
 
     The products of chunks multiply what a token must not see by zero, which does not stop a NaN.
     """
-    tokens = operands.key, operands.plain_key, operands.value
+    tokens = operands.key, operands.normalizer_key, operands.value
     finite = [x.isfinite().all(-1) for x in tokens]
     bad = ~(finite[0] & finite[1] & finite[2])
-    key, plain_key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in tokens)
-    return key, plain_key, value, bad
+    key, normalizer_key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in tokens)
+    return key, normalizer_key, value, bad
 
 
 def spoilt_tokens(bad: torch.Tensor, layout: BlockLayout | SequenceLayout, num_heads: int) -> torch.Tensor:
@@ -255,7 +255,7 @@ def check_attention(operands: Operands, mixing: Any, layout: Any, causal: Any) -
         raise ValueError(f"causal={shorten_value(causal)} must be True or False.")
     check_layout(layout, operands.normalizer, causal)
     layout.check_length(operands.query.shape[1], "query")
-    check_mixing(mixing, operands.query)
+    check_mixing(mixing, operands.query, operands.query.shape[2])
     if not causal and isinstance(layout, BlockLayout) and mixing.shape[-1] != layout.num_blocks:
         raise ValueError(
             f"mixing has {mixing.shape[-1]} blocks, but the layout has {layout.num_blocks} ({layout.blocks})."
@@ -269,50 +269,39 @@ def check_operands(operands: Operands) -> None:
     # Integers beyond the largest float count as infinite.
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= sys.float_info.max:
         raise ValueError(f"eps={shorten_value(eps)} must be a finite number of at least 0.")
-    check_tokens(*operands.tokens, operands.normalizer_query, operands.normalizer_key)
+    check_tokens(operands)
 
 
-def check_sequence_normalizer(normalizer: Any, why: str) -> None:
-    """Refuse normalisers that sequences, whose blocks are not all full, cannot have."""
-    check_choice("normalizer", normalizer, SEQUENCE_NORMALIZERS, why)
-
-
-def check_tokens(query: Any, key: Any, value: Any, normalizer_query: Any = None, normalizer_key: Any = None) -> None:
+def check_tokens(operands: Operands) -> None:
     """Check the tensors of tokens against each other."""
-    batch, length, heads, width = _token_sizes("query", query, None)
-    _, _, key_heads, _ = key_sizes = _token_sizes("key", key, query)
+    sizes = {name: _token_sizes(name, getattr(operands, name), operands.query) for name in _TOKENS}
+    batch, length, heads, width = sizes["query"]
+    key_heads = sizes["key"][2]
     if key_heads < 1 or heads % key_heads:
         key_heads = heads
-    _compare("key", key_sizes, (batch, length, key_heads, width))
-    value_sizes = _token_sizes("value", value, query)
-    _compare("value", value_sizes, (batch, length, key_heads, value_sizes[3]))
     # The denominator's pair may be as wide as it likes, as long as the two agree.
-    if normalizer_query is not None:
-        sizes = _token_sizes("normalizer_query", normalizer_query, query)
-        width = width if normalizer_key is None else sizes[3]
-        _compare("normalizer_query", sizes, (batch, length, heads, width))
-    if normalizer_key is not None:
-        sizes = _token_sizes("normalizer_key", normalizer_key, query)
-        _compare("normalizer_key", sizes, (batch, length, key_heads, width))
+    expected = {
+        "query": (batch, length, heads, width),
+        "key": (batch, length, key_heads, width),
+        "value": (batch, length, key_heads, sizes["value"][3]),
+        "normalizer_query": (batch, length, heads, sizes["normalizer_key"][3]),
+        "normalizer_key": (batch, length, key_heads, sizes["normalizer_query"][3]),
+    }
+    for name, shape in expected.items():
+        if sizes[name] != shape or shape[2] < 1 or shape[3] < 1:
+            raise ValueError(f"{name} has [batch, tokens, heads, width] = {sizes[name]}, but it must have {shape}.")
 
 
-def check_mixing(mixing: Any, query: torch.Tensor) -> None:
-    """Check mixing weights `[M, M]` or `[H, M, M]` against queries `[B, T, H, K]`."""
-    check_mixing_shape(mixing)
-    heads = mixing.shape[0] if mixing.dim() == 3 else 1
-    if heads not in (1, query.shape[2]) or mixing.device != query.device:
+def check_mixing(mixing: Any, tokens: torch.Tensor, num_heads: int | None) -> None:
+    """Check mixing weights `[M, M]` or `[H, M, M]` on the device of tokens; H is `num_heads` if given."""
+    is_tensor = isinstance(mixing, torch.Tensor)
+    shape = tuple(mixing.shape) if is_tensor and mixing.is_floating_point() and mixing.device == tokens.device else ()
+    is_good = len(shape) in (2, 3) and shape[-1] == shape[-2] >= 1
+    if not is_good or (num_heads is not None and len(shape) == 3 and shape[0] not in (1, num_heads)):
+        found = f"{mixing.dtype} {tuple(mixing.shape)} on {mixing.device}" if is_tensor else type(mixing).__name__
         raise ValueError(
-            f"mixing has {heads} heads on {mixing.device}, but query has {query.shape[2]} on {query.device}."
-        )
-
-
-def check_mixing_shape(mixing: torch.Tensor) -> None:
-    """Refuse mixing weights that are no floating-point tensor `[M, M]` or `[H, M, M]`."""
-    shape = tuple(mixing.shape) if isinstance(mixing, torch.Tensor) and mixing.is_floating_point() else ()
-    if len(shape) not in (2, 3) or shape[-1] != shape[-2] or shape[-1] < 1:
-        found = f"{mixing.dtype} {tuple(mixing.shape)}" if isinstance(mixing, torch.Tensor) else type(mixing).__name__
-        raise ValueError(
-            f"mixing must be a floating-point tensor [blocks, blocks] or [heads, blocks, blocks], got {found}."
+            f"mixing must be a floating-point tensor [blocks, blocks] or [heads, blocks, blocks] on {tokens.device}"
+            f"{'' if num_heads is None else f' with {num_heads} heads'}, got {found}."
         )
 
 
@@ -343,12 +332,13 @@ def check_valid(valid: Any, tokens: torch.Tensor, name: str = "valid") -> None:
 
 def check_recurrent(operands: Operands, mixing: Any, state: Any, valid: Any) -> None:
     """Check the arguments of [`mhla_hf.ops.mhla_step`] and [`mhla_hf.ops.mhla_extend`] beside the backend."""
-    check_sequence_normalizer(operands.normalizer, " for decoding token by token")
+    check_choice("normalizer", operands.normalizer, SEQUENCE_NORMALIZERS, " for decoding token by token")
     check_operands(operands)
     query, key, value = operands.tokens
-    # Summaries carry z as a column. That the two agree is known by now.
-    _compare("normalizer_query", tuple(operands.plain_query.shape), tuple(query.shape))
-    check_mixing(mixing, query)
+    # Summaries carry z as a column.
+    if operands.normalizer_query.shape != query.shape:
+        raise ValueError(f"normalizer_query must have the shape {tuple(query.shape)} of query for decoding.")
+    check_mixing(mixing, query, query.shape[2])
     check_valid(valid, key)
     check_state(state, key, value, mixing, query.shape[2])
 
@@ -365,8 +355,10 @@ def check_state(
         mixing: `[M, M]` or `[H, M, M]`.
         num_heads: H; `None` where there are no queries.
     """
-    if not isinstance(state, MHLAState):
-        raise ValueError(f"state must be an MHLAState (see mhla_hf.ops.empty_state), got {type(state).__name__}.")
+    dtype = accumulation_dtype(value.dtype)
+    if not isinstance(state, MHLAState) or state.current.dtype != dtype:
+        found = f"one of {state.current.dtype}" if isinstance(state, MHLAState) else type(state).__name__
+        raise ValueError(f"state must be an MHLAState of {dtype} (see mhla_hf.ops.empty_state), got {found}.")
     batch, _, heads, width = key.shape
     columns = value.shape[3] + 1
     mixed = mixing.shape[0] if mixing.dim() == 3 and mixing.shape[0] != 1 else heads
@@ -387,28 +379,17 @@ def check_state(
                 f"state.{name} has shape {tuple(tensor.shape)} on {tensor.device}, but these tokens need {shape} on "
                 f"{key.device}: see mhla_hf.ops.empty_state, with num_mixing_heads for weights per head."
             )
-    dtype = accumulation_dtype(value.dtype)
-    if state.current.dtype != dtype:
-        raise ValueError(f"state.current is {state.current.dtype}, but {value.dtype} values are summed up in {dtype}.")
 
 
-# Sizes are taken apart once: slices of shapes cost more than all comparisons.
-
-
-def _token_sizes(name: str, tensor: Any, query: torch.Tensor | None) -> tuple[int, int, int, int]:
+def _token_sizes(name: str, tensor: Any, query: Any) -> tuple[int, int, int, int]:
     """Sizes of a dense floating-point tensor of four axes, on the device of `query`."""
     is_tensor = isinstance(tensor, torch.Tensor)
     is_good = is_tensor and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.dim() == 4
-    if not is_good or not (query is None or tensor.device == query.device):
+    if not is_good or tensor.device != query.device:
         found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}" if is_tensor else type(tensor).__name__
-        where = "" if query is None else f" on {query.device}"
         raise ValueError(
-            f"{name} must be a dense floating-point tensor [batch, tokens, heads, width]{where}, got {found}."
+            f"{name} must be a dense floating-point tensor [batch, tokens, heads, width] on one device, got {found}."
         )
+    # Taken apart once: slices of shapes cost more than all comparisons.
     batch, length, heads, width = tensor.shape
     return batch, length, heads, width
-
-
-def _compare(name: str, sizes: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if sizes != expected or expected[2] < 1 or expected[3] < 1:
-        raise ValueError(f"{name} has [batch, tokens, heads, width] = {sizes}, but it must have {expected}.")

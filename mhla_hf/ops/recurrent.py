@@ -24,7 +24,7 @@ from .operands import (
     MHLAState,
     Operands,
     autocast_type,
-    check_mixing_shape,
+    check_mixing,
     check_recurrent,
     check_state,
     check_tokens,
@@ -69,16 +69,13 @@ def empty_state(
         device: Device of the state.
 
     Raises:
-        ValueError: If a size is not a positive integer (`num_blocks` may be 0), or a dtype is not floating point.
+        ValueError: If a size is not a positive integer (`num_blocks` may be 0).
     """
     mixing_heads = num_heads if num_mixing_heads is None else num_mixing_heads
     sizes = {"batch_size": batch_size, "num_heads": num_heads, "key_width": key_width, "value_width": value_width}
     for name, size in {**sizes, "block_size": block_size, "num_mixing_heads": mixing_heads}.items():
         check_count(name, size)
     check_count("num_blocks", num_blocks, minimum=0)
-    for name, kind in (("dtype", dtype), ("summary_dtype", summary_dtype or dtype)):
-        if not kind.is_floating_point:
-            raise ValueError(f"{name}={kind} must be a floating-point dtype.")
     shape = (key_width, value_width + 1)
     return MHLAState(
         torch.zeros(batch_size, num_heads, num_blocks, *shape, dtype=summary_dtype or dtype, device=device),
@@ -213,8 +210,8 @@ def rewind_state(
     Raises:
         ValueError: If an argument does not fit the state; the message names the argument.
     """
-    check_tokens(key, key, value, None, normalizer_key)
-    check_mixing_shape(mixing)
+    check_tokens(Operands(normalizer_key, key, value))
+    check_mixing(mixing, key, None)
     check_valid(valid, key)
     check_valid(kept, key, "kept")
     check_state(state, key, value, mixing)
@@ -292,18 +289,18 @@ def _attend_chunks(
     *clean, bad = finite_tokens(operands)
     if lead:
         bad = F.pad(bad, (0, 0, lead, 0))
-    query, plain_query, key, plain_key, value = (
+    query, normalizer_query, key, normalizer_key, value = (
         head_blocks(F.pad(x, (0, 0, 0, 0, lead, 0)) if lead else x, layout, mixing.dtype)
-        for x in (operands.query, operands.plain_query, *clean)
+        for x in (operands.query, operands.normalizer_query, *clean)
     )
     past_products, past_sums = (None, None) if past is None else (past[..., :-1], past[..., -1:])
     output, products = prefix_and_own(query, key, value, mixing, past_products)
     output = from_head_blocks(output, layout)
     if operands.entry.divides:
-        product, sums = prefix_and_own(plain_query, plain_key, None, mixing, past_sums)
+        product, sums = prefix_and_own(normalizer_query, normalizer_key, None, mixing, past_sums)
         output = output / operands.entry.divisor(from_head_blocks(product, layout), operands.eps)
     else:
-        sums = plain_key.sum(dim=-2).unsqueeze(-1)
+        sums = normalizer_key.sum(dim=-2).unsqueeze(-1)
     output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))[:, lead:]
     spoilt_blocks = head_blocks(bad.unsqueeze(-1), layout).any(dim=-2, keepdim=True)
     return output, torch.cat([products, sums], dim=-1).masked_fill(spoilt_blocks, float("nan"))
@@ -382,16 +379,16 @@ def step(
     block, offset = state.position // size, state.position % size
     with torch.autocast(autocast_type(query.device), enabled=False):
         state = _start_block(state, mixing, block, (offset == 0) & (block > 0) & counted.bool())
-        key, plain_key, value_row = (x.to(dtype).transpose(1, 2) for x in (key, operands.plain_key, value))
-        added = torch.cat([key.transpose(-1, -2) @ value_row, plain_key.transpose(-1, -2)], dim=-1)
+        key, normalizer_key, value_row = (x.to(dtype).transpose(1, 2) for x in (key, operands.normalizer_key, value))
+        added = torch.cat([key.transpose(-1, -2) @ value_row, normalizer_key.transpose(-1, -2)], dim=-1)
         keep = counted.bool()[:, None, None, None]
         current = state.current + torch.where(keep, added, 0)
         own = _weights(mixing, block, block)
         mixed = repeat_heads(state.prefix, num_heads, 1) + own * repeat_heads(current, num_heads, 1)
         output = query.to(dtype).transpose(1, 2) @ mixed[..., :-1]
         if entry.divides:
-            plain_query = operands.plain_query.to(dtype).transpose(1, 2)
-            output = output / entry.divisor(plain_query @ mixed[..., -1:], operands.eps)
+            normalizer_query = operands.normalizer_query.to(dtype).transpose(1, 2)
+            output = output / entry.divisor(normalizer_query @ mixed[..., -1:], operands.eps)
         upcoming = state.upcoming + torch.where(keep, _upcoming_share(state, mixing, block, offset), 0)
         output = output.masked_fill(~keep, 0)
     state = MHLAState(state.summaries, current, state.prefix, upcoming, state.position + counted, size)

@@ -173,7 +173,6 @@ def attend_sharded(
     """
     query, key, value = operands.tokens
     entry, dtype, num_heads, width = operands.entry, operands.dtype, query.shape[2], value.shape[3]
-    plain_query, plain_key = operands.plain_query, operands.plain_key
     touched = cached(_touched_blocks, layout, *shard.run, query.device)
     table = cached(_token_table, layout, *shard.run, query.device)
     with torch.autocast(autocast_type(query.device), enabled=False):
@@ -181,20 +180,22 @@ def attend_sharded(
         query_blocks, key_blocks, value_blocks = (_group(tokens, table, dtype) for tokens in (query, key, value))
         summary = key_blocks.transpose(-1, -2) @ value_blocks
         if entry.divides:
-            plain_key_blocks = key_blocks if plain_key is key else _group(plain_key, table, dtype)
-            summary = torch.cat([summary, plain_key_blocks.sum(dim=-2).unsqueeze(-1)], dim=-1)
+            if operands.normalizer_key is not key:
+                key_blocks = _group(operands.normalizer_key, table, dtype)
+            summary = torch.cat([summary, key_blocks.sum(dim=-2).unsqueeze(-1)], dim=-1)
         shape = (*summary.shape[:2], layout.num_blocks, *summary.shape[3:])
         summary = summary.new_zeros(shape).index_copy(2, touched, summary)
         summary = _SumOverProcesses.apply(summary.to(summary_dtype or dtype), shard.group).to(dtype)
         mixed = mix_summaries(own_mixing, summary if entry.mixes_sums else summary[..., :width], num_heads)
         output = _ungroup(query_blocks @ mixed[..., :width], layout, shard)
         if entry.divides:
-            plain_query_blocks = query_blocks if plain_query is query else _group(plain_query, table, dtype)
+            if operands.normalizer_query is not query:
+                query_blocks = _group(operands.normalizer_query, table, dtype)
             if entry.mixes_sums:
-                product = _ungroup(plain_query_blocks @ mixed[..., width:], layout, shard)
+                product = _ungroup(query_blocks @ mixed[..., width:], layout, shard)
             else:
                 key_sum = repeat_heads(summary[:, :, touched, :, width:], num_heads, 1)
-                own = _ungroup(plain_query_blocks @ key_sum, layout, shard)
+                own = _ungroup(query_blocks @ key_sum, layout, shard)
                 product = _aligned_product(own, own_mixing, layout, shard)
             output = output / entry.divisor(product, operands.eps)
         return output.to(value.dtype)

@@ -22,7 +22,6 @@ from ..layers.original import (
     STATE_KEY,
     STATES,
     base_parameters,
-    check_mhla,
     original_values,
     record_step,
     record_weights,
@@ -43,7 +42,6 @@ from ..training.matching.layers import (
 from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, list_files, read_json, write_json
 from ..utils.messages import shorten_text
-from ..utils.options import parse_size
 from ..utils.tensor_files import FLOATS, read_entries
 from .data import open_probe
 from .fits import HeadsCall, HeadsFit, ProjectionFit, TemperatureFit
@@ -54,7 +52,8 @@ Progress = Callable[[int, int], None]
 
 _Fit = TemperatureFit | HeadsFit | ProjectionFit
 
-DEFAULT_MEMORY_LIMIT = "4GB"
+# Layers whose sums do not fit together are fitted one group after the other, each with its own passes over the probe.
+_MEMORY_FOR_SUMS = 4 * 10**9
 # One batch in so many is held out, or one sample where there are fewer batches.
 _HELD_OUT = 4
 # Temperatures are few numbers: so many samples are enough for them.
@@ -73,10 +72,6 @@ class LayerCalibration:
             original's; with the weights as they were.
         error_after: The same with the weights as they are written.
         changed: Changed parts: `"temperature"`, `"gains"`, `"lepe"`, `"projection"`.
-        temperatures: Mean factor on the feature map's weights of each key/value head; `None` where it was not changed.
-        gains: Mean gains of MHLA and of the window; `None` where they were not changed.
-        heads_ridge: Strength of the ridge that the convolution and the gains were fitted with; `None` where they were
-            not changed.
         projection_ridge: Strength of the ridge that the projection was fitted with.
         tokens: Tokens that were fitted.
         held_out_tokens: Tokens that the errors were measured on.
@@ -87,9 +82,6 @@ class LayerCalibration:
     error_before: float = 0.0
     error_after: float = 0.0
     changed: list[str] = field(default_factory=list)
-    temperatures: list[float] | None = None
-    gains: list[float] | None = None
-    heads_ridge: float | None = None
     projection_ridge: float | None = None
     tokens: int = 0
     held_out_tokens: int = 0
@@ -139,7 +131,6 @@ def calibrate(
     model_or_pipeline: Any,
     batches: Iterable[Batch] | Mapping[str, Iterable[Batch]] | None = None,
     *,
-    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     progress: Progress | None = None,
     **probe_options: Any,
 ) -> CalibrationReport:
@@ -160,9 +151,6 @@ def calibrate(
             samples at least; some dozens are better. Of a pipeline with several MHLA models a dict of such by
             component. A pipeline needs none: what its models see while it makes samples with their original attention
             is the probe.
-        memory_limit: Memory for the sums, as a number of bytes or text such as `"4GB"`. Layers whose sums do not fit
-            together are handled one group after the other, each with its own passes over the probe; a layer by itself
-            takes what it needs.
         progress: Called with the number of batches that were run and of all.
         **probe_options: How the samples of a pipeline are made: `samples`, `prompts`, `steps`, `seed` and arguments of
             the pipeline's call; see [`pipeline_batches`][mhla_hf.training.data.probes.pipeline_batches].
@@ -178,11 +166,10 @@ def calibrate(
         >>> report = calibrate(model, [tokenizer(texts, return_tensors="pt", padding=True)])  # doctest: +SKIP
         >>> report.error_before, report.error_after  # doctest: +SKIP
     """
-    options: dict[str, Any] = {"memory_limit": memory_limit, "progress": progress}
     if probe_options and (batches is not None or isinstance(model_or_pipeline, nn.Module)):
         raise ValueError(f"{', '.join(probe_options)}: only for pipelines without batches.")
     if isinstance(model_or_pipeline, nn.Module):
-        return calibrate_model(model_or_pipeline, batches, **options)  # type: ignore[arg-type]
+        return calibrate_model(model_or_pipeline, batches, progress=progress)  # type: ignore[arg-type]
     from ..training.data.probes import mhla_components, pipeline_batches
 
     models = mhla_components(model_or_pipeline)
@@ -194,25 +181,17 @@ def calibrate(
         raise ValueError(f"batches must be a dict by component for this pipeline: {', '.join(models)}.")
     total = CalibrationReport()
     for name, own in batches.items():
-        total.add(calibrate_model(models[name], own, **options), f"{name}.")
+        total.add(calibrate_model(models[name], own, progress=progress), f"{name}.")
     return total
 
 
 def calibrate_model(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    *,
-    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
-    progress: Progress | None = None,
+    model: nn.Module, batches: Iterable[Batch], *, progress: Progress | None = None
 ) -> CalibrationReport:
     """Calibrate one model in place; arguments and errors are those of [`calibrate`][mhla_hf.calibrate]."""
     started = time.monotonic()
     batches = check_batches(batches)
-    limit = parse_size(memory_limit, "memory_limit")
-    assert limit is not None
     layers = mhla_layers(model)
-    _check_weights(layers)
-    check_mhla(model)
     report, changes = CalibrationReport(batches=len(batches)), {}
     parameters = base_parameters(model)
     # Starts from the original's values of what an earlier calibration or matching has changed.
@@ -223,7 +202,9 @@ def calibrate_model(
     with evaluating(model), swapped_parameters(originals):
         layers = find_projections(model, layers, on_device(batches[0], model))
         _check_weights(layers)
-        groups = _groups(layers, limit)
+        # One fit of the projection to the layer as it is, and up to two to fitted parameters.
+        size = max(1, _MEMORY_FOR_SUMS // (3 * max(map(ProjectionFit.nbytes, layers))))
+        groups = [layers[start : start + size] for start in range(0, len(layers), size)]
         passes = sum(1 + any(map(HeadsFit.applies, group)) for group in groups)
         probe = _Probe(model, layers, batches, progress, passes * len(batches))
         for group in groups:
@@ -231,10 +212,11 @@ def calibrate_model(
                 report.layers.append(solved)
                 changes.update(new)
         before = {name: parameter.clone() for name, parameter in parameters.items() if parameter in changes}
-    present = {parameter: parameter.detach().clone() for parameter in {**originals, **changes}}
+    new = {**originals, **changes}
+    present = {parameter: parameter.detach().clone() for parameter in new}
     with torch.no_grad(), ExitStack() as undo:
         undo.callback(lambda: [parameter.copy_(value) for parameter, value in present.items()])
-        for parameter, value in {**originals, **changes}.items():
+        for parameter, value in new.items():
             parameter.copy_(value)
         undo.pop_all()
     record_step(model, "calibrated", before)
@@ -304,29 +286,22 @@ def _calibrate_group(probe: _Probe, group: Sequence[AttentionLayer]) -> Iterator
     }
     if heads:
         probe.show(heads)
-    ridges: dict[str, list[float | None]] = {name: [None] * len(found) for name, found in candidates.items()}
     for name, fits in heads.items():
-        solved = [fit.solve() for fit in fits]
-        ridges[name] = [None, *(solution.strength for solution in solved)]
-        followed = [{**changes, **solution.changes} for changes, solution in zip(candidates[name], solved)]
-        candidates[name] = [{}, *(changes for changes in followed)]
+        candidates[name] = [{}, *({**changes, **fit.solve().changes} for changes, fit in zip(candidates[name], fits))]
     del heads
     projections = {
         layer.name: [ProjectionFit(layer, changes) for changes in candidates[layer.name]] for layer in group
     }
     probe.show(projections)
     for layer in group:
-        yield _solved(layer, ridges[layer.name], projections.pop(layer.name))
+        yield _solved(layer, projections.pop(layer.name))
 
 
-def _solved(
-    layer: AttentionLayer, ridges: Sequence[float | None], fits: Sequence[ProjectionFit]
-) -> tuple[LayerCalibration, Changes]:
+def _solved(layer: AttentionLayer, fits: Sequence[ProjectionFit]) -> tuple[LayerCalibration, Changes]:
     """Choose the new values of a layer: none if they would not lower the held-out error.
 
     Args:
         layer: The layer.
-        ridges: Strength of the ridge behind each candidate's own parameters.
         fits: The fits of the projection to the candidates; the first is to the layer as it is.
     """
     report = LayerCalibration(layer.name)
@@ -341,54 +316,24 @@ def _solved(
     solutions = [fit.solve() for fit in fits]
     best = min(range(len(fits)), key=lambda index: solutions[index].error)
     solution, scale = solutions[best], max(solutions[0].scale, torch.finfo(torch.float32).tiny)
-    report.error_before = report.error_after = solutions[0].errors[None] / scale
+    report.error_before = report.error_after = solutions[0].error_before / scale
     changes = {**fits[best].own, **solution.changes}
     if report.error_before <= _NEGLIGIBLE:
         report.note = "computes what the original does already"
         return report, {}
-    if not changes or solution.error >= solutions[0].errors[None]:
+    if not changes or solution.error >= solutions[0].error_before:
         report.note = "left alone: the held-out error does not fall"
         return report, {}
-    report.error_after = solution.error / scale
-    report.heads_ridge, report.projection_ridge = ridges[best], solution.strength
-    _describe(layer, report, changes)
-    return report, changes
-
-
-def _describe(layer: AttentionLayer, report: LayerCalibration, changes: Changes) -> None:
-    gain, map_of_keys = layer.mhla.window_gain, layer.mhla.feature_map_key
-    if map_of_keys is not None and map_of_keys.weight in changes:
-        sizes = [
-            weight.detach().flatten(1).norm(dim=1) for weight in (changes[map_of_keys.weight], map_of_keys.weight)
-        ]
-        factors = sizes[0] / sizes[1]
-        report.temperatures = [round(float(factor), 2) for factor in factors]
-    named = {
-        "temperature": report.temperatures is not None,
-        "gains": gain is not None and gain in changes,
-        "lepe": layer.mhla.lepe is not None and layer.mhla.lepe.weight in changes,
-        "projection": report.projection_ridge is not None,
+    report.error_after, report.projection_ridge = solution.error / scale, solution.strength
+    mhla, projection = layer.mhla, layer.projection
+    fitted = {
+        "temperature": getattr(mhla.feature_map_key, "weight", None),
+        "gains": mhla.window_gain,
+        "lepe": getattr(mhla.lepe, "weight", None),
+        "projection": getattr(projection, "weight", None),
     }
-    report.changed = [name for name, is_changed in named.items() if is_changed]
-    if gain is not None and gain in changes:
-        report.gains = [round(float(row.float().mean()), 4) for row in changes[gain]]
-
-
-def _groups(layers: Sequence[AttentionLayer], limit: int) -> list[list[AttentionLayer]]:
-    """Group layers whose sums fit into memory together."""
-    groups: list[list[AttentionLayer]] = [[]]
-    used = 0
-    for layer in layers:
-        own, warmed = HeadsFit.applies(layer), TemperatureFit.applies(layer)
-        needed = ProjectionFit.nbytes(layer) * (1 + own + warmed)
-        if own:
-            needed = max(needed, HeadsFit.nbytes(layer) * (1 + warmed))
-        if groups[-1] and used + needed > limit:
-            groups.append([])
-            used = 0
-        groups[-1].append(layer)
-        used += needed
-    return groups
+    report.changed = [name for name, parameter in fitted.items() if parameter in changes]
+    return report, changes
 
 
 def check_batches(batches: Iterable[Batch] | None) -> list[Batch]:
@@ -404,30 +349,20 @@ def check_batches(batches: Iterable[Batch] | None) -> list[Batch]:
 
 
 def _check_weights(layers: Sequence[AttentionLayer]) -> None:
-    """Refuse weights that cannot be read or written: offloaded, quantised, sharded, or with an adapter."""
+    """Refuse weights that cannot be read and written as numbers, and projections with an adapter."""
     for layer in layers:
-        modules: dict[str, nn.Module] = {f"{layer.name}.mhla": layer.mhla}
-        if layer.projection is not None:
-            modules[layer.projection_name] = layer.projection
-        for name, module in modules.items():
-            for key, parameter in module.named_parameters():
-                plain = type(parameter.data) is torch.Tensor and parameter.is_floating_point()
-                problem = None
-                if name.endswith(".base_layer"):
-                    problem = "has an adapter: merge it into the weights before calibration, or remove it"
-                elif parameter.is_meta:
-                    problem = "is offloaded: load the whole model onto its devices to calibrate it"
-                elif not plain or parameter.element_size() < 2:
-                    problem = "is quantised or sharded: calibrate in full or half precision, then quantise"
-                if problem is not None:
-                    raise ValueError(f"{name.removesuffix('.base_layer')}.{key} {problem}.")
+        has_adapter = layer.projection_name.endswith(".base_layer")
+        for name, parameter in layer.parameters().items():
+            plain = type(parameter.data) is torch.Tensor and parameter.is_floating_point() and not parameter.is_meta
+            if has_adapter or not plain or parameter.element_size() < 2:
+                problem = "has an adapter" if has_adapter else "is quantised, sharded or offloaded"
+                raise ValueError(f"{name} {problem}: calibrate the model before that.")
 
 
 def calibrate_directory(
     directory: str | Path,
     *,
     output: str | Path | None = None,
-    memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
     force: bool = False,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -441,7 +376,6 @@ def calibrate_directory(
     Args:
         directory: A converted pipeline of diffusers, or a converted model of diffusers or transformers.
         output: Another directory to write.
-        memory_limit: See [`calibrate`][mhla_hf.calibrate].
         force: Take a model that has been trained or calibrated for one that has not.
         overwrite: Replace `output`.
         progress: See [`calibrate`][mhla_hf.calibrate].
@@ -470,7 +404,7 @@ def calibrate_directory(
         for name, model in models.items():
             if force:
                 record_weights(model)
-            own = calibrate(model, batches[name], memory_limit=memory_limit, progress=progress)
+            own = calibrate(model, batches[name], progress=progress)
             report.add(own, f"{name}." if len(models) > 1 else "")
         with claimed.staging() as staging:
             write_models(parts[0], staging, models, {"calibration": report.to_dict()})
@@ -488,25 +422,19 @@ def write_models(
         models: Models by component; moved to the CPU and cast to the types that their files have.
         record: Added to `conversion.json`.
     """
-    parts = [part for part in source.models if part.component in models]
-
-    def is_written(path: Path) -> bool:
-        folder = (source.root / path).parent
-        own = [part for part in parts if part.folder == folder]
-        return path == Path(CONVERSION_RECORD) or any(
-            path.name == "config.json" or part.names.match(path) for part in own
-        )
-
-    for part in parts:
-        model: Any = models[part.component].to("cpu")
-        files = sorted(part.folder.glob("*.safetensors"))
-        _cast_as_stored(model, files)
-        # The same number of files, up to the order of the weights.
-        shard_size = max(path.stat().st_size for path in files)
-        model.save_pretrained(destination / part.folder.relative_to(source.root), max_shard_size=shard_size)
+    written = {source.root / CONVERSION_RECORD}
+    for part in source.models:
+        if part.component in models:
+            model: Any = models[part.component].to("cpu")
+            files = sorted(part.folder.glob("*.safetensors"))
+            _cast_as_stored(model, files)
+            # The same number of files, up to the order of the weights.
+            shard_size = max(path.stat().st_size for path in files)
+            model.save_pretrained(destination / part.folder.relative_to(source.root), max_shard_size=shard_size)
+            written |= {part.folder / "config.json", *filter(part.names.match, part.folder.iterdir())}
     # After the models: `save_pretrained` would write through links, such as that to a generation_config.json.
     for path in list_files(source.root):
-        if not is_written(path):
+        if source.root / path not in written:
             (destination / path).parent.mkdir(parents=True, exist_ok=True)
             (destination / path).unlink(missing_ok=True)
             link_or_copy(source.root / path, destination / path)

@@ -15,8 +15,8 @@ from ..models.directory import ModelDirectory
 from ..models.registry import is_mhla_class
 from ..training.config import DIGITS, CacheConfig, TrainingConfig
 from ..training.data.batches import BatchSource, Latents, RecordedCalls
-from ..training.data.cache import CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.images import image_batches, open_images
+from ..training.data.latent_cache import CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES, pipeline_batches
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
 from ..training.families import objective_for
@@ -114,7 +114,7 @@ class RecoveryData:
             open_images(self.directory.load_config(), self.directory.root, data)
         else:
             _, cache_config = self._cache_options("cpu")
-            CachePlan.make(self.directory, cache_config)
+            CachePlan(self.directory, cache_config)
 
     def open(self, model: nn.Module) -> BatchSource:
         """Prepare the data once, as tokens or as latents and embeddings, and open them for the converted model.
@@ -130,7 +130,7 @@ class RecoveryData:
             return self._generated_text(model)
         of_text: dict[str, Any] = {}
         if family in TEXT:
-            of_text = {"length": options.max_length, "text_field": options.text_field, "cache": self.cache}
+            of_text = {"length": options.max_length, "text_field": options.text_field}
         elif family != "vision":
             self._make_cache(model)
             data = str(self.cache)
@@ -228,8 +228,7 @@ def open_probe(
     torch_device, root = choose_device(device), parts[0].root
     origin = {"data": data or "samples of the pipeline", "samples": samples, "seed": seed}
     if data is not None:
-        unused = sorted(name for name, value in call_options.items() if value is not None)
-        if unused:
+        if unused := sorted(name for name, value in call_options.items() if value is not None):
             raise ValueError(f"{', '.join(unused)}: of no use beside data.")
         models, probes = {}, {}
         for part in parts:

@@ -49,11 +49,6 @@ class Moments:
         self._total = torch.zeros_like(self._shift)
         self._products = torch.zeros(sets, columns, columns, dtype=torch.float64, device=device)
 
-    @staticmethod
-    def nbytes(sets: int, columns: int) -> int:
-        """Memory that the sums take."""
-        return 8 * sets * columns * (columns + 2)
-
     @torch.no_grad()
     def add(self, rows: torch.Tensor, first: int = 0) -> None:
         """Add rows.
@@ -257,11 +252,6 @@ class HeadsFit:
         """True for a layer with a convolution or a window."""
         return layer.mhla.lepe is not None or layer.mhla.window_gain is not None
 
-    @classmethod
-    def nbytes(cls, layer: AttentionLayer) -> int:
-        """Memory of the sums."""
-        return 2 * Moments.nbytes(cls._channels(layer.mhla), cls._columns(layer.mhla))
-
     @staticmethod
     def _channels(mhla: MHLA) -> int:
         return mhla.num_heads * mhla.value_head_dim
@@ -375,22 +365,18 @@ class ProjectionSolution:
     """Solution for an output projection.
 
     Attributes:
-        errors: Squared held-out error of the layer's output, by strength of the ridge; `None` for the projection as
-            it is.
+        error_before: Squared held-out error of the layer's output, with the projection as it is.
+        error: The smallest error, with the solution.
         scale: Squared distance of the original's held-out output to its mean, what errors are relative to.
-        strength: The strength with the smallest error.
+        strength: Strength of the ridge with the smallest error; `None` for the projection as it is.
         changes: Weight and bias for it; empty for `None`.
     """
 
-    errors: dict[float | None, float]
+    error_before: float
+    error: float
     scale: float
     strength: float | None
     changes: Changes = field(repr=False)
-
-    @property
-    def error(self) -> float:
-        """The smallest error."""
-        return self.errors[self.strength]
 
 
 class ProjectionFit:
@@ -412,7 +398,8 @@ class ProjectionFit:
     @staticmethod
     def nbytes(layer: AttentionLayer) -> int:
         """Memory of the sums."""
-        return 2 * Moments.nbytes(1, 2 * layer.mhla.num_heads * layer.mhla.value_head_dim)
+        columns = 2 * layer.mhla.num_heads * layer.mhla.value_head_dim
+        return 2 * 8 * columns * (columns + 2)
 
     def observe(self, call: HeadsCall) -> None:
         """Add the rows of one call."""
@@ -447,16 +434,17 @@ class ProjectionFit:
             coefficients = torch.cat([-new, weight], -1)[None]
             return float(held.squared_sums(coefficients, -shift, held_products).sum())
 
-        errors: dict[float | None, float] = {None: error(weight, zero)}
-        best: tuple[float | None, Changes] = None, {}
-        bias = None if projection is None else getattr(projection, "bias", None)
+        before = error(weight, zero)
+        best = ProjectionSolution(before, before, scale, None, {})
+        if projection is None:
+            return best
+        bias = getattr(projection, "bias", None)
         products = fitted.products(centred=bias is not None)[0]
         own = products[:channels, :channels]
         left = products[:channels, channels:] - own
-        for strength in PROJECTION_STRENGTHS if projection is not None else ():
-            assert projection is not None
-            parameter = projection.weight
-            assert isinstance(parameter, nn.Parameter)
+        parameter = projection.weight
+        assert isinstance(parameter, nn.Parameter)
+        for strength in PROJECTION_STRENGTHS:
             new = weight + weight @ solve_ridge(own, left, strength).T
             stored = (new if isinstance(projection, nn.Linear) else new.T).to(parameter)
             changes: Changes = {parameter: stored}
@@ -466,10 +454,10 @@ class ProjectionFit:
                 wanted = weight @ mean[channels:] - new @ mean[:channels]
                 changes[bias] = (bias.detach().to(mean) + wanted).to(bias)
                 shift = (changes[bias].to(mean) - bias.detach().to(mean))[None]
-            errors[strength] = error(new, shift)
-            if errors[strength] < errors[best[0]]:
-                best = strength, changes
-        return ProjectionSolution(errors, scale, *best)
+            found = error(new, shift)
+            if found < best.error:
+                best = ProjectionSolution(before, found, scale, strength, changes)
+        return best
 
 
 def as_matrix(projection: nn.Module) -> torch.Tensor:

@@ -20,9 +20,9 @@ from typing import Any
 import yaml
 
 from ..config import MHLAConfig, automatic_share
-from ..training.config import DISTILL_TARGETS, LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
-from ..utils.messages import check_choice, check_names, did_you_mean, shorten_text
-from ..utils.options import Options, option
+from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
+from ..utils.messages import check_choice, did_you_mean, shorten_text
+from ..utils.options import Options, check_names, option
 
 
 VIDEO, IMAGES, TEXT = ("wan", "sana-video"), ("dit", "pixart", "sana"), ("causal", "encoder")
@@ -104,12 +104,6 @@ class DistillOptions(Options):
     temperature: float | None = option(
         None, "Temperature of the distributions compared. Default: 1.", above=0, families=TRANSFORMERS
     )
-    target: str | None = option(
-        None,
-        "Output of the original to learn. Default: logits of language models and classifiers, else last_hidden_state.",
-        choices=DISTILL_TARGETS,
-        families=TRANSFORMERS,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +116,6 @@ class FinetuneOptions(Options):
     mhla_learning_rate: float | None = option(None, _MHLA_RATE, above=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expected(Options):
-    """Memory and steps of a run, in gigabytes (10^9 bytes); computed by `conversion/recipe_memory.py`."""
-
-    weights_gb: float = option(0.0, "The model in fp32.", minimum=0)
-    training_gb: float = option(0.0, "Gradients, moments and changed weights of the stage with the most.", minimum=0)
-    cache_gb: float = option(0.0, "Kept activations, in memory or on disk.", minimum=0)
-    steps: int = option(0, "Optimizer steps of all stages.", minimum=0)
-
-
 STAGES: dict[str, type[Options]] = {
     "calibrate": CalibrateOptions,
     "match": MatchOptions,
@@ -140,7 +124,7 @@ STAGES: dict[str, type[Options]] = {
 }
 """The stages in their order. Those that a recipe does not name are left out."""
 
-_SECTIONS: dict[str, type[Options]] = {"data": DataOptions, **STAGES, "expected": Expected}
+_SECTIONS: dict[str, type[Options]] = {"data": DataOptions, **STAGES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +133,6 @@ class Recipe:
 
     Attributes:
         family: One of [`FAMILIES`].
-        description: One line.
-        model: Hub id of the model that it was written for.
         layers: Which layers become MHLA: `all`, indices, a fraction such as `2/3`, or `auto:2/3`, which keeps those
             softmax that are worst to replace.
         mhla: Options of [`MHLAConfig`]; the model's own for what is not given.
@@ -159,13 +141,10 @@ class Recipe:
         match: The stage.
         distill: The stage.
         finetune: The stage.
-        expected: Memory and steps of the run.
         name: Name in errors.
     """
 
     family: str
-    description: str = ""
-    model: str | None = None
     layers: str = "all"
     mhla: Mapping[str, Any] = field(default_factory=dict)
     data: DataOptions = DataOptions()
@@ -173,7 +152,6 @@ class Recipe:
     match: MatchOptions | None = None
     distill: DistillOptions | None = None
     finetune: FinetuneOptions | None = None
-    expected: Expected | None = None
     name: str = field(default="recipe", compare=False)
 
     def stages(self) -> list[str]:
@@ -183,6 +161,16 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain JSON values, without its name."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "name"}
+
+    def values(self) -> dict[str, Any]:
+        """Its values by their path, such as `match.steps`."""
+        values: dict[str, Any] = {}
+        for name, value in self.to_dict().items():
+            if isinstance(value, dict):
+                values |= {f"{name}.{key}": each for key, each in value.items()}
+            else:
+                values[name] = value
+        return values
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:
         """A copy with some values changed, checked again.
@@ -205,8 +193,6 @@ class Recipe:
                 content.pop(section, None)
             else:
                 content[section] = value
-        # What was computed for other values holds no longer.
-        content.pop("expected", None)
         return parse_recipe(content, self.name)
 
     def only(self, stages: tuple[str, ...]) -> Recipe:
@@ -362,8 +348,6 @@ def parse_recipe(content: Any, where: str) -> Recipe:
         values["layers"] = ",".join(map(str, layers)) if isinstance(layers, list) else str(layers)
         if automatic_share(values["layers"]) is None:
             MHLAConfig(layers=values["layers"])
-        # A date in YAML would not fit into the report.
-        values |= {key: str(values[key]) for key in ("description", "model") if key in values}
         values["mhla"] = _mhla_options(values.get("mhla", {}), str(family))
         sections = {key: _section(key, values[key], str(family)) for key in _SECTIONS if key in values}
         recipe = Recipe(name=where, **{**values, **sections})

@@ -11,6 +11,7 @@ OUT/work/result/           the finished directory, on its way into OUT
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -44,7 +45,7 @@ from ..utils.messages import check_count, shorten_list, shorten_text, shorten_va
 from .calibration import write_models
 from .data import RecoveryData, data_or_default, origin_of
 from .recipes import VARIANTS, Recipe, default_recipe, load_recipe, parse_keep
-from .report import REPORT, RecoveryReport, write_plot
+from .report import PLOT, REPORT, RecoveryReport, write_plot
 from .selection import select_layers
 from .stages import STAGES, Quality, StageSettings
 
@@ -84,7 +85,6 @@ def recover(
     save_every: int = _SAVE_EVERY,
     keep_stages: bool = False,
     progress: bool = True,
-    on_stage: Callable[[str], None] | None = None,
     **hub: Any,
 ) -> RecoveryReport:
     """Convert a model to MHLA and recover the quality of the original: calibration, matching, distillation.
@@ -123,10 +123,9 @@ def recover(
         seed: Of everything random.
         device: `cpu`, `cuda`, one of several GPUs such as `cuda:1`, or `auto`: a GPU if there is one.
         save_every: Steps between checkpoints.
-        keep_stages: Keep the result of every stage in `output/work`. By default that of a stage is deleted when the
-            next one is finished, and the last one with the run.
+        keep_stages: Keep the figures and changed tensors of every stage in `output/work`. By default those of a stage
+            are deleted when the next one is finished.
         progress: Show progress.
-        on_stage: Called with the name of each stage when it begins.
         **hub: `revision`, `token`, `cache_dir` and `local_files_only` for sources on the Hub.
 
     Returns:
@@ -179,11 +178,11 @@ def recover(
         "prompts": None if prompts is None else str(prompts),
         "seed": seed,
         "dtype": None if cast is None else str(cast).removeprefix("torch."),
-        "recipe": {**chosen.to_dict(), "description": None, "expected": None, "model": None},
+        **{f"recipe.{name}": value for name, value in chosen.values().items()},
     }
     work = WorkFolder(Path(output).expanduser())
     settings = StageSettings(work.path, save_every, seed, place, progress)
-    run = Recovery(part, work, chosen, settings, keep_stages, cast, hub, on_stage)
+    run = Recovery(part, work, chosen, settings, keep_stages, cast, hub)
     is_converted = work.is_run_of(identity) and (work.is_done(CONVERTED) or work.has_result)
     if not is_converted:
         plan_model(part, chosen.mhla, PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast))
@@ -268,7 +267,6 @@ class Recovery:
     keep_stages: bool
     dtype: torch.dtype | None
     hub: Mapping[str, Any]
-    on_stage: Callable[[str], None] | None
 
     def run(self, open_data: OpenData | None, origin: Mapping[str, Any]) -> RecoveryReport:
         """Run whatever is not done yet.
@@ -284,18 +282,14 @@ class Recovery:
             if stages:
                 assert open_data is not None
                 data = open_data(model)
-                begun = next((work.read(name).fingerprint for name in reversed(stages) if work.is_done(name)), None)
-                begun = begun or report.fingerprint
-                if begun and begun != data.fingerprint:
-                    if work.has_progress:
-                        raise ValueError(
-                            f"data: what {work.output} was begun with has changed since; give the same data, or "
-                            "another output"
-                        )
-                    # Layers were selected on the other data.
-                    work.clear(RUN, DATA)
-                    return self.run(open_data, origin)
-                report = self._stages(model, data, report, origin)
+                done = [name for name in stages if work.is_done(name)]
+                report = work.read(done[-1] if done else CONVERTED)
+                if report.fingerprint not in (None, data.fingerprint):
+                    raise ValueError(
+                        f"data: what {work.output} was begun with has changed since; give the same data, or "
+                        "another output"
+                    )
+                report = self._stages(model, data, report, origin, done)
             self._write(model, report)
         work.publish()
         if not self.keep_stages:
@@ -311,7 +305,7 @@ class Recovery:
         with atomic_directory(self.work.path / RESULT) as temporary:
             write_models(self._converted(), temporary, {self.source.component: model}, record)
             write_json(temporary / REPORT, content)
-            write_plot(temporary, content)
+            write_plot(temporary / PLOT, report)
 
     def _convert(self, open_data: OpenData | None) -> None:
         """Convert the source unless that is done, after selecting layers if the recipe asks for it."""
@@ -364,14 +358,16 @@ class Recovery:
         return self._converted().load().to(self.settings.device).eval()
 
     def _stages(
-        self, model: nn.Module, data: BatchSource, report: RecoveryReport, origin: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        data: BatchSource,
+        report: RecoveryReport,
+        origin: Mapping[str, Any],
+        done: Sequence[str],
     ) -> RecoveryReport:
-        """Run the remaining stages; the model ends with the weights of the last."""
+        """Run the stages after those that are done; the model ends with the weights of the last."""
         names, work = self.recipe.stages(), self.work
-        done = [name for name in names if work.is_done(name)]
         pending = names[names.index(done[-1]) + 1 :] if done else names
-        if done:
-            report = work.read(done[-1])
         if pending:
             quality = Quality(model, data)
             if not done:
@@ -389,8 +385,6 @@ class Recovery:
         if done:
             work.load_weights(done[-1], model)
         for name in pending:
-            if self.on_stage is not None:
-                self.on_stage(name)
             with _timed() as seconds:
                 settings = replace(self.settings, folder=work.path / name)
                 details = STAGES[name](model, teacher, data, getattr(self.recipe, name), settings)
@@ -545,21 +539,10 @@ def _entries(directory: Path) -> list[Path]:
 
 def _differences(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
     """Describe the options that differ, with both values; empty if there are none."""
-    before, now = _flat(stored), _flat(identity)
-    changes = [
-        f"{name} {shorten_value(before.get(name), 60)} (now {shorten_value(now.get(name), 60)})"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    ]
-    return ", ".join(changes)
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested objects to values by path; lists count as values."""
-    flat: dict[str, Any] = {}
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        elif value is not None:
-            flat[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return flat
+    # As they are read again: tuples as lists.
+    now = json.loads(json.dumps(identity))
+    return ", ".join(
+        f"{name} {shorten_value(stored.get(name), 60)} (now {shorten_value(now.get(name), 60)})"
+        for name in sorted({*stored, *now})
+        if stored.get(name) != now.get(name)
+    )

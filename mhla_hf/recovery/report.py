@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a recovery, its main figure, and a plot of it."""
+"""The report of a recovery, the names of its figures, and a plot of them."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -80,39 +79,20 @@ class RecoveryReport:
         return {**content, "version": __version__}
 
 
-def rows(report: Mapping[str, Any]) -> list[tuple[str, dict[str, float], float | None]]:
-    """Title, figures and CPU seconds of every state of the model, in order."""
-    figures, seconds = report["figures"], report["seconds"]
-    return [
-        (TITLES[name], dict(figures[name]), seconds.get(name, {}).get("cpu_seconds"))
-        for name in TITLES
-        if name in figures
-    ]
-
-
-def write_plot(directory: Path, report: Mapping[str, Any]) -> Path | None:
-    """Draw the main figure over the CPU seconds of the stages; nothing without matplotlib.
-
-    Args:
-        directory: Where to write `report.png`.
-        report: Content of `report.json`.
-    """
-    found = report["figures"].get("converted", {})
-    name = next((name for name in ("above_softmax_percent", "cosine") if name in found), None)
-    if name is None or importlib.util.find_spec("matplotlib") is None:
-        return None
-    states = [state for state in rows(report) if name in state[1]]
-    elapsed, points = 0.0, []
-    for title, figures, seconds in states:
-        elapsed += 0.0 if title == TITLES["converted"] else seconds or 0.0
-        points.append((elapsed, figures[name], title))
+def write_plot(path: Path, report: RecoveryReport) -> None:
+    """Draw the main figure after the conversion and each stage over CPU seconds; nothing without matplotlib."""
+    converted = report.figures.get("converted", {})
+    label = next((label for label in LABELS if label in converted), None)
+    if label is None or importlib.util.find_spec("matplotlib") is None:
+        return
     figure = new_figure(6, 3.5)
-    axes = figure.subplots()
-    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o")
-    for x, y, title in points:
-        axes.annotate(title, (x, y), textcoords="offset points", xytext=(6, 6), fontsize=8)
+    axes, elapsed, points = figure.subplots(), 0.0, []
+    for name in (name for name in report.figures if name != "softmax"):
+        elapsed += 0.0 if name == "converted" else report.seconds[name]["cpu_seconds"]
+        points.append((elapsed, report.figures[name][label]))
+        axes.annotate(TITLES[name], points[-1], textcoords="offset points", xytext=(6, 6), fontsize=8)
+    axes.plot(*zip(*points), marker="o")
     axes.set_xlabel("CPU seconds")
-    axes.set_ylabel(LABELS[name])
+    axes.set_ylabel(LABELS[label])
     axes.grid(alpha=0.3)
-    save_figure(figure, directory / PLOT)
-    return directory / PLOT
+    save_figure(figure, path)

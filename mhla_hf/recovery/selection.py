@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..training.matching.layers import (
     Changes,
     evaluating,
     find_projections,
+    first_output,
     mhla_layers,
     on_device,
     original_heads,
@@ -133,13 +135,13 @@ def select_layers(
         raise ValueError("Give keep or latency, not both.")
     batches, layers = check_batches(batches), mhla_layers(model)
     share = None if latency is None else float(parse_share("latency", latency))
-    most = len(layers) if share is not None else _kept_count("25%" if keep is None else keep, len(layers))
+    count = len(layers) if share is not None else _kept_count("25%" if keep is None else keep, len(layers))
     indices = [_index(layer.name) for layer in layers]
     if len(set(indices)) < len(indices):
         raise ValueError("layers of this model have the same numbers (several towers): select them tower by tower.")
     compared, done = batches[:_COMPARED_BATCHES], 0
 
-    def advance(total: int = 2 * len(batches) + len(layers) * max(1, most)) -> None:
+    def advance(total: int = 2 * len(batches) + len(layers) * max(1, count)) -> None:
         nonlocal done
         done += 1
         if progress is not None:
@@ -176,7 +178,7 @@ def select_layers(
         for place, value in tried.items():
             report.layers[place].restored = report.errors[0] - value
         chosen: list[int] = []
-        while len(chosen) < most:
+        while len(chosen) < count:
             open_places = [place for place in tried if place not in chosen]
             if share is not None:
                 limit = share * report.softmax_ms - report.chosen_ms
@@ -239,14 +241,8 @@ def _projection(layer: AttentionLayer) -> Changes:
 @torch.no_grad()
 def _output(model: nn.Module, batch: Batch, softmax: Sequence[AttentionLayer]) -> torch.Tensor:
     """The model's output, some layers with their original attention: rows `[N, D]` without padding, on the CPU."""
-    batch = on_device(batch, model)
     with original_heads(model, softmax):
-        output = run(model, batch)
-    output = output if isinstance(output, torch.Tensor) else output[0]
-    mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == output.shape[:2]:
-        output = output[mask.bool()]
-    return output.float().cpu()
+        return first_output(model, on_device(batch, model)).float().cpu()
 
 
 def _relative_error(outputs: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
@@ -263,20 +259,15 @@ def _time(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch, repo
     scores = {score.name: score for score in report.layers}
     batch = on_device(batch, model)
 
-    def observe(
-        layer: AttentionLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor, heads: torch.Tensor
-    ) -> None:
-        score = scores[layer.name]
-        score.softmax_ms = _milliseconds(
-            lambda: original_attention(layer.mhla, *args, **kwargs, linear=linear), output.device
-        )
-        score.mhla_ms = _milliseconds(lambda: layer.mhla.forward(*args, **kwargs), output.device)
+    def observe(layer: AttentionLayer, args: Any, kwargs: Any, output: torch.Tensor, heads: torch.Tensor) -> None:
+        original = partial(original_attention, layer.mhla, *args, **kwargs, linear=linear)
+        scores[layer.name].softmax_ms = _milliseconds(original, heads.device)
+        scores[layer.name].mhla_ms = _milliseconds(partial(layer.mhla.forward, *args, **kwargs), heads.device)
 
     with original_heads(model, layers, observe):
         run(model, batch)
-    report.mhla_ms = _milliseconds(lambda: run(model, batch), next(model.parameters()).device)
+    report.mhla_ms = report.chosen_ms = _milliseconds(partial(run, model, batch), next(model.parameters()).device)
     report.softmax_ms = report.mhla_ms + sum(score.extra_ms for score in report.layers)
-    report.chosen_ms = report.mhla_ms
 
 
 def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:

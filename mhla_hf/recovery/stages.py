@@ -71,7 +71,7 @@ def match(
         learning_rate=options.learning_rate,
         mhla_learning_rate=options.mhla_learning_rate,
         # Calibration has changed projections; the original is recorded.
-        original_parameters=teacher.weights,
+        teacher=teacher,
         cache=options.cache,
         output=settings.folder,
         save_every=settings.save_every,
@@ -91,10 +91,8 @@ def distill(
         "max_steps": 0,
         "lr_schedule": "cosine",
     }
-    if not isinstance(data, Latents):
-        chosen["distill_target"] = options.target
-        if options.temperature is not None:
-            chosen["distill_temperature"] = options.temperature
+    if not isinstance(data, Latents) and options.temperature is not None:
+        chosen["distill_temperature"] = options.temperature
     return _train(model, teacher, data, options, settings, chosen)
 
 

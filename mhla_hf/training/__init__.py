@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .config import CacheConfig as CacheConfig
     from .config import TrainingConfig as TrainingConfig
     from .data.batches import evaluation_batches as evaluation_batches
-    from .data.cache import LatentDataset as LatentDataset
+    from .data.latent_cache import LatentDataset as LatentDataset
     from .evaluation import EvaluationResult as EvaluationResult
     from .evaluation import evaluate as evaluate
     from .evaluation import evaluate_batches as evaluate_batches

@@ -6,20 +6,19 @@ A checkpoint is a directory `<stage>-<step>` with `model.safetensors` (the param
 and `state.json`. Tensors are stored unsharded, so another number of processes can resume; under DeepSpeed the
 optimizer's state is the exception, kept in shards in the folder `deepspeed`.
 Everything else follows from the base model, the seed and the step. A checkpoint is written under a temporary name and
-moved, so a name that exists is complete; what disks and people do to it later is noticed by the fingerprints of its
-files, which `state.json` holds.
+moved, so a name that exists is complete; what disks and people do to it later shows in the fingerprints of its files,
+which `state.json` holds.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -32,10 +31,8 @@ from ..utils.files import atomic_file, clear_write_errors, parse_json, read_json
 from .config import TrainingConfig
 from .data.batches import file_fingerprint
 from .parameters import WeightAverage
-from .processes import gathered_root, shard_like
+from .processes import shard_like
 
-
-logger = logging.getLogger(__name__)
 
 # In the order that a run goes through them, with the option that has their steps; it may leave some out.
 _STEPS = {"transfer": "transfer_steps", "distill": "distill_steps", "finetune": "max_steps"}
@@ -87,10 +84,10 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
-    """Find the checkpoint to resume from and verify its files.
+    """Find the checkpoint to resume from.
 
     Args:
-        resume: None, `latest`, `previous`, the name of a checkpoint in `directory`, or a path.
+        resume: None, `latest`, `previous` (the newest undamaged one before the latest), or the name of a checkpoint.
         directory: Where the run keeps its checkpoints.
 
     Returns:
@@ -101,73 +98,80 @@ def find_checkpoint(resume: str | None, directory: Path) -> Path | None:
             already.
     """
     available = list_checkpoints(directory)
-    if resume is None:
-        if available:
-            raise ValueError(f"output already holds the run {available[-1]}; pass resume='latest' or another output")
+    if resume is None and available:
+        raise ValueError(f"output already holds the run {available[-1]}; pass resume='latest' or another output")
+    if resume is None or (resume == "latest" and not available):
         return None
-    if resume == "latest":
-        named = available[-1:]
-    elif resume == "previous":
-        named = list(_whole(available[:-1]))[:1]
+    if resume == "previous":
+        found = next(_undamaged(available[:-1]), None)
     else:
-        named = [path for path in (Path(resume), directory / resume) if path.is_dir() and checkpoint_position(path)]
-    if not named and resume != "latest":
+        name = available[-1].name if resume == "latest" else resume
+        found = next((path for path in available if path.name == name), None)
+    if found is None:
         names = ", ".join(path.name for path in available[-10:]) or "none"
         raise ValueError(
             f"resume={resume!r} finds no complete checkpoint; give 'latest', 'previous' or one of: {names}"
         )
-    for found in named[:1]:
-        try:
-            read_state(found)
-        except ValueError as error:
-            older = next(_whole(available[:-1]), None)
-            way_out = f"--resume previous continues from {older.name}" if older else "remove it to start again"
-            raise ValueError(f"{error}; {way_out}") from error
-        return found
-    return None
+    try:
+        check_files(found)
+    except ValueError as error:
+        older = next(_undamaged(available[:-1]), None)
+        way_out = f"--resume previous continues from {older.name}" if older else "remove it to start again"
+        raise ValueError(f"{error}; {way_out}") from error
+    return found
 
 
-def _whole(available: Sequence[Path]) -> Iterator[Path]:
+def _undamaged(available: Sequence[Path]) -> Iterator[Path]:
     """Undamaged checkpoints, newest first."""
     for path in reversed(available):
         with suppress(ValueError):
-            read_state(path)
+            check_files(path)
             yield path
 
 
 def last_good_checkpoint(directory: Path, position: Position) -> Path | None:
     """Find the newest undamaged checkpoint before a position whose weights are all finite."""
     earlier = [path for path in list_checkpoints(directory) if checkpoint_position(path) < position]  # type: ignore[operator]
-    for path in _whole(earlier):
+    for path in _undamaged(earlier):
         if all(bool(value.isfinite().all()) for value in load_file(path / WEIGHTS).values()):
             return path
     return None
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read `state.json` of a checkpoint and verify its files.
+def check_files(checkpoint: Path) -> None:
+    """Check that a checkpoint is what was written.
 
     Raises:
-        ValueError: If it is missing or unreadable, the checkpoint was renamed, or one of its files is missing or
-            differs from what was written.
+        ValueError: If it was renamed, or one of its files is missing, unreadable or other than written.
     """
-    state = read_json(
+    state = read_state(checkpoint)
+    written = f"{state['stage'][:20]}-{state['step']:08d}"
+    if checkpoint.name != written:
+        raise ValueError(f"checkpoint {checkpoint} was renamed: its {STATE} says {written}; give it back its name")
+    there = _fingerprints(checkpoint)
+    for name in sorted({WEIGHTS, *there, *state["files"]}):
+        if name not in there or there[name] != state["files"].get(name):
+            raise ValueError(f"checkpoint {checkpoint} is damaged: {name[:200]} is missing or not what was written")
+
+
+def _fingerprints(checkpoint: Path) -> dict[str, str]:
+    """Hash the files of a checkpoint, without `state.json`."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / STATE)
+    return {path.relative_to(checkpoint).as_posix(): file_fingerprint(path) for path in files}
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Read `state.json` of a checkpoint.
+
+    Raises:
+        ValueError: If it is missing or unreadable.
+    """
+    return read_json(
         checkpoint / STATE,
         "checkpoint file",
-        required={"stage": str, "step": int, "files": dict},
-        optional={"config": dict, "inputs": dict, "scaler": (dict, type(None)), AVERAGE_STEPS: (int, type(None))},
+        required={"stage": str, "step": int, "config": dict, "inputs": dict, "files": dict},
+        optional={"scaler": (dict, type(None)), AVERAGE_STEPS: (int, type(None))},
     )
-    problem, position = "", checkpoint_position(checkpoint)
-    if position is not None and (position.stage, position.step) != (state["stage"], state["step"]):
-        says = f"{str(state['stage'])[:20]}, step {state['step']}"
-        problem = f"was renamed: its {STATE} says {says}; give it back its name"
-    there = _fingerprints(checkpoint)
-    for name in {WEIGHTS, *state["files"]}:
-        if name not in there or there[name] != state["files"].get(name):
-            problem = f"is damaged: {name[:200]} is missing or not what was written"
-    if problem:
-        raise ValueError(f"checkpoint {checkpoint} {problem}")
-    return state
 
 
 def check_run(checkpoint: Path, current: Mapping[str, Any]) -> None:
@@ -182,7 +186,7 @@ def check_run(checkpoint: Path, current: Mapping[str, Any]) -> None:
             made from are others.
     """
     state = read_state(checkpoint)
-    saved, now, made_from = state.get("config", {}), current["config"], state.get("inputs", {})
+    saved, now, made_from = state["config"], current["config"], state["inputs"]
     changes = [f"{name}={saved.get(name)!r}" for name in IDENTITY if saved.get(name) != now[name]]
     option, step = _STEPS[state["stage"]], state["step"]
     # Without its stage the checkpoint would not be read; layers once matched take no further steps.
@@ -239,12 +243,6 @@ def save_checkpoint(
     return destination
 
 
-def _fingerprints(checkpoint: Path) -> dict[str, str]:
-    """Hash the files of a checkpoint, without `state.json`."""
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / STATE)
-    return {path.relative_to(checkpoint).as_posix(): file_fingerprint(path) for path in files}
-
-
 def load_weights(checkpoint: Path, model: nn.Module, names: Iterable[str], averages: bool = False) -> None:
     """Load a checkpoint's weights into an unsharded model, in place.
 
@@ -263,12 +261,10 @@ def load_weights(checkpoint: Path, model: nn.Module, names: Iterable[str], avera
 
 
 def load_average(checkpoint: Path, state: Mapping[str, Any], average: WeightAverage) -> None:
-    """Load the average of the weights; where the checkpoint has none, it starts from the weights, which is logged."""
-    if state.get(AVERAGE_STEPS) is None:
-        logger.warning("%s holds no average of the weights (ema_decay): it starts there", checkpoint.name)
-        return
-    load_tensors(checkpoint / AVERAGES, average.tensors)
-    average.ema.optimization_step = state[AVERAGE_STEPS]
+    """Load the average of the weights; where the checkpoint has none, it starts from the weights."""
+    if state.get(AVERAGE_STEPS) is not None:
+        load_tensors(checkpoint / AVERAGES, average.tensors)
+        average.ema.optimization_step = state[AVERAGE_STEPS]
 
 
 def load_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -355,16 +351,15 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, position: Position | None = None) -> None:
+        self.path = path
         self.rows: list[dict[str, Any]] = []
         if position is not None:
             self.rows = [row for row in read_metrics(path) if Position.of(row["stage"], row["step"]) <= position]
         with atomic_file(path) as temporary:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
-        self.path = path
-        self._file = path.open("a", encoding="utf-8")
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one row and flush it to the operating system, so that a killed process loses none.
+        """Write one row, so that a killed process loses none.
 
         Args:
             row: With at least `stage`, `step` and `loss`.
@@ -373,39 +368,14 @@ class MetricsFile:
             OSError: If there is no room for it.
         """
         self.rows.append(row)
-        with clear_write_errors(self.path):
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file. Only a row that `append` failed to write can be lost now."""
-        with suppress(OSError):
-            self._file.close()
+        with clear_write_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 Callback = Callable[[str, int, float], None]
 """Called with (stage, step, loss)."""
 
 _PROJECT = "mhla-hf"
-
-
-class ModelTracker(Protocol):
-    """Observes the model during training, such as [`AttentionTracker`][mhla_hf.analysis.AttentionTracker].
-
-    It may change neither the model nor the state of random number generators.
-    """
-
-    def is_due(self, step: int) -> bool:
-        """Whether to record after this many steps of all stages."""
-
-    def record(self, model: nn.Module, step: int) -> dict[str, Any]:
-        """Records, and returns a row of its history, ready for JSON."""
-
-    def figures(self, row: dict[str, Any]) -> dict[str, float]:
-        """Figures of a row for trackers such as TensorBoard."""
-
-    def restore(self, history: Iterable[dict[str, Any]]) -> None:
-        """Continue a history."""
 
 
 class Reports:
@@ -417,7 +387,7 @@ class Reports:
         output: Directory of the run; None writes no metrics.
         position: Position that the run resumes from.
         callback: Called after every step.
-        tracker: Looks at the model while it trains.
+        tracker: An [`AttentionTracker`][mhla_hf.analysis.AttentionTracker], or None.
 
     Attributes:
         steps_before: Steps of the stages before the present one, which trackers count too.
@@ -430,10 +400,9 @@ class Reports:
         output: Path | None,
         position: Position | None,
         callback: Callback | None,
-        tracker: ModelTracker | None,
+        tracker: Any,
     ) -> None:
         self.accelerator, self.callback, self.tracker = accelerator, callback, tracker
-        self.in_shards = accelerator.distributed_type == DistributedType.FSDP
         self.at_start: dict[str, Any] | None = None
         self.steps_before = 0
         self.metrics: MetricsFile | None = None
@@ -442,20 +411,20 @@ class Reports:
             if tracker is not None:
                 kinds = ("attention_at_start", "attention")
                 tracker.restore(row[kind] for row in self.metrics.rows for kind in kinds if kind in row)
-        options = {name: value for name, value in config.to_dict().items() if value is not None}
-        plain = {
+        # Trackers take no lists and mappings.
+        options = {
             name: value if isinstance(value, int | float | str) else json.dumps(value)
-            for name, value in options.items()
+            for name, value in config.to_dict().items()
         }
-        accelerator.init_trackers(_PROJECT, config=plain)
+        accelerator.init_trackers(_PROJECT, config=options)
 
     def losses(self, stage: str) -> list[float]:
         """Losses of a stage so far, in the process that keeps the metrics; elsewhere none."""
         return [] if self.metrics is None else [row["loss"] for row in self.metrics.rows if row["stage"] == stage]
 
     def start(self, stage: str, model: nn.Module) -> None:
-        """Record attention before the first step of a run; not in shards, of which parts cannot be called yet."""
-        self.at_start = None if self.in_shards else self._track(model, model, 0)
+        """Record attention before the first step of a run."""
+        self.at_start = self._track(model, 0)
         if self.at_start is not None:
             self._log(stage, {}, self.at_start, 0)
 
@@ -467,7 +436,6 @@ class Reports:
         figures: dict[str, float],
         seconds: float,
         model: nn.Module | None,
-        module: nn.Module | None = None,
     ) -> None:
         """Report a step. Every process must call it.
 
@@ -478,10 +446,9 @@ class Reports:
             figures: Further figures.
             seconds: Its duration.
             model: The model, whose attention is recorded where that is due; None records none.
-            module: The module that accelerate has wrapped around the model, if there is one.
         """
         run_step = self.steps_before + step
-        tracked = None if model is None else self._track(model, module or model, run_step)
+        tracked = None if model is None else self._track(model, run_step)
         if self.metrics is not None:
             row = {"stage": stage, "step": step, "loss": loss, **figures, "seconds": round(seconds, 6)}
             records = {"attention_at_start": self.at_start, "attention": tracked}
@@ -491,19 +458,11 @@ class Reports:
         if self.callback is not None:
             self.callback(stage, step, loss)
 
-    def close(self) -> None:
-        """Close the metrics."""
-        if self.metrics is not None:
-            self.metrics.close()
-
-    def _track(self, model: nn.Module, module: nn.Module, run_step: int) -> dict[str, Any] | None:
-        """Record attention if it is due, in the main process; models in shards need all of them."""
-        if self.tracker is None or not self.tracker.is_due(run_step):
+    def _track(self, model: nn.Module, run_step: int) -> dict[str, Any] | None:
+        """Record attention if it is due, in the main process."""
+        if self.tracker is None or not self.accelerator.is_main_process or not self.tracker.is_due(run_step):
             return None
-        if not self.in_shards and not self.accelerator.is_main_process:
-            return None
-        with gathered_root(module):
-            return self.tracker.record(model, run_step)
+        return self.tracker.record(model, run_step)
 
     def _log(self, stage: str, figures: dict[str, float], tracked: dict[str, Any] | None, run_step: int) -> None:
         if tracked is not None and self.tracker is not None:

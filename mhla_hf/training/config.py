@@ -39,7 +39,6 @@ TRACKERS = ("none", "tensorboard", "wandb")
 TRANSFER_CACHES = ("auto", "memory", "disk", "none")
 # Value of `mhla` for a model that is not converted.
 UNCONVERTED = "none"
-DISTILL_TARGETS = ("logits", "last_hidden_state", "hidden_states", "pooled")
 # Value of `data` for the built-in set.
 DIGITS = "digits"
 # Value of `data` for samples that the pipeline draws itself.
@@ -77,11 +76,13 @@ class TrainingConfig(Options):
     lora_rank: int = option(32, "Rank of the LoRA matrices.", minimum=1)
     lora_alpha: float | None = option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
 
-    transfer_steps: int = option(0, "Steps that first match each MHLA layer's output to the original's.", minimum=0)
+    transfer_steps: int = option(
+        0, "Steps that first match each MHLA layer's output to the original's.", minimum=0, families=tuple(FAMILIES)
+    )
     transfer_cache: str = option(
         "auto",
         "Where to keep the original's activations for those steps; 'none' computes them in each step, on new noise, "
-        "and so does 'auto' where they do not fit.",
+        "and 'auto' computes them again where they fit neither into memory nor on the disk.",
         choices=TRANSFER_CACHES,
         advanced=True,
     )
@@ -101,13 +102,6 @@ class TrainingConfig(Options):
         above=0,
         maximum=1,
     )
-    distill_target: str | None = option(
-        None,
-        "Output of the original to match. Default: logits if the model has any, else the last hidden state.",
-        choices=DISTILL_TARGETS,
-        advanced=True,
-        families=(TRANSFORMERS,),
-    )
     distill_temperature: float = option(
         1.0, "Temperature of the logits in distillation.", above=0, advanced=True, families=(TRANSFORMERS,)
     )
@@ -121,12 +115,6 @@ class TrainingConfig(Options):
 
     ema_decay: float | None = option(
         None, "Export (and validate) a moving average of the weights, with this largest decay.", minimum=0, below=1
-    )
-    ema_inv_gamma: float | None = option(
-        None, "The decay grows as 1 - (1 + step / ema_inv_gamma)^-ema_power. Default: 1.", above=0, advanced=True
-    )
-    ema_power: float | None = option(
-        None, "See ema_inv_gamma. Default: the decay grows as (1 + step) / (10 + step).", above=0, advanced=True
     )
 
     flow_shift: float | None = option(
@@ -146,23 +134,22 @@ class TrainingConfig(Options):
         None, "Autocast type over fp32 weights. Default: what `accelerate launch` says.", choices=PRECISIONS
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
-    device: str = option("auto", DEVICE_HELP, values=("auto", "cpu", "cuda"))
+    device: str = option("auto", DEVICE_HELP)
     seed: int = option(0, "Seed of data order, noise and new parameters.", minimum=0, maximum=2**32 - 1)
 
-    resume: str | None = option(None, "'latest', 'previous' (the one before), or the checkpoint to resume from.")
+    resume: str | None = option(None, "'latest', 'previous' (the one before it), or the name of a checkpoint.")
     checkpointing_steps: int = option(500, "Save a checkpoint every so many steps; 0 switches it off.", minimum=0)
     checkpoints_total_limit: int | None = option(None, "Keep at most so many checkpoints.", minimum=1)
     report_to: str = option("none", "Tracker to report to.", choices=TRACKERS)
 
-    validation_prompts: tuple[str, ...] = option((), "Caption or class of a validation sample; may be repeated.")
+    validation_prompts: tuple[str, ...] = option(
+        (), "Caption or class of a validation sample; may be repeated.", families=tuple(FAMILIES)
+    )
     validation_steps: int = option(500, "Make validation samples every so many fine-tuning steps.", minimum=1)
     validation_inference_steps: int = option(20, "Denoising steps of a validation sample.", minimum=1, advanced=True)
     validation_guidance: float = option(4.0, "Guidance scale of validation samples.", minimum=0, advanced=True)
     validation_negative_prompt: str = option("", "Negative prompt of the samples.", advanced=True, families=_TEXT)
 
-    startup_timeout: float = option(
-        10.0, "Minutes to wait for the other processes of a run at its start.", above=0, maximum=10_000, advanced=True
-    )
     progress: bool = option(True, "Show a progress bar.")
 
     def __post_init__(self) -> None:
@@ -172,16 +159,11 @@ class TrainingConfig(Options):
             raise ValueError("max_steps, distill_steps and transfer_steps are all 0: nothing to train")
         if self.mhla == UNCONVERTED and (self.train == "mhla" or self.transfer_steps or self.distill_steps):
             raise ValueError("mhla='none' converts nothing: use train lora or full, without transfer or distill steps")
-        needs = {
-            "ema_power": ("ema_decay", self.ema_power is not None),
-            "ema_inv_gamma": ("ema_power", self.ema_inv_gamma is not None),
-            "transfer_cache='disk'": ("output", self.transfer_cache == "disk" and self.transfer_steps > 0),
-            "resume": ("output", self.resume is not None),
-            "report_to": ("output", self.report_to != "none"),
-        }
-        for name, (needed, is_given) in needs.items():
-            if is_given and getattr(self, needed) is None:
-                raise ValueError(f"{name} needs {needed}")
+        needing: list[str] = [name for name in ("resume", "report_to") if name in self.changed()]
+        if self.transfer_cache == "disk" and self.transfer_steps:
+            needing.append("transfer_cache='disk'")
+        if self.output is None and needing:
+            raise ValueError(f"{needing[0]} needs output")
 
 
 @dataclass(frozen=True)
@@ -303,7 +285,6 @@ def _parse_mhla(value: Any) -> Any:
         return value.given_options()
     if isinstance(value, str) and value.lstrip().startswith("{"):
         return check_fields(parse_json(value, "mhla"), "mhla")
-    # File names are shorter than any other text that could be meant.
-    if not isinstance(value, str) or len(value) > 1000 or "\0" in value or not os.path.lexists(value):
+    if not isinstance(value, str) or not os.path.exists(value):
         raise ValueError(f"mhla must be a JSON object, an existing JSON file or 'none', got {shorten_value(value)}")
     return read_json(Path(value), "mhla:")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from PIL import Image
 
@@ -19,8 +18,8 @@ from ..models.directory import ModelDirectory
 from ..utils.files import atomic_file
 from .config import TrainingConfig
 from .data.batches import LatentSamples, evaluation_batches
-from .data.cache import LatentDataset
 from .data.images import image_grid
+from .data.latent_cache import LatentDataset
 from .data.videos import write_video
 from .families import family_of_class, load_encoders, objective_for
 from .matching.layers import evaluating
@@ -71,7 +70,7 @@ def evaluate_batches(model: Any, batches: Sequence[LatentBatch], objective: Obje
     levels: list[float] = []
     with evaluating(model):
         for batch in batches:
-            batch = batch.to(model.device)
+            batch = send_to_device(batch, model.device)
             losses += objective.losses(model, batch, model.dtype).tolist()
             levels += batch.levels.tolist()
     return EvaluationResult(tuple(losses), tuple(levels))
@@ -81,16 +80,14 @@ def evaluate(
     model: torch.nn.Module,
     dataset: LatentSamples,
     *,
-    seed: int = 0,
-    batch_size: int = 8,
-    draws_per_sample: int = 1,
-    max_samples: int | None = None,
     objective: Objective | None = None,
+    **draws: Any,
 ) -> EvaluationResult:
-    """Held-out loss of a model, comparable draw by draw between models; see `evaluation_batches`.
+    """Held-out loss of a model, comparable draw by draw between models.
 
     Without `objective` it is `objective_for(model)`, with the default noise levels of the model's family; give that
-    function the pipeline's directory too, and they are its scheduler's.
+    function the pipeline's directory too, and they are its scheduler's. Further arguments are those of
+    `evaluation_batches`: `seed`, `batch_size`, `draws_per_sample` and `max_samples`.
 
     Examples:
         >>> softmax = evaluate(softmax_model, held_out, draws_per_sample=2)  # doctest: +SKIP
@@ -98,15 +95,7 @@ def evaluate(
         >>> above, standard_error = mhla.difference(softmax)  # doctest: +SKIP
     """
     objective = objective or objective_for(model)
-    batches = evaluation_batches(
-        dataset,
-        objective,
-        seed=seed,
-        batch_size=batch_size,
-        draws_per_sample=draws_per_sample,
-        max_samples=max_samples,
-    )
-    return evaluate_batches(model, batches, objective)
+    return evaluate_batches(model, evaluation_batches(dataset, objective, **draws), objective)
 
 
 class Validator:
@@ -137,7 +126,7 @@ class Validator:
             )
         self.pipeline.register_modules(**dict.fromkeys(self.family.prompt_encoders))
 
-    def write(self, transformer: torch.nn.Module, folder: Path, step: int) -> tuple[list[Path], np.ndarray]:
+    def write(self, transformer: torch.nn.Module, folder: Path, step: int) -> list[Path]:
         """Write the samples of a step: a file for each video, or one with a grid of all images.
 
         Args:
@@ -146,18 +135,18 @@ class Validator:
             step: Fine-tuning step, for the file names.
 
         Returns:
-            The files, and the samples, see `generate`.
+            The files.
         """
         samples = self.generate(transformer)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"step-{step:08d}"
         if self.family.video_size:
             files = [folder / f"{name}-prompt-{number}.mp4" for number in range(len(samples))]
-            return [write_video(path, video) for path, video in zip(files, samples)], samples
+            return [write_video(path, video) for path, video in zip(files, samples)]
         path = folder / f"{name}.png"
         with atomic_file(path) as temporary:
             Image.fromarray(image_grid(samples)).save(temporary)
-        return [path], samples
+        return [path]
 
     @torch.no_grad()
     def generate(self, transformer: torch.nn.Module) -> np.ndarray:
@@ -177,58 +166,3 @@ class Validator:
                 samples.append(np.rint(np.asarray(sample) * 255).clip(0, 255).astype(np.uint8))
         self.pipeline.vae.to("cpu")
         return np.stack(samples)
-
-    def write_and_log(
-        self, transformer: torch.nn.Module, folder: Path, step: int, accelerator: Accelerator, run_step: int
-    ) -> None:
-        """Write the samples of a step, and images of them to the trackers; other arguments as in `write`.
-
-        Args:
-            accelerator: Gives the precision to run in, and the trackers.
-            run_step: The step as trackers count it, with those of earlier stages.
-        """
-        with accelerator.autocast():
-            _, samples = self.write(transformer, folder, step)
-        if self.family.video_size:
-            images = {f"validation/{number}": frame_strip(video)[None] for number, video in enumerate(samples)}
-        else:
-            images = {"validation": image_grid(samples)[None]}
-        for tracker in accelerator.trackers:
-            options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-            tracker.log_images(images, step=run_step, **options)
-
-
-def make_validator(
-    source: ModelDirectory | None, config: TrainingConfig, dataset: LatentSamples, accelerator: Accelerator
-) -> Validator | None:
-    """The validator of a run; None where it makes no samples, and in processes that do not.
-
-    Args:
-        source: The pipeline that training starts from.
-        config: The options.
-        dataset: The training samples, which give the size.
-        accelerator: The processes.
-
-    Raises:
-        ValueError: If samples are wanted but cannot be made.
-    """
-    makes_samples = config.validation_prompts and (config.max_steps or config.distill_steps)
-    if not makes_samples or not accelerator.is_main_process:
-        return None
-    if (
-        source is None
-        or (source.index or {}).get("boundary_ratio") is not None
-        or config.output is None
-        or not isinstance(dataset, LatentDataset)
-    ):
-        raise ValueError(
-            "validation_prompts need model, output and cache: a pipeline with one transformer, its data and where to "
-            "write"
-        )
-    return Validator(source, config, dataset, accelerator.device)
-
-
-def frame_strip(video: np.ndarray, count: int = 5) -> np.ndarray:
-    """A few frames of a video `[F, H, W, 3]` side by side, `[H, count W, 3]`."""
-    numbers = np.linspace(0, len(video) - 1, min(count, len(video))).round().astype(int)
-    return np.concatenate([video[number] for number in numbers], axis=1)

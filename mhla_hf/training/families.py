@@ -17,13 +17,12 @@ from typing import Any, ClassVar
 import torch
 from accelerate import init_empty_weights
 
-from ..models.directory import ModelDirectory
+from ..models.directory import ModelDirectory, find_pipeline
 from ..models.registry import FAMILIES as MODEL_FAMILIES
 from ..models.registry import MHLA_CLASSES, family_for, mhla_class_for
 from ..models.weight_files import check_weights, damage_named
 from ..utils.compat.diffusers import call_default
 from ..utils.files import Types, check_fields, read_json
-from ..utils.locations import find_pipeline
 from .config import COMPONENTS, DIGITS, UNCONVERTED, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
 from .data.images import find_label, pipeline_labels
 from .parameters import check_conversion, check_takes_adapters
@@ -34,14 +33,7 @@ from .stages.objectives import DiTObjective, Objective, SanaObjective, WanObject
 _MOST = 4096
 _MOST_STAGES = 12
 _MOST_TIMESTEPS = 100_000
-_SCHEDULER_FIELDS: dict[str, Types] = {
-    "_class_name": str,
-    "prediction_type": str,
-    "beta_schedule": str,
-    "num_train_timesteps": int,
-    "trained_betas": (list, type(None)),
-    **dict.fromkeys(("flow_shift", "shift", "beta_start", "beta_end"), (float, type(None))),
-}
+_SCHEDULER_FIELDS: dict[str, Types] = {"_class_name": str, "num_train_timesteps": int}
 _LAYER_COUNTS = ("num_layers", "num_hidden_layers", "num_decoder_layers", "layers_per_block")
 # Entries of a scheduler's configuration that the noise of DiT depends on.
 _NOISE_ENTRIES = (
@@ -385,11 +377,6 @@ class DiT(Family):
         classes: Mapping[str, int],
     ) -> list[dict[str, Any]]:
         sizes = self.sizes(directory)
-        if {size.height, size.width} != {sizes.own_size}:
-            raise ValueError(
-                f"validation_prompts: the pipeline makes images of {sizes.own_size}x{sizes.own_size} only, and the "
-                f"cache has {size.height}x{size.width}"
-            )
         if config.validation_guidance > 1 and sizes.num_classes != GUIDANCE_LABEL:
             raise ValueError(
                 f"validation_guidance must be at most 1: the pipeline's guidance is for models of {GUIDANCE_LABEL} "
@@ -432,7 +419,7 @@ def open_pipeline(location: str, component: str = "transformer") -> ModelDirecto
     Raises:
         ValueError: If there is no pipeline, or its transformer cannot be trained here.
     """
-    directory = ModelDirectory.read(find_pipeline(location, "model"), component, location=location)
+    directory = ModelDirectory.read(find_pipeline(location), component, location=location)
     family_of_class(directory.class_name, f"component: {component} of {location}").check_model(directory.config)
     return directory
 

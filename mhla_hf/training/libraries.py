@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
 
 from ..models.directory import ModelDirectory
 from ..utils.destinations import atomic_directory
-from .checkpoints import Callback, ModelTracker
 from .config import TRANSFORMERS, TrainingConfig, check_options
 from .data.batches import (
+    BatchSource,
+    DataOrder,
     LatentSamples,
     check_null_condition,
     first_of_buckets,
@@ -23,15 +24,13 @@ from .data.batches import (
     make_batch,
     samples_fingerprint,
 )
-from .data.cache import LatentDataset
-from .evaluation import Validator, make_validator
+from .data.latent_cache import ENCODERS, LatentDataset
+from .evaluation import Validator
 from .families import objective_for, open_pipeline
 from .matching.layers import Batch
-from .matching.teacher import Teacher
 from .parameters import MHLA_FILE, mhla_state_dict, save_adapter
-from .stages.objectives import Tensors
-from .stages.prediction import DiffusionStage
-from .stages.transformers import BatchesByStep, TransformersObjective, TransformersStage
+from .stages.objectives import DiffusionStage, Tensors
+from .stages.transformers import TransformersObjective, TransformersStage, model_batch
 from .trainer import Trainer
 
 
@@ -57,8 +56,8 @@ class DiffusionTrainer(Trainer):
         source: The pipeline of `config.model`, if it was found already.
         tracker: Looks at the model while it trains, such as an
             [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`
-            (the one of step 0 as `attention_at_start`, in the row of the first step; there is none under FSDP 2), its
-            figures to the trackers, and a run that is resumed continues its history. None for none.
+            (the one of step 0 as `attention_at_start`, in the row of the first step), its figures to the trackers, and
+            a run that is resumed continues its history. Not for sharded runs. None for none.
 
     Raises:
         ValueError: If options, model and data do not fit together.
@@ -75,19 +74,13 @@ class DiffusionTrainer(Trainer):
         model: nn.Module | None = None,
         dataset: LatentSamples | None = None,
         *,
-        teacher: Teacher | None = None,
         null_condition: Tensors | None = None,
-        callback: Callback | None = None,
-        accelerator: Accelerator | None = None,
-        source: ModelDirectory | None = None,
-        tracker: ModelTracker | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(config, model, teacher, callback, accelerator, tracker, source)
+        super().__init__(config, model, **options)
         if dataset is None:
-            if config.cache is None and config.output is None:
-                raise ValueError("cache must be given: the directory made by the cache step")
             dataset = LatentDataset(config.cache or Path(str(config.output)) / "cache")
-        self._take_data(dataset)
+        self.dataset = dataset
         self.null_condition = getattr(dataset, "null_condition", None) if null_condition is None else null_condition
         check_null_condition(config.condition_dropout, self.null_condition)
         self._load_model()
@@ -100,7 +93,7 @@ class DiffusionTrainer(Trainer):
         batch = make_batch(self.dataset, self._data_order("probe"), 0, 0, self.objective)
         return self.objective.inputs_of(self.model, batch)
 
-    def _batches(self) -> Any:
+    def _batches(self) -> Callable[[DataOrder, int, int], Any]:
         return partial(
             make_batch,
             self.dataset,
@@ -110,21 +103,34 @@ class DiffusionTrainer(Trainer):
         )
 
     def _data_fingerprints(self) -> dict[str, str]:
-        dataset, cached = self.dataset, isinstance(self.dataset, LatentDataset)
-        inputs = {"data": dataset.fingerprint() if cached else samples_fingerprint(dataset)}  # type: ignore[attr-defined]
-        for name in ("vae", "text_encoder", "tokenizer"):
+        dataset = self.dataset
+        settings = dataset.settings if isinstance(dataset, LatentDataset) else {}
+        inputs = {
+            "data": dataset.fingerprint() if isinstance(dataset, LatentDataset) else samples_fingerprint(dataset)
+        }
+        for name in ENCODERS:
             # The latents come from the cache's, the validation samples and the exported pipeline from the source's.
-            parts = [str(dataset.settings.get(name, ""))] if isinstance(dataset, LatentDataset) else []
+            parts = [str(settings.get(name, ""))]
             if self.source is not None and (self.source.root / name).is_dir():
                 parts.append(folder_fingerprint(self.source.root / name))
             if any(parts):
                 inputs[name] = " ".join(parts)
         return inputs
 
+    def _samples(self, order: DataOrder, step: int, micro_step: int) -> Sequence[int]:
+        return [order.dataset_index(number) for number in order.sample_numbers(step, micro_step)]
+
     def _make_validator(self) -> Validator | None:
-        if not self.config.validation_prompts:
+        source, dataset = self.source, self.dataset
+        if not self.config.validation_prompts or not self.accelerator.is_main_process:
             return None
-        return make_validator(self.source, self.config, self.dataset, self.accelerator)
+        has_one_transformer = source is not None and (source.index or {}).get("boundary_ratio") is None
+        if source is None or not has_one_transformer or self.output is None or not isinstance(dataset, LatentDataset):
+            raise ValueError(
+                "validation_prompts need model, output and cache: a pipeline with one transformer, its data and where "
+                "to write"
+            )
+        return Validator(source, self.config, dataset, self.accelerator.device)
 
     def _save_adapter(self, destination: Path, model: nn.Module) -> None:
         save_adapter(destination, model, self.config.component)
@@ -133,21 +139,21 @@ class DiffusionTrainer(Trainer):
 class TransformersTrainer(Trainer):
     """Trainer of a converted model of transformers: distillation, then fine-tuning on its own task.
 
-    Distillation matches the logits or the hidden states of the model that it was converted from; see
-    `distill_target`. The task of language models is the next token. Other models have one where batches hold `labels`;
-    without them `max_steps` must be 0.
+    Distillation matches the logits of the model that it was converted from, or the last hidden states of models that
+    are no language models and no classifiers. The task of language models is the next token; of other models
+    `max_steps` must be 0.
 
     Args:
         config: The options.
-        batches: Source of the batches, such as a `BatchSource` of `mhla_hf.training.data.batches`.
+        batches: Source of the batches.
         model: The converted model, trained in place; None loads it from `config.model`.
         teacher: See `DiffusionTrainer`.
         callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.
         accelerator: An `Accelerator` to use; None makes one.
         tracker: Looks at the model while it trains, such as an
             [`AttentionTracker`][mhla_hf.analysis.AttentionTracker]. Its rows go into `metrics.jsonl` as `attention`
-            (the one of step 0 as `attention_at_start`, in the row of the first step; there is none under FSDP 2), its
-            figures to the trackers, and a run that is resumed continues its history. None for none.
+            (the one of step 0 as `attention_at_start`, in the row of the first step), its figures to the trackers, and
+            a run that is resumed continues its history. Not for sharded runs. None for none.
 
     Raises:
         ValueError: If options, model and data do not fit together.
@@ -155,45 +161,33 @@ class TransformersTrainer(Trainer):
 
     stage_class = TransformersStage
     source: ModelDirectory | None
-    dataset: BatchesByStep
+    dataset: BatchSource
 
     def __init__(
-        self,
-        config: TrainingConfig,
-        batches: BatchesByStep,
-        model: nn.Module | None = None,
-        *,
-        teacher: Teacher | None = None,
-        callback: Callback | None = None,
-        accelerator: Accelerator | None = None,
-        tracker: ModelTracker | None = None,
+        self, config: TrainingConfig, batches: BatchSource, model: nn.Module | None = None, **options: Any
     ) -> None:
-        if config.transfer_steps or config.validation_prompts:
-            raise ValueError(
-                "transfer_steps and validation_prompts are for diffusion models; match models of transformers with "
-                "mhla_hf.recovery.match_layers"
-            )
         check_options(config, TRANSFORMERS)
-        super().__init__(config, model, teacher, callback, accelerator, tracker)
-        if self.source is not None and config.distill_steps and teacher is None:
+        super().__init__(config, model, **options)
+        if self.source is not None and config.distill_steps and self.teacher is None:
             _ = self.original
-        self._take_data(batches)
+        self.dataset = batches
         self._load_model()
-        self.objective = TransformersObjective.of(self.model, config.distill_target, config.distill_temperature)
+        self.objective = TransformersObjective.of(self.model, config.distill_temperature)
 
     @staticmethod
     def open_source(location: str, component: str) -> ModelDirectory:
         """Open a model of transformers."""
-        directory = ModelDirectory.open(location)
-        if not directory.is_transformers:
-            raise ValueError(f"model: {location} is not a model of transformers")
-        return directory
+        return ModelDirectory.open(location)
 
-    def _batches(self) -> BatchesByStep:
-        return self.dataset
+    def _batches(self) -> Callable[[DataOrder, int, int], Any]:
+        return partial(model_batch, self.dataset)
 
     def _data_fingerprints(self) -> dict[str, str]:
-        return {"data": str(getattr(self.dataset, "fingerprint", len(self.dataset)))}
+        return {"data": self.dataset.fingerprint}
+
+    def _samples(self, order: DataOrder, step: int, micro_step: int) -> Sequence[int]:
+        number = step * order.accumulation_steps + micro_step
+        return self.dataset.batch_indices(order.stage, number, order.batch_size, order.rank, order.world_size)
 
     def _save_adapter(self, destination: Path, model: Any) -> None:
         with atomic_directory(destination) as temporary:

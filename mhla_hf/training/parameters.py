@@ -139,26 +139,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
 class WeightAverage:
     """The average of some parameters over the steps of a stage, by `diffusers.training_utils.EMAModel`.
 
-    It lies where the parameters lie, sharded as they are. Without `ema_power` the decay grows as
-    (1 + step) / (10 + step) up to `ema_decay`; with it, as 1 - (1 + step / ema_inv_gamma)^-ema_power.
+    It lies where the parameters lie, sharded as they are. The decay grows as (1 + step) / (10 + step) up to a limit.
 
     Args:
         model: The model, on its device and sharded already.
         names: Parameters that train.
-        config: The options; `ema_decay` must be given.
+        decay: The largest decay.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], config: TrainingConfig) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], decay: float) -> None:
         from diffusers.training_utils import EMAModel
 
-        assert config.ema_decay is not None
         every = dict(model.named_parameters())
         self.names = list(names)
         self.parameters = [every[name] for name in self.names]
-        warmup: dict[str, Any] = {}
-        if config.ema_power is not None:
-            warmup = {"use_ema_warmup": True, "inv_gamma": config.ema_inv_gamma or 1.0, "power": config.ema_power}
-        self.ema = EMAModel(self.parameters, decay=config.ema_decay, **warmup)
+        self.ema = EMAModel(self.parameters, decay=decay)
 
     def step(self) -> None:
         """Update the average after an optimizer step."""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -32,18 +33,21 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 from torch import distributed, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+from ..utils.compat import set_process_timeout
 from ..utils.machine import choose_device
 from ..utils.messages import one_line
 from .config import TrainingConfig
-from .data.batches import DataOrder, TrainingBatch
+from .data.batches import DataOrder
 
 
 Key = TypeVar("Key")
 
 # Other processes wait while the main one makes validation samples or copies a pipeline.
 TIMEOUT = timedelta(hours=4)
+# At first they wait for all to start, of which one may have ended already.
+STARTUP_TIMEOUT = timedelta(minutes=10)
 
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 # One Ctrl-C can arrive twice: from the terminal, and from a launcher that forwards it.
@@ -54,8 +58,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     """Make an `Accelerator` for the options; under a launcher, join the other processes.
 
     Raises:
-        ValueError: If the tracker is not installed, or the launcher has started one process of several.
-        TimeoutError: If other processes of the run do not start within `startup_timeout`.
+        ValueError: If the tracker is not installed, or `accelerate launch --cpu` was to start several processes.
+        TimeoutError: If other processes of the run do not start.
     """
     if config.report_to != "none" and find_spec(config.report_to) is None:
         raise ValueError(f"report_to={config.report_to!r} needs that package: pip install {config.report_to}")
@@ -79,19 +83,17 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
             kwargs_handlers=[
                 # Gradients need no second copy.
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-                InitProcessGroupKwargs(timeout=timedelta(minutes=config.startup_timeout)),
+                InitProcessGroupKwargs(timeout=STARTUP_TIMEOUT),
             ],
         )
     except distributed.DistError as error:
+        minutes = STARTUP_TIMEOUT.total_seconds() / 60
         raise TimeoutError(
-            f"the processes of the run did not find one another within {config.startup_timeout:g} minutes "
-            f"(startup_timeout); see what each printed, and start all of them again ({one_line(error, 200)})"
+            f"the processes of the run did not find one another within {minutes:g} minutes; see what each printed, "
+            f"and start all of them again ({one_line(error, 200)})"
         ) from error
     if distributed.is_available() and distributed.is_initialized():
-        # Afterwards, processes may wait for much longer.
-        distributed.distributed_c10d._set_pg_timeout(TIMEOUT)
-        # NCCL exchanges its id through the store at the first collective.
-        distributed.distributed_c10d._get_default_store().set_timeout(TIMEOUT)
+        set_process_timeout(TIMEOUT)
     _shard_on_cpus(accelerator)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         set_deepspeed_options(accelerator, config)
@@ -189,27 +191,6 @@ def unsharded(model: nn.Module) -> nn.Module:
     if hasattr(model, "generation_config"):
         copy.generation_config = model.generation_config
     return copy
-
-
-@contextmanager
-def gathered_root(module: nn.Module) -> Iterator[None]:
-    """A context in which parts of a model under FSDP 2 can be called by themselves, once the model has run.
-
-    Blocks gather their parameters when they are called, the rest is gathered when the whole model is. Every process
-    must enter it.
-
-    Args:
-        module: The module that was sharded as a whole; any other is left alone.
-    """
-    if not is_fully_sharded(module):
-        yield
-        return
-    sharded: Any = module
-    sharded.unshard()
-    try:
-        yield
-    finally:
-        sharded.reshard()
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -326,40 +307,33 @@ class StopSignals:
             raise KeyboardInterrupt
 
 
-class MicroBatches(Dataset):
-    """The micro-batches of a stage by (step, micro-step).
+def read_batches(
+    make_batch: Callable[[DataOrder, int, int], Any], order: DataOrder, first: int, steps: int, workers: int
+) -> Generator[Any]:
+    """Read the micro-batches of the steps from `first` to `steps`.
 
     Args:
         make_batch: Makes one from the data order, the step and the micro-step; a pure function.
         order: The data order.
+        first: The first step.
+        steps: Number of steps of the stage.
+        workers: Number of processes that make batches ahead; 0 makes them here.
     """
+    micro_steps = range(order.accumulation_steps)
+    loader: DataLoader[Any] = DataLoader(
+        [(step, micro_step) for step in range(first, steps) for micro_step in micro_steps],  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=partial(_make_at, make_batch, order),
+        num_workers=workers,
+        worker_init_fn=_ignore_stop_signals,
+        # The loader draws a number, which must not come from the generator of the model's dropout.
+        generator=torch.Generator(),
+    )
+    yield from loader
 
-    def __init__(self, make_batch: Callable[[DataOrder, int, int], TrainingBatch], order: DataOrder) -> None:
-        self.make_batch, self.order = make_batch, order
 
-    def __getitem__(self, place: tuple[int, int]) -> TrainingBatch | Exception:
-        """The micro-batch, or its error: the loader would fill the message of a worker's with a traceback."""
-        try:
-            return self.make_batch(self.order, *place)
-        except (OSError, ValueError) as error:
-            return error
-
-    def read(self, first: int, steps: int, workers: int) -> Generator[TrainingBatch]:
-        """Read the micro-batches of the steps from `first` to `steps`, made ahead by so many processes."""
-        micro_steps = range(self.order.accumulation_steps)
-        loader = DataLoader(
-            self,
-            batch_size=None,
-            sampler=[(step, micro_step) for step in range(first, steps) for micro_step in micro_steps],
-            num_workers=workers,
-            worker_init_fn=_ignore_stop_signals,
-            # The loader draws a number, which must not come from the generator of the model's dropout.
-            generator=torch.Generator(),
-        )
-        for batch in loader:
-            if isinstance(batch, Exception):
-                raise batch
-            yield batch
+def _make_at(make_batch: Callable[[DataOrder, int, int], Any], order: DataOrder, place: tuple[int, int]) -> Any:
+    return make_batch(order, *place)
 
 
 def _ignore_stop_signals(worker: int) -> None:

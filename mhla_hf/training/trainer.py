@@ -11,52 +11,49 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, send_to_device
 from torch import nn
 from tqdm.auto import tqdm
 
 from ..models.directory import ModelDirectory
-from ..utils.compat import installed_versions
 from ..utils.destinations import lock_output, remove_directory, remove_leftovers
 from ..utils.files import list_files, write_json
 from ..utils.locations import local_origin
+from ..utils.messages import shorten_list
 from ..utils.model_cards import carried_metadata
 from . import checkpoints, parameters
-from .checkpoints import Callback, ModelTracker, Position, Reports
+from .checkpoints import Callback, Position, Reports
 from .config import UNCONVERTED, TrainingConfig
 from .data.batches import DataOrder, folder_fingerprint, model_fingerprint, stable_seed
-from .data.cache import LatentDataset
 from .evaluation import Validator
 from .matching.layers import mhla_layers
 from .matching.matching import STAGE as MATCHING
 from .matching.matching import match_stage, matching_bar
-from .matching.teacher import SharedTeacher, Teacher, memory_of, share_weights, shared_teacher
+from .matching.teacher import SharedTeacher, Teacher, share_weights, shared_teacher
 from .parameters import WeightAverage, learning_rate_factor, make_optimizer, set_learning_rate
 from .processes import (
-    MicroBatches,
     Processes,
     StopSignals,
     TrainingStopped,
     check_distribution,
     full_tensor,
     make_accelerator,
+    read_batches,
     unsharded,
 )
-from .stages.prediction import Stage
+from .stages.objectives import Stage
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_SHOWN = 8
 
 
 @dataclass
@@ -66,17 +63,12 @@ class TrainingResult:
     Attributes:
         model: The trained transformer, with the average of its weights under `ema_decay`; LoRA is merged.
         losses: Loss of every step of this run, by stage. A resumed run has those of the earlier one too.
-        seconds_per_step: Mean duration of the steps run here, by stage.
-        teacher_memory: Bytes of the weights of the distillation's teacher: `stored` for it alone, and `shared` with
-            the model. Empty without distillation in this run.
         resumed_from: The checkpoint that the run was resumed from.
         pipeline: The directory of the pipeline or model written.
     """
 
     model: nn.Module
     losses: dict[str, list[float]] = field(default_factory=dict)
-    seconds_per_step: dict[str, float] = field(default_factory=dict)
-    teacher_memory: dict[str, int] = field(default_factory=dict)
     resumed_from: Path | None = None
     pipeline: Path | None = None
 
@@ -101,12 +93,13 @@ class Trainer(ABC):
     def __init__(
         self,
         config: TrainingConfig,
-        model: nn.Module | None,
-        teacher: Teacher | None,
-        callback: Callback | None,
-        accelerator: Accelerator | None,
-        tracker: ModelTracker | None,
+        model: nn.Module | None = None,
+        *,
+        teacher: Teacher | None = None,
+        callback: Callback | None = None,
+        accelerator: Accelerator | None = None,
         source: ModelDirectory | None = None,
+        tracker: Any = None,
     ) -> None:
         if model is None and config.model is None:
             raise ValueError("model must be given: a directory or a Hub id")
@@ -133,11 +126,6 @@ class Trainer(ABC):
         """The ordinary model behind that of the source."""
         return self.source.original(self.config.teacher, "teacher")
 
-    def _take_data(self, dataset: Any) -> None:
-        if len(dataset) < 1:
-            raise ValueError("the data set is empty")
-        self.dataset = dataset
-
     def _load_model(self) -> None:
         """Load the model of the source unless there is one, and add LoRA where it trains."""
         config = self.config
@@ -149,12 +137,16 @@ class Trainer(ABC):
             parameters.add_lora(self.model, config.lora_rank, config.lora_alpha, stable_seed(config.seed, "lora"))
 
     @abstractmethod
-    def _batches(self) -> Any:
-        """The source of batches that the stages take."""
+    def _batches(self) -> Callable[[DataOrder, int, int], Any]:
+        """The function that makes the batches of the stages, see `Stage`."""
 
     @abstractmethod
     def _data_fingerprints(self) -> dict[str, str]:
-        """Fingerprints of the samples and of their encoders."""
+        """Hashes that identify the samples and their encoders, by name."""
+
+    @abstractmethod
+    def _samples(self, order: DataOrder, step: int, micro_step: int) -> Sequence[int]:
+        """Indices in the data set of the samples of a micro-batch."""
 
     @abstractmethod
     def _save_adapter(self, destination: Path, model: Any) -> None:
@@ -168,13 +160,12 @@ class Trainer(ABC):
 
         Raises:
             ValueError: If a checkpoint does not fit, or the output already holds a run that is not resumed.
-            FloatingPointError: If a loss or gradient is no longer finite; the message names the step, the samples of
-                its batch and the last good checkpoint.
+            FloatingPointError: If a loss or gradient is no longer finite; the message names the step, its samples and
+                the last good checkpoint.
             TrainingStopped: If Ctrl-C or SIGTERM has stopped the run, in this process or another one; with `output`, a
                 checkpoint is saved before.
         """
         config, result = self.config, TrainingResult(self.model)
-        self.teacher_memory: dict[str, int] = {}
         try:
             with ExitStack() as self.resources:
                 self.inputs = self._run_inputs()
@@ -183,22 +174,15 @@ class Trainer(ABC):
                 with StopSignals() as self.signals:
                     self._set_up(result.resumed_from)
                     if config.transfer_steps:
-                        result.losses[MATCHING], result.seconds_per_step[MATCHING] = self._match()
+                        result.losses[MATCHING] = self._match()
                     for number, stage in enumerate(stages):
                         self.reports.steps_before = config.transfer_steps + sum(each.steps for each in stages[:number])
                         is_last = number == len(stages) - 1
-                        result.losses[stage.name], result.seconds_per_step[stage.name] = self._train(stage, is_last)
-                if self.signals.received is not None:
-                    raise KeyboardInterrupt
-                result.teacher_memory = self.teacher_memory
+                        result.losses[stage.name] = self._train(stage, is_last)
                 self._finish(result)
         except TrainingStopped:
             # All processes stop together; after any other exception they may not all be here.
             self.accelerator.end_training()
-            raise
-        except KeyboardInterrupt as stop:
-            if self.output is not None and not stop.args:
-                stop.args = ("stopped; the same command with --resume latest continues from the last checkpoint",)
             raise
         return result
 
@@ -235,7 +219,7 @@ class Trainer(ABC):
         return stages
 
     def _find_checkpoint(self) -> Path | None:
-        """Lock the output, and the cache for reading, and find the checkpoint to resume from.
+        """Lock the output and find the checkpoint to resume from.
 
         The main process decides, so that all agree even while files appear; an error it meets is raised in all.
         """
@@ -245,8 +229,6 @@ class Trainer(ABC):
         with Processes().together():
             if self.accelerator.is_main_process:
                 self.resources.enter_context(lock_output(self.output) or nullcontext())
-                if isinstance(self.dataset, LatentDataset):
-                    self.resources.enter_context(self.dataset.lock() or nullcontext())
                 found = [checkpoints.find_checkpoint(self.config.resume, self.output / "checkpoints")]
                 for finished in (self.output / "pipeline", self.output / "model"):
                     if self.config.resume is None and finished.exists():
@@ -258,8 +240,11 @@ class Trainer(ABC):
 
     def _set_up(self, checkpoint: Path | None) -> None:
         """Open the metrics and trackers, and encode the prompts of validation samples."""
-        if self.tracker is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise ValueError("tracker (--track-attention) does not run under DeepSpeed; use FSDP 2")
+        if self.tracker is not None and self.accelerator.distributed_type in (
+            DistributedType.FSDP,
+            DistributedType.DEEPSPEED,
+        ):
+            raise ValueError("tracker (--track-attention) needs the whole model in a process: use one process or DDP")
         self.checkpoint = checkpoint
         self.position = checkpoints.checkpoint_position(checkpoint) if checkpoint is not None else None
         if self.output is not None and self.accelerator.is_main_process:
@@ -267,7 +252,6 @@ class Trainer(ABC):
                 remove_leftovers(folder)
             write_json(self.output / "training_config.json", self.config.to_dict())
         self.reports = Reports(self.config, self.accelerator, self.output, self.position, self.callback, self.tracker)
-        self.resources.callback(self.reports.close)
         self.validator = self._make_validator()
         self.accelerator.wait_for_everyone()
 
@@ -319,20 +303,19 @@ class Trainer(ABC):
             teacher.keep(parameters.trainable_names(self.model, self.config.train))
         else:
             teacher = teacher.to(_DTYPES.get(self.accelerator.mixed_precision, torch.float32))
-        self.teacher_memory = memory_of(teacher)
         return teacher
 
     # The stages.
 
-    def _match(self) -> tuple[list[float], float]:
-        """Match each MHLA layer, unless a checkpoint has what follows; returns losses and seconds as `_train` does."""
+    def _match(self) -> list[float]:
+        """Match each MHLA layer, unless a checkpoint has what follows; returns the losses of the steps."""
         config, accelerator, steps = self.config, self.accelerator, self.config.transfer_steps
         layers = [layer.name for layer in mhla_layers(self.model)]
         names = parameters.trainable_names(self.model, config.train, layers)
         if self.position is not None and self.checkpoint is not None:
             if self.position.stage == MATCHING:
                 checkpoints.load_weights(self.checkpoint, self.model, names)
-            return self.reports.losses(MATCHING), 0.0
+            return self.reports.losses(MATCHING)
         parameters.set_trainable(self.model, names)
         self.model.to(accelerator.device)
         self.reports.start(MATCHING, self.model)
@@ -341,7 +324,9 @@ class Trainer(ABC):
         folder = None if self.output is None else self.output / MATCHING
         report = match_stage(
             self.model,
-            lambda number: objective.inputs_of(self.model, make_batch(order, number, 0).to(accelerator.device)),
+            lambda number: send_to_device(
+                objective.inputs_of(self.model, make_batch(order, number, 0)), accelerator.device
+            ),
             len(self.dataset),
             replace(config, mixed_precision=accelerator.mixed_precision),
             shared_teacher(self.model, self._take_teacher("transfer_steps")),
@@ -356,9 +341,9 @@ class Trainer(ABC):
         self._write_checkpoint(Position.of(MATCHING, steps), {checkpoints.WEIGHTS: weights})
         if folder is not None and accelerator.is_main_process:
             remove_directory(folder)
-        return losses, seconds
+        return losses
 
-    def _train(self, stage: Stage, is_last: bool) -> tuple[list[float], float]:
+    def _train(self, stage: Stage, is_last: bool) -> list[float]:
         """Run the remaining steps of a stage.
 
         Args:
@@ -367,28 +352,30 @@ class Trainer(ABC):
                 their average.
 
         Returns:
-            The losses of all its steps, earlier ones included, and the mean seconds of the steps run here.
+            The losses of all its steps, earlier ones included.
         """
         config, self.stage, self.step = self.config, stage, 0
-        losses, seconds = self.reports.losses(stage.name), []
-        averages = is_last and config.ema_decay is not None
+        losses = self.reports.losses(stage.name)
+        ema_decay = config.ema_decay if is_last else None
         checkpoint = self.checkpoint if self.position is not None and self.position.stage == stage.name else None
         if self.position is not None and self.position >= Position.of(stage.name, stage.steps):
             # The next stage, or the export, continues from the weights at the end of this one.
             if checkpoint is not None:
-                checkpoints.load_weights(checkpoint, self.model, stage.trainable_names(), averages)
-            return losses, 0.0
-        self._start(checkpoint, averages)
+                checkpoints.load_weights(
+                    checkpoint, self.model, stage.trainable_names(), averages=ema_decay is not None
+                )
+            return losses
+        self._start(checkpoint, ema_decay)
         hidden = not (config.progress and self.accelerator.is_local_main_process)
         bar = tqdm(total=stage.steps, initial=self.step, desc=stage.name, unit="step", disable=hidden)
         with stage.context(), bar, closing(self.batches):
             while self.step < stage.steps:
                 began = time.perf_counter()
                 loss, figures, stop_requested = self._take_step()
-                seconds.append(time.perf_counter() - began)
+                seconds = time.perf_counter() - began
                 self.step += 1
                 losses.append(loss)
-                self.reports.add(stage.name, self.step, loss, figures, seconds[-1], self.model, self.module)
+                self.reports.add(stage.name, self.step, loss, figures, seconds, self.model)
                 bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
                 bar.update()
                 every, is_over = config.checkpointing_steps, self.step == stage.steps
@@ -400,14 +387,14 @@ class Trainer(ABC):
                     self._validate()
         if self.average is not None:
             self.average.copy_to_model()
-        stage.close()
+        stage.teacher = None
         del self.module, self.optimizer, self.batches
         if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
             # DeepSpeed would let go of the weights, which are still to be gathered.
             self.accelerator.free_memory()
-        return losses, sum(seconds) / len(seconds)
+        return losses
 
-    def _start(self, checkpoint: Path | None, averages: bool) -> None:
+    def _start(self, checkpoint: Path | None, ema_decay: float | None) -> None:
         """Prepare model, optimizer and batches of the stage, and restore them from its checkpoint if there is one."""
         stage, config, accelerator = self.stage, self.config, self.accelerator
         self.names = stage.trainable_names()
@@ -424,7 +411,7 @@ class Trainer(ABC):
         self.module, self.optimizer = accelerator.prepare(stage.module(), optimizer)
         # Without accelerate's wrapper.
         self.plain_optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        self.average = WeightAverage(self.model, self.names, config) if averages else None
+        self.average = None if ema_decay is None else WeightAverage(self.model, self.names, ema_decay)
         if checkpoint is not None:
             state = checkpoints.read_state(checkpoint)
             if self.average is not None:
@@ -438,11 +425,10 @@ class Trainer(ABC):
         if self.position is None and self.reports.steps_before == 0:
             self.reports.start(stage.name, self.model)
         sharing = {"world_size": accelerator.num_processes, "rank": accelerator.process_index}
-        order = self._data_order(stage.name, accumulation_steps=config.gradient_accumulation_steps, **sharing)
+        self.order = self._data_order(stage.name, accumulation_steps=config.gradient_accumulation_steps, **sharing)
         # Last, since it starts processes, which end when it is closed.
-        self.batches = MicroBatches(stage.make_batch, order).read(
-            self.step, stage.steps, config.dataloader_num_workers
-        )
+        workers = config.dataloader_num_workers
+        self.batches = read_batches(stage.make_batch, self.order, self.step, stage.steps, workers)
 
     def _take_step(self) -> tuple[float, dict[str, float], bool]:
         """Take an optimizer step.
@@ -456,15 +442,13 @@ class Trainer(ABC):
         )
         rate = set_learning_rate(self.plain_optimizer, factor)
         losses: list[torch.Tensor] = []
-        samples: list[tuple[int, ...]] = []
         for micro_step in range(config.gradient_accumulation_steps):
-            batch = next(self.batches).to(accelerator.device)
+            batch = send_to_device(next(self.batches), accelerator.device, non_blocking=True)
             last = micro_step + 1 == config.gradient_accumulation_steps
             with nullcontext() if last else accelerator.no_sync(self.module):
                 loss = stage.loss(self.module, batch, accelerator) / config.gradient_accumulation_steps
                 accelerator.backward(loss)
             losses.append(loss.detach())
-            samples.append(batch.indices)
         norm = accelerator.clip_grad_norm_(self.module.parameters(), config.max_grad_norm or math.inf)
         # DeepSpeed gives a plain number.
         gradient_norm = float(full_tensor(norm) if torch.is_tensor(norm) else norm)
@@ -476,7 +460,7 @@ class Trainer(ABC):
         diverged = accelerator.scaler is None and not math.isfinite(gradient_norm)
         if diverged or not math.isfinite(loss_value):
             problem = f"gradient is {gradient_norm}" if math.isfinite(loss_value) else f"loss is {loss_value}"
-            raise self._diverged(problem, list(zip(torch.stack(losses).tolist(), samples, strict=True)))
+            raise self._diverged(problem)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average is not None:
@@ -511,11 +495,9 @@ class Trainer(ABC):
         if not self.stage.validates or not self.config.validation_prompts:
             return
         if self.validator is not None and self.output is not None:
-            run_step = self.reports.steps_before + self.step
-            with self.average.applied() if self.average is not None else nullcontext():
-                self.validator.write_and_log(
-                    self.model, self.output / "validation", self.step, self.accelerator, run_step
-                )
+            average = self.average.applied() if self.average is not None else nullcontext()
+            with average, self.accelerator.autocast():
+                self.validator.write(self.model, self.output / "validation", self.step)
         self.accelerator.wait_for_everyone()
 
     # Messages.
@@ -529,35 +511,31 @@ class Trainer(ABC):
                 message += "nothing was saved, for there is no output"
             else:
                 saved = Position.of(self.stage.name, self.step).name
-                newest = checkpoints.list_checkpoints(self.output / "checkpoints")[-1].name
-                # A run that went back has not reached its later checkpoints again.
-                resume = "latest" if saved == newest else saved
-                message += f"the same command with --resume {resume} continues from there (saved in {self.output})"
+                message += f"the same command with --resume {saved} continues from there (saved in {self.output})"
         return TrainingStopped(message, self.signals.received or signal.SIGINT)
 
-    def _diverged(self, problem: str, batches: Sequence[tuple[float, tuple[int, ...]]]) -> FloatingPointError:
-        """Return the exception that ends a run whose loss or gradient is not finite. Every process must call it.
+    def _diverged(self, problem: str) -> FloatingPointError:
+        """Return the exception that ends a run whose loss or gradient is not finite.
 
         Args:
             problem: The quantity and its value, such as "loss is nan".
-            batches: Loss and indices of samples of this process's micro-batches.
         """
-        everywhere = gather_object(list(batches))
-        # Those whose loss is not finite; all if only the gradient is not.
-        bad = [indices for loss, indices in everywhere if not math.isfinite(loss)] or [each[1] for each in everywhere]
-        numbers = list(dict.fromkeys(chain(*bad)))
-        # A data set may say what a sample is.
-        samples = ", ".join(map(getattr(self.dataset, "sample_name", str), numbers[:_SHOWN]))
-        if len(numbers) > _SHOWN:
-            samples += f" and {len(numbers) - _SHOWN} more"
         position, way_out = Position.of(self.stage.name, self.step + 1), "nothing was saved, for there is no output"
         if self.output is not None:
             good = checkpoints.last_good_checkpoint(self.output / "checkpoints", position)
             way_out = "there is no good checkpoint to go back to"
             if good is not None:
                 way_out = f"--resume {good.name} continues from the last good checkpoint"
+        samples = [
+            index
+            for rank in range(self.order.world_size)
+            for micro_step in range(self.order.accumulation_steps)
+            for index in self._samples(replace(self.order, rank=rank), self.step, micro_step)
+        ]
+        # A data set may say what a sample is.
+        names = shorten_list(map(getattr(self.dataset, "sample_name", str), samples))
         return FloatingPointError(
-            f"the {problem} in {position.stage} step {position.step}, batch of sample {samples} of the data set; "
+            f"the {problem} in {position.stage} step {position.step}, batch of samples {names} of the data set; "
             f"{way_out}; lower the learning rate if the samples are sound"
         )
 
@@ -585,15 +563,12 @@ class Trainer(ABC):
 
     def _record(self, result: TrainingResult) -> dict[str, Any]:
         """Contents of `training.json`."""
-        directory, location = self.source.root, str(self.config.model)
-        origin = {"location": location}
-        if Path(location).is_dir():
+        directory, origin = self.source.root, {"location": str(self.config.model)}
+        if Path(origin["location"]).is_dir():
             origin = {"location": str(directory.resolve()), **local_origin(directory)}
-        record = {
+        return {
             **self._state(),
             "source": origin,
             "source_card": carried_metadata(directory),
             "final_losses": {name: values[-1] for name, values in result.losses.items() if values},
-            "versions": installed_versions("torch", "diffusers", "accelerate", "safetensors"),
         }
-        return {**record, "teacher_memory_bytes": result.teacher_memory} if result.teacher_memory else record

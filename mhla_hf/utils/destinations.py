@@ -21,9 +21,9 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -39,13 +39,12 @@ PATIENCE_SECONDS = 10.0
 
 _DESTINATION_PATIENCE_SECONDS = 1.0
 _TEMPORARY = re.compile(
-    rf"{re.escape(TEMPORARY_PREFIX)}(?P<kind>lock-|(?:old-|moving-)?[0-9a-f]{{8}}-)(?P<name>.+)", re.DOTALL
+    rf"{re.escape(TEMPORARY_PREFIX)}(?:lock-|(?:old-|moving-)?[0-9a-f]{{8}}-)(?P<name>.+)", re.DOTALL
 )
-_TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
+# The files that make a directory loadable, where it cannot be renamed.
+_MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
 # Errors of network file systems without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
-# The files that make a directory loadable are moved last where it cannot be renamed.
-_MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
 
 
 class Lock(FileLock):  # type: ignore[misc, valid-type]
@@ -100,30 +99,13 @@ def lock_output(directory: Path, patience: float = PATIENCE_SECONDS) -> Lock | N
     return take_lock(directory / LOCK, taken, patience)
 
 
-def share_lock(path: Path, taken: str) -> IO[str] | None:
-    """Take a lock that other readers may share; arguments and errors as in [`take_lock`], without waiting.
-
-    Returns:
-        The lock file, to be kept open as long as the lock is needed; `None` where it cannot be locked.
-    """
-    try:
-        import fcntl
-
-        file = path.open("a+")
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(taken) from None
-    except (ImportError, OSError):
-        return None
-    return file
-
-
 class Destination:
     """A directory that only this process writes; see [`claim_destination`].
 
     Attributes:
         path: The directory, links resolved.
         overwrite: Whether its present content is replaced.
+        home: The folder of its temporary directories.
     """
 
     def __init__(self, path: Path, overwrite: bool) -> None:
@@ -141,20 +123,31 @@ class Destination:
             ValueError: If others have put something into the destination meanwhile, which is left alone.
         """
         token = uuid.uuid4().hex[:8]
-        new, old = self._temporary(token), self._temporary(token, "old-")
+        new, old, moving = (self._temporary(token, kind) for kind in ("", "old-", "moving-"))
         new.mkdir()
         try:
             with clear_write_errors(self.path):
                 yield new
                 _flush_tree(new)
+            self.check_content()
             if self._inside:
-                self._move_in(new, old, self._temporary(token, "moving-"))
+                old.mkdir()
+                _move_entries(self.path, old)
+                os.rename(new, moving)
+                _move_entries(moving, self.path)
             else:
-                self._rename(new, old)
+                if self.overwrite and _entries(self.path, every=True):
+                    os.rename(self.path, old)
+                # Replaces an empty directory and nothing else.
+                os.rename(new, self.path)
+            if old.exists():
+                # What is half removed must never be restored.
+                os.rename(old, new)
             flush_to_disk(self.home)
         finally:
+            self.recover(remove=False)
             # While the old content is aside, the name of the new one says that it was not replaced.
-            if not os.path.lexists(old):
+            if not old.exists():
                 shutil.rmtree(new, ignore_errors=True)
 
     def check_content(self) -> None:
@@ -163,7 +156,7 @@ class Destination:
         Raises:
             ValueError: If the destination is not empty.
         """
-        if not self.overwrite and self._content():
+        if not self.overwrite and (_entries(self.path, every=not self._inside) or self.path.is_file()):
             raise ValueError(
                 f"destination {self.path} is not empty; choose another one or pass overwrite=True (--overwrite)."
             )
@@ -175,9 +168,9 @@ class Destination:
             remove: Also remove leftovers. Requires the lock: they could belong to a living process. What was not
                 replaced, and cannot be put back since something else took its place, is kept.
         """
-        for folder in self._leftovers("moving-") if self._inside else []:
-            self._empty_into_place(folder)
-            logger.warning("Finished %s, which a run that was killed had left half-way.", self.path)
+        for moving in self._leftovers("moving-") if self._inside else []:
+            _move_entries(moving, self.path)
+            logger.warning("Finished %s, which was left half-way.", self.path)
         kept: set[Path] = set()
         for old in self._leftovers("old-"):
             new = old.with_name(old.name.replace("old-", "", 1))
@@ -189,10 +182,10 @@ class Destination:
                 logger.warning("%s holds what stood at %s before a run that was killed.", old, self.path)
                 continue
             if self._inside:
-                self._empty_into_place(old)
+                _move_entries(old, self.path)
             else:
                 os.rename(old, self.path)
-            logger.warning("Restored %s, which a run that was killed had put aside.", self.path)
+            logger.warning("Restored %s, which had been put aside.", self.path)
         for path in [*self._leftovers("old-"), *self._leftovers()] if remove else []:
             if path not in kept:
                 if path.is_dir():
@@ -201,66 +194,7 @@ class Destination:
                     path.unlink(missing_ok=True)
                 logger.warning("Removed %s, left over from a run that was killed.", path)
 
-    def _rename(self, new: Path, old: Path) -> None:
-        replaces = self.overwrite and bool(self._content())
-        if replaces:
-            os.rename(self.path, old)
-        try:
-            if os.name == "nt" and self.path.is_dir():
-                os.rmdir(self.path)
-            # Replaces an empty directory and nothing else.
-            os.rename(new, self.path)
-        except OSError as error:
-            if error.errno in _TAKEN:
-                raise self._filled() from None
-            raise
-        finally:
-            if replaces and not os.path.lexists(self.path):
-                os.rename(old, self.path)
-        if replaces:
-            # What is half removed must never be restored.
-            os.rename(old, new)
-
-    def _move_in(self, new: Path, old: Path, moving: Path) -> None:
-        content = self._content()
-        if content:
-            if not self.overwrite:
-                raise self._filled()
-            old.mkdir()
-            with ExitStack() as stack:
-                stack.callback(self._empty_into_place, old)
-                for name in content:
-                    os.rename(self.path / name, old / name)
-                stack.pop_all()
-        os.rename(new, moving)
-        self._empty_into_place(moving)
-        if content:
-            os.rename(old, new)
-
-    def _filled(self) -> ValueError:
-        return ValueError(
-            f"destination {self.path} was filled by others meanwhile and is left alone; choose another one or pass "
-            "overwrite=True (--overwrite)."
-        )
-
-    def _empty_into_place(self, folder: Path) -> None:
-        for name in sorted(os.listdir(folder), key=lambda name: (name in _MOVED_LAST, name)):
-            if os.path.lexists(self.path / name):
-                raise ValueError(
-                    f"{self.path / name} is in the way of {folder / name}; move one of them away and run again."
-                )
-            os.rename(folder / name, self.path / name)
-        os.rmdir(folder)
-
-    def _content(self) -> list[str]:
-        """Names of the entries that others put there."""
-        names = sorted(os.listdir(self.path)) if self.path.is_dir() else []
-        if not self._inside:
-            return names
-        # A new file system has lost+found.
-        return [name for name in names if not name.startswith(TEMPORARY_PREFIX) and name != "lost+found"]
-
-    def _temporary(self, token: str, kind: str = "") -> Path:
+    def _temporary(self, token: str, kind: str) -> Path:
         return self.home / f"{TEMPORARY_PREFIX}{kind}{token}-{self.path.name}"
 
     def _leftovers(self, kind: str = "") -> list[Path]:
@@ -284,9 +218,9 @@ def claim_destination(destination: Path, *, overwrite: bool = False) -> Iterator
     if os.path.lexists(path) and not path.is_dir():
         raise ValueError(f"destination {destination} is not a directory; give a directory.")
     claimed = Destination(path, overwrite)
+    claimed.home.mkdir(parents=True, exist_ok=True)
     lock_path = claimed.home / f"{TEMPORARY_PREFIX}lock-{path.name}"
     taken = f"destination {destination} is being written by another run; wait for it or choose another one."
-    claimed.home.mkdir(parents=True, exist_ok=True)
     lock = take_lock(lock_path, taken, _DESTINATION_PATIENCE_SECONDS)
     try:
         claimed.recover(remove=lock is not None)
@@ -334,6 +268,26 @@ def _flush_tree(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
         if not path.is_symlink():
             flush_to_disk(path)
+
+
+def _entries(folder: Path, every: bool) -> list[str]:
+    """Names of the entries of a folder, temporary ones only with `every`, in the order in which they enter another."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    # A new file system has lost+found.
+    others = [name for name in names if every or not (name.startswith(TEMPORARY_PREFIX) or name == "lost+found")]
+    return sorted(others, key=lambda name: (name in _MOVED_LAST, name))
+
+
+def _move_entries(source: Path, target: Path) -> None:
+    """Move every entry of a folder into another; a temporary folder is removed then."""
+    # What makes a directory loadable leaves it first and enters it last.
+    names = _entries(source, every=source.name.startswith(TEMPORARY_PREFIX))
+    for name in reversed(names) if target.name.startswith(TEMPORARY_PREFIX) else names:
+        if os.path.lexists(target / name):
+            raise ValueError(f"{target / name} is in the way of {source / name}; move one of them away, run again.")
+        os.rename(source / name, target / name)
+    if source.name.startswith(TEMPORARY_PREFIX):
+        os.rmdir(source)
 
 
 def _must_stay(path: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import atomic_file
-from .messages import how_to_install
+from .messages import import_extra
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -18,13 +18,9 @@ def new_figure(width: float, height: float) -> Any:
         ValueError: If matplotlib is not installed.
     """
     # A figure without pyplot needs no display and leaves a notebook's backend alone.
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(f"Figures need matplotlib: {how_to_install('report')}.") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    backend = import_extra("matplotlib.backends.backend_agg", "Figures", "report")
+    figure = import_extra("matplotlib.figure", "Figures", "report").Figure((width, height), layout="constrained")
+    backend.FigureCanvasAgg(figure)
     return figure
 
 

@@ -6,21 +6,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NoReturn
 
 
 TEMPORARY_PREFIX = ".tmp-"
 
 IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
-MAX_VISITS = 16
-"""Most links to the same folder: folders that link to each other can stand for any number of files."""
 
 MAX_BYTES = 256 * 2**20
 """Largest JSON file that is read. The index of a model with a million tensors has about 100 MB."""
@@ -30,20 +28,8 @@ MAX_DEPTH = 100
 
 Types = type | tuple[type, ...]
 
-_NAMES: dict[type, str] = {
-    dict: "an object",
-    list: "a list",
-    str: "a string",
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    type(None): "null",
-}
-_NO_ROOM = {
-    errno.ENOSPC: "no space is left on the disk",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the file is larger than the system allows",
-}
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -105,8 +91,6 @@ def flush_to_disk(path: Path) -> None:
 def clear_write_errors(destination: Path) -> Iterator[None]:
     """Report a full disk in one line, whatever the library that writes raises.
 
-    The exceptions of safetensors and PyTorch name neither the file nor a remedy.
-
     Args:
         destination: The file or directory that is written, for the error.
 
@@ -116,31 +100,14 @@ def clear_write_errors(destination: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = _no_room(error, destination.parent)
-        if reason is None:
+        # The wording of safetensors, of copies of directories, and of PyTorch's archives.
+        numbers = re.findall(r"(?:os error |Errno )(\d+)", str(error))
+        if not any(int(number) in _NO_ROOM for number in numbers) and "inline_container" not in str(error):
             raise
         raise OSError(
-            f"{destination} cannot be written: {reason}. Make room and run the same command again; what was complete "
-            "before is still there."
+            f"{destination} cannot be written: no space is left on the disk (or a quota is full). Make room and run "
+            "the same command again; what was complete before is still there."
         ) from error
-
-
-def _no_room(error: Exception, directory: Path) -> str | None:
-    """Return the reason for a lack of room, if that is the cause of an exception."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return _NO_ROOM.get(error.errno)
-    # By name: whoever writes without safetensors need not have it.
-    if not isinstance(error, OSError | RuntimeError) and type(error).__name__ != "SafetensorError":
-        return None
-    for number, reason in _NO_ROOM.items():
-        # The wording of safetensors, and of copies of directories.
-        if f"(os error {number})" in str(error) or f"[Errno {number}]" in str(error):
-            return reason
-    # PyTorch's archives and external programs do not tell.
-    with suppress(OSError):
-        if shutil.disk_usage(directory).free < 2**16:
-            return _NO_ROOM[errno.ENOSPC]
-    return "the disk may be full" if "inline_container" in str(error) else None
 
 
 def path_inside(root: Path, name: Any, where: str) -> Path:
@@ -169,36 +136,26 @@ def path_inside(root: Path, name: Any, where: str) -> Path:
 def list_files(root: Path) -> list[Path]:
     """List every file below `root`, relative to it and sorted, without version control and download caches.
 
-    Links are followed to where [`check_entry`] allows.
+    Links to files are followed to where [`check_entry`] allows.
 
     Raises:
-        ValueError: If a link leads out of `root`, nowhere or to a folder that it is in, too many lead to the same
-            folder, or something is neither file nor folder.
+        ValueError: If a link leads out of `root`, nowhere or to a folder, or something is neither file nor folder.
+        OSError: If a folder cannot be read.
     """
     found: list[Path] = []
-    visits: Counter[str] = Counter()
-    # Each folder with the real paths of those it was reached through.
-    waiting: list[tuple[Path, tuple[str, ...]]] = [(root, (os.path.realpath(root),))]
-    while waiting:
-        folder, ancestors = waiting.pop()
-        folders = []
-        for name in sorted(os.listdir(folder)):
-            path = folder / name
-            if name in IGNORED_FOLDERS and path.is_dir():
-                continue
+    for folder, folders, files in os.walk(root, onerror=_fail):
+        folders[:] = [name for name in folders if name not in IGNORED_FOLDERS]
+        for name in (*folders, *files):
+            path = Path(folder, name)
             if not stat.S_ISDIR(check_entry(path, root).st_mode):
                 found.append(path.relative_to(root))
-                continue
-            real = os.path.realpath(path)
-            visits[real] += 1
-            if real in ancestors or visits[real] > MAX_VISITS:
-                raise ValueError(
-                    f"{path} is a link to a folder that it is in, or one of more than {MAX_VISITS} links to the same "
-                    f"folder ({real}); remove the link."
-                )
-            folders.append((path, (*ancestors, real)))
-        waiting += reversed(folders)
-    return found
+            elif path.is_symlink():
+                raise ValueError(f"{path} is a link to a folder; put a copy there or remove the link.")
+    return sorted(found)
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise error
 
 
 def check_entry(path: Path, root: Path) -> os.stat_result:
@@ -336,14 +293,14 @@ def check_fields(
 
 def _problem(content: Any, required: Mapping[str, Types], optional: Mapping[str, Types]) -> str:
     if not isinstance(content, dict):
-        return f" is not a JSON object but {_name(type(content))}"
+        return f" is not a JSON object but {type(content).__name__}"
     for name, types in {**optional, **required}.items():
         if name not in content:
             if name in required:
                 return f" has no field {name!r}"
         elif not _is(content[name], types):
-            allowed = " or ".join(map(_name, types if isinstance(types, tuple) else (types,)))
-            return f": {name!r} must be {allowed}, and is {_name(type(content[name]))}"
+            allowed = " or ".join(kind.__name__ for kind in (types if isinstance(types, tuple) else (types,)))
+            return f": {name!r} must be {allowed}, and is {type(content[name]).__name__}"
     return ""
 
 
@@ -368,7 +325,3 @@ def _is(value: Any, types: Types) -> bool:
     if isinstance(value, int) and float in allowed:
         return True
     return isinstance(value, allowed)
-
-
-def _name(entry: type) -> str:
-    return _NAMES.get(entry, entry.__name__)

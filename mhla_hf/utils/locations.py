@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import os
+import platform
 import re
-import secrets
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .files import atomic_file, path_inside
-from .messages import LIST_LENGTH, one_line, shorten_list
+from .files import path_inside
 
 
 PIPELINE_INDEX = "model_index.json"
@@ -103,7 +100,8 @@ def find_file(location: str | os.PathLike[str], **options: Any) -> Path:
             `local_files_only`.
 
     Raises:
-        ValueError: If there is no such file, it cannot be downloaded, or it may be a pickle.
+        OSError: If there is no such file, or it cannot be downloaded.
+        ValueError: If it may be a pickle.
     """
     path, address = Path(location).expanduser(), _ADDRESS.fullmatch(str(location))
     if not path.is_file() and address is None:
@@ -119,7 +117,7 @@ def find_file(location: str | os.PathLike[str], **options: Any) -> Path:
 
     assert address is not None
     hub = {key: options[key] for key in _DOWNLOAD_OPTIONS if key in options}
-    with hub_downloads(address["repository"], hub.get("cache_dir")):
+    with checked_downloads(address["repository"], hub.get("cache_dir")):
         return Path(hf_hub_download(address["repository"], address["name"], **hub))
 
 
@@ -132,7 +130,8 @@ def find_directory(location: str | Path, *, subfolder: str | None = None, **hub:
         **hub: `revision`, `token`, `cache_dir` and `local_files_only`, for a Hub repository.
 
     Raises:
-        ValueError: If it is neither a directory nor a readable Hub repository.
+        OSError: If it is neither a directory nor a readable Hub repository.
+        ValueError: If `subfolder` leads out of it.
     """
     origin: dict[str, Any] = {"location": str(location), **({"subfolder": subfolder} if subfolder else {})}
     path = local_directory(location, "source")
@@ -152,53 +151,28 @@ def find_directory(location: str | Path, *, subfolder: str | None = None, **hub:
 
 
 def local_origin(directory: Path) -> dict[str, str]:
-    """Return what a record says of a directory on this machine, for [`recorded_directory`].
+    """Return what a record says of a directory on this machine: its path, and a code of path and machine.
 
-    Args:
-        directory: The directory.
+    Anybody may name any path in a record: [`recorded_directory`] follows those with the code of this machine alone,
+    which its name does not tell, and none from the Hub's cache.
     """
     path = str(directory.resolve())
-    key = _machine_key()
-    return {} if key is None else {"path": path, "path_code": _code(key, path)}
+    return {"path": path, "machine": _machine_code(path)}
 
 
 def recorded_directory(origin: Mapping[str, Any], owner: Path) -> Path | None:
-    """Return the directory that a record of this machine names; `None` for records of others, and for gone ones.
-
-    Anybody may name any path in a record. So a path has a code by a key that never leaves this machine, and none is
-    followed from a directory in the Hub's cache.
-
-    Args:
-        origin: The entry of the record, with those of [`local_origin`].
-        owner: The directory with the record.
-    """
-    path, code = origin.get("path"), origin.get("path_code")
-    is_cached = any(part.startswith("models--") for part in owner.resolve().parts)
-    if is_cached or not isinstance(path, str) or not isinstance(code, str):
+    """Return the directory that a record in `owner` names, if it was written on this machine; see [`local_origin`]."""
+    path, is_cached = origin.get("path"), any(part.startswith("models--") for part in owner.resolve().parts)
+    if is_cached or not isinstance(path, str) or origin.get("machine") != _machine_code(path):
         return None
-    key = _machine_key()
-    known = key is not None and hmac.compare_digest(code.encode(), _code(key, path).encode())
-    return Path(path) if known and os.path.isdir(path) else None
+    return Path(path) if os.path.isdir(path) else None
 
 
-def _code(key: str, path: str) -> str:
-    return hmac.new(key.encode(), path.encode(), "sha256").hexdigest()[:32]
-
-
-def _machine_key() -> str | None:
-    """A random key in the home of the Hub's libraries, made once; `None` where nothing can be written there."""
-    from huggingface_hub.constants import HF_HOME
-
-    file = Path(HF_HOME) / "mhla_hf" / "machine-key"
-    try:
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(file) as temporary:
-                temporary.touch(mode=0o600)
-                temporary.write_text(secrets.token_hex(16), encoding="ascii")
-        return file.read_text(encoding="ascii")
-    except (OSError, ValueError):
-        return None
+def _machine_code(path: str) -> str:
+    identity = platform.node()
+    with suppress(OSError):
+        identity += Path("/etc/machine-id").read_text(encoding="ascii", errors="replace")
+    return hashlib.sha256(f"{identity}\0{path}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def download_repository(repository: str, **options: Any) -> Path:
@@ -211,132 +185,69 @@ def download_repository(repository: str, **options: Any) -> Path:
         **options: Options of `snapshot_download`.
 
     Raises:
-        ValueError: If the repository cannot be read.
+        OSError: If the repository cannot be read.
     """
     from huggingface_hub import snapshot_download
 
-    with hub_downloads(repository, options.get("cache_dir")):
+    with checked_downloads(repository, options.get("cache_dir")):
         return Path(snapshot_download(repository, ignore_patterns=list(_NOT_DOWNLOADED), **options))
 
 
-def find_pipeline(location: str | os.PathLike[str], argument: str, **options: Any) -> Path:
-    """Return the directory of a pipeline, unread; of a Hub repository, only the pipeline's own files are downloaded.
-
-    Args:
-        location: A directory or a Hub id.
-        argument: Name of the argument, for the error.
-        **options: Options of `DiffusionPipeline.download`; safetensors unless `use_safetensors` says otherwise.
-
-    Raises:
-        SourceNotFoundError: If it is neither, or a directory without `model_index.json`.
-        OSError: If there is no such repository.
-    """
-    directory = local_directory(location, argument)
-    if directory is None:
-        return download_pipeline(os.fspath(location), **options)
-    if not (directory / PIPELINE_INDEX).exists():
-        raise SourceNotFoundError(f"{argument} {directory} has no {PIPELINE_INDEX}: it is not a pipeline directory.")
-    return directory
-
-
 def download_pipeline(repository: str, **options: Any) -> Path:
-    """Download a pipeline from the Hub; options and errors as in [`find_pipeline`]."""
-    from diffusers import DiffusionPipeline
-
-    with hub_downloads(repository, options.get("cache_dir")):
-        return Path(DiffusionPipeline.download(repository, **{"use_safetensors": True, **options}))
-
-
-class HubError(OSError, ValueError):
-    """A Hub that refuses or cannot be reached, or a damaged download."""
-
-
-@contextmanager
-def hub_downloads(repository: str, cache_dir: str | os.PathLike[str] | None = None) -> Iterator[None]:
-    """Name the repository in errors of downloads, and check the files that arrived.
-
-    `huggingface_hub` compares checksums of what `hf-xet` transfers; of what it downloads over plain HTTP it compares
-    the size alone. Here every new file is hashed; a damaged one is removed from the cache, so that the next attempt
-    downloads it again.
+    """Download a pipeline's own files from the Hub, and of those with several formats safetensors alone.
 
     Args:
         repository: Hub id.
-        cache_dir: Cache folder that the downloads go to.
+        **options: Options of `DiffusionPipeline.download`; safetensors unless `use_safetensors` says otherwise.
 
     Raises:
-        HubError: In the words of `huggingface_hub`, if the Hub refuses or cannot be reached, also where another
-            library hides that cause; or if files are damaged. Other errors are not changed.
+        SourceNotFoundError: If it is neither a directory nor a Hub id.
+        OSError: If there is no such repository.
+    """
+    if not is_hub_id(repository):
+        raise SourceNotFoundError(f"{repository} is neither a directory nor a Hub id (owner/name).")
+    from diffusers import DiffusionPipeline
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        with checked_downloads(repository, options.get("cache_dir")):
+            return Path(DiffusionPipeline.download(repository, **{"use_safetensors": True, **options}))
+    except OSError as error:
+        # diffusers goes on to look in the cache, and says what is missing there.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, HfHubHTTPError):
+            cause = cause.__cause__ or cause.__context__
+        raise cause or error from None
+
+
+@contextmanager
+def checked_downloads(repository: str, cache_dir: str | os.PathLike[str] | None = None) -> Iterator[None]:
+    """Compare large files that are downloaded with the SHA-256 that they are named by in the cache.
+
+    `huggingface_hub` compares what `hf-xet` transfers; of what it downloads over plain HTTP, the size alone. A damaged
+    file is removed, so that the next attempt downloads it again.
+
+    Raises:
+        OSError: If a file is damaged.
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
-
-    name = repo_folder_name(repo_id=repository, repo_type="model")
-    folder = Path(cache_dir or constants.HF_HUB_CACHE).expanduser() / name
-    # File systems store times less precisely than the clock.
-    started = time.time() - 1
-    try:
-        yield
-    except Exception as error:
-        _remove_damaged(folder, started)
-        reason = _reason(error)
-        if reason is None:
-            raise
-        raise HubError(f"{repository} cannot be read from the Hub: {reason}") from error
-    if damaged := _remove_damaged(folder, started):
-        raise HubError(
-            f"{shorten_list(damaged)} of {repository} arrived damaged: the checksum is not the Hub's. The download "
-            "was removed; run this again to repeat it."
-        )
-
-
-def _reason(error: BaseException) -> str | None:
-    """Return what `huggingface_hub` says of an error that it raised or caused; `None` for other errors."""
-    from huggingface_hub import errors
-
-    # The base of all errors of the HTTP library, httpx or httpx2 by the version of huggingface_hub.
-    kinds = (errors.HfHubHTTPError.__bases__[0], errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    for kind in kinds:
-        for cause in seen:
-            if isinstance(cause, kind):
-                return one_line(cause, LIST_LENGTH) or type(cause).__name__
-    return None
-
-
-def _remove_damaged(folder: Path, since: float) -> list[str]:
-    """Remove files of a repository's cache that are newer than a time and do not match their name.
-
-    The cache names contents by the SHA-256 of large files and git's SHA-1 of others.
-
-    Returns:
-        Names of the files in the repository.
-    """
-    damaged = [
-        blob
-        for blob in folder.glob("blobs/*")
-        if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name)
-        and blob.stat().st_mtime >= since
-        and not _is_intact(blob)
-    ]
-    links = [path for path in folder.glob("snapshots/*/**/*") if damaged and path.is_symlink()]
-    links = [path for path in links if path.resolve() in [blob.resolve() for blob in damaged]]
-    for path in (*links, *damaged):
-        path.unlink(missing_ok=True)
-    names = [path.relative_to(folder / "snapshots").as_posix().partition("/")[2] for path in links]
-    return names or [blob.name for blob in damaged]
-
-
-def _is_intact(blob: Path) -> bool:
     from huggingface_hub.utils.sha import sha_fileobj
 
-    with blob.open("rb") as file:
-        if len(blob.name) == 64:
-            return sha_fileobj(file).hex() == blob.name
-        content = file.read()
-    # Mirrors of the Hub answer with the SHA-1 of the content alone.
-    sums = [hashlib.sha1(start + content, usedforsecurity=False) for start in (b"blob %d\0" % len(content), b"")]
-    return blob.name in [checksum.hexdigest() for checksum in sums]
+    folder = Path(cache_dir or constants.HF_HUB_CACHE).expanduser() / repo_folder_name(
+        repo_id=repository, repo_type="model"
+    )
+    known, damaged = set(folder.glob("blobs/*")), []
+    try:
+        yield
+    finally:
+        # Also after an error: the next attempt takes what is there for intact.
+        for blob in set(folder.glob("blobs/*")) - known:
+            if re.fullmatch(r"[0-9a-f]{64}", blob.name):
+                with blob.open("rb") as file:
+                    intact = sha_fileobj(file).hex() == blob.name
+                if not intact:
+                    blob.unlink()
+                    damaged.append(blob.name)
+    if damaged:
+        raise OSError(f"{', '.join(damaged)} of {repository} arrived damaged and was removed; run this again.")

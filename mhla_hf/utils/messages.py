@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 
@@ -31,6 +32,23 @@ def one_line(text: object, length: int = VALUE_LENGTH) -> str:
 def how_to_install(extra: str) -> str:
     """Return the command that installs an extra of this package, from a clone: it is on no package index yet."""
     return f"pip install -e '.[{extra}]' in a clone of mhla_hf"
+
+
+def import_extra(module: str, what: str, extra: str) -> Any:
+    """Import a module that an extra of this package installs.
+
+    Args:
+        module: Name of the module.
+        what: What needs it, in the plural.
+        extra: Name of the extra.
+
+    Raises:
+        ValueError: If it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{what} need {module.partition('.')[0]}: {how_to_install(extra)}.") from error
 
 
 def pluralize(count: int, noun: str) -> str:
@@ -90,24 +108,6 @@ def check_choice(name: str, value: Any, allowed: Iterable[str], why: str = "") -
     if not isinstance(value, str) or value not in allowed:
         shown = ", ".join(map(repr, allowed))
         raise ValueError(f"{name}={shorten_value(value)} is not one of {shown}{why}.{did_you_mean(value, allowed)}")
-
-
-def check_names(kind: str, options: Any, known: Collection[str]) -> None:
-    """Raise `ValueError` unless options are a mapping whose keys are all known.
-
-    Args:
-        kind: What the options belong to.
-        options: The options.
-        known: The names of the options that there are.
-    """
-    if not isinstance(options, Mapping):
-        raise ValueError(f"{kind} options must be a dict or an object of options, got {shorten_value(options)}.")
-    unknown = next((name for name in options if name not in known), None)
-    if unknown is not None:
-        hint = did_you_mean(unknown, known)
-        raise ValueError(
-            f"Unknown {kind} option {shorten_text(str(unknown))}. Known options: {', '.join(known)}.{hint}"
-        )
 
 
 def check_count(name: str, value: Any, minimum: int = 1, maximum: int | None = None) -> None:

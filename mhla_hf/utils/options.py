@@ -12,11 +12,11 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from .messages import check_choice, check_names, shorten_value
+from .messages import check_choice, did_you_mean, shorten_text, shorten_value
 
 
 Self = TypeVar("Self", bound="Options")
@@ -50,8 +50,7 @@ def option(default: Any, help: str, *, advanced: bool = False, **rules: Any) -> 
         help: One or two sentences, shown by `--help`.
         advanced: Whether few users need it; help lists such options last.
         **rules: Allowed values, each rule optional: `choices` (strings), `minimum`, `maximum` (inclusive), `above`,
-            `below` (exclusive), `families`, the kinds of models that have the option,
-            and `values`, which a shell completes among others.
+            `below` (exclusive), and `families`, the kinds of models that have the option.
     """
     return dataclasses.field(default=default, metadata={"help": help, "advanced": advanced, **rules})
 
@@ -90,6 +89,24 @@ class Options:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
+def check_names(kind: str, options: Any, known: Collection[str]) -> None:
+    """Raise `ValueError` unless options are a mapping whose keys are all known.
+
+    Args:
+        kind: What the options belong to.
+        options: The options.
+        known: The names of the options that there are.
+    """
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{kind} options must be a dict or an object of options, got {shorten_value(options)}.")
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is not None:
+        hint = did_you_mean(unknown, known)
+        raise ValueError(
+            f"Unknown {kind} option {shorten_text(str(unknown))}. Known options: {', '.join(known)}.{hint}"
+        )
+
+
 def check_option(item: dataclasses.Field, value: Any) -> Any:
     """Check the value of one option and return it in the type of its field.
 
@@ -104,7 +121,8 @@ def check_option(item: dataclasses.Field, value: Any) -> Any:
     if value is None and "None" in kinds:
         return None
     if "choices" in rules:
-        check_choice(name, value, rules["choices"])
+        if value not in rules["choices"]:
+            check_choice(name, value, rules["choices"])
         return value
     limits = {words: (rules[rule], holds) for rule, (words, holds) in _LIMITS.items() if rule in rules}
     found = next((fit for kind in kinds if (fit := _fit(kind, value)) is not _MISFIT), _MISFIT)

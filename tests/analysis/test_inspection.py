@@ -142,7 +142,7 @@ def test_model_is_left_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_mistakes(monkeypatch):
+def test_mistakes():
     softmax, model, batches = wan()
     with pytest.raises(ValueError, match="no MHLA layers: convert it first"):
         inspect_model(softmax)
@@ -154,12 +154,8 @@ def test_mistakes(monkeypatch):
         inspect_model(model, tokens=1)
     with pytest.raises(ValueError, match="original has MHLA layers"):
         inspect_model(model, batches, base=copy.deepcopy(model))
-    monkeypatch.setattr("mhla_hf.analysis.tracking.MAX_BYTES", 1000)
-    with pytest.raises(ValueError, match="tokens=512 of 24 tokens need 0.0 GiB"):
-        inspect_model(model, batches)
     with torch.no_grad():
         model.blocks[1].attn1.to_q.weight.fill_(float("nan"))
-    monkeypatch.undo()
     with pytest.raises(ValueError, match="layer blocks.1.attn1: attention of the probe is not finite"):
         inspect_model(model, batches)
     with torch.no_grad():

@@ -11,8 +11,8 @@ import torch
 
 from mhla_hf import BlockLayout
 from mhla_hf.analysis import InspectionReport, inspect_model, mixing_figure
-from mhla_hf.analysis.plots import frames_shown, render_html, weights_on_grid
-from mhla_hf.analysis.statistics import middle_block
+from mhla_hf.analysis.plots import decay_figure, frames_shown, render_html, weights_on_grid
+from mhla_hf.analysis.statistics import DistanceDecay, middle_block
 from mhla_hf.utils.machine import machine_facts
 from tests.analysis.test_inspection import language_model, wan
 
@@ -75,9 +75,9 @@ def test_page_is_self_contained(name, reports):
                 assert value.startswith(("data:image/png;base64,", "#"))
     assert "@import" not in page
     model = reports[name].models[0]
-    # The mixing weights, decay, movement, four statistics and errors.
+    # The mixing weights, their decay, four statistics and errors.
     drawn = sum(tag == "svg" for tag, _ in elements.tags)
-    assert drawn == 8
+    assert drawn == 7
     for layer in model.mhla_layers:
         mean = layer.attention.statistics["mhla"]["effective_rank"]["mean"]
         assert f"{mean:.1f} ±" in page and f"{layer.output_error['mean']:.3f}" in page
@@ -88,11 +88,11 @@ def test_page_is_self_contained(name, reports):
 def test_names_and_prompts_of_others_are_text():
     facts = {"location": HOSTILE, "origin": {"location": HOSTILE}, "prompts": [HOSTILE], "probe": HOSTILE}
     report = report_of(MODELS["wan"], **facts, base=HOSTILE)
-    report.models[0].component = report.models[0].notes = [HOSTILE]
+    report.models[0].component = HOSTILE
     report.models[0].class_name = report.models[0].layers[0].name = HOSTILE
     elements = Elements(render_html(report))
     assert not {tag for tag, _ in elements.tags} & {"script", "img"}
-    assert elements.text.count("<script>alert(1)</script>") >= 5 and "{{ 7 * 7 }}" in elements.text
+    assert elements.text.count("<script>alert(1)</script>") >= 4 and "{{ 7 * 7 }}" in elements.text
 
 
 def test_untrained_models_and_pages_without_a_probe_say_so(reports):
@@ -102,8 +102,19 @@ def test_untrained_models_and_pages_without_a_probe_say_so(reports):
         render_html(InspectionReport("m", {"location": "m"}, [inspect_model(model)], machine=machine))
     ).text
     assert "Only the weights" in text and "Effective rank" not in text and "Error of each layer" not in text
-    assert "Untrained since its conversion" in text and "Change of the mixing weights" not in text
+    assert "Untrained since its conversion" in text
     assert "Untrained" not in Elements(render_html(reports["wan"])).text
+
+
+@pytest.mark.parametrize(("count", "named"), [(2, [0, 1]), (12, [0, 11])])
+def test_decay_has_a_curve_for_each_layer_beside_the_initial_one(count, named):
+    decays = {layer: DistanceDecay([0, 1, 2], [0.5, 0.2, 0.1 * layer]) for layer in range(count)}
+    figure = decay_figure(DistanceDecay([0, 1, 2], [0.4, 0.3, 0.2]), decays)
+    initial, *curves = figure.axes[0].lines
+    np.testing.assert_array_equal(initial.get_ydata(), [0.4, 0.3, 0.2])
+    assert [list(curve.get_ydata()) for curve in curves] == [decay.mean for decay in decays.values()]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["initial", *(f"layer {layer}" for layer in named)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

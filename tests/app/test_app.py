@@ -116,9 +116,9 @@ def test_images_appear_one_after_the_other(tmp_path):
     assert (original == again).all() and original.shape == mhla.shape and (original != mhla).any()
 
 
-def test_language_models_answer_alike_for_a_seed(saved_language_model):
+def test_language_models_answer_alike_each_time(saved_language_model):
     comparison = app.open_comparison(saved_language_model.model, device="cpu")
-    request = {"prompt": "once upon", "new_tokens": 12, "temperature": 1.0, "seed": 1}
+    request = {"prompt": "once upon", "new_tokens": 12}
     assert list(app.request_inputs(comparison)) == list(request)
     first, again = (app.generate(comparison, "mhla", request, threading.Event()) for _ in range(2))
     assert first[0] == again[0] and len(first[0]) > 0

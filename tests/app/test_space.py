@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 from typer.testing import CliRunner
 
@@ -22,21 +20,19 @@ def metadata(folder) -> dict:
     return SpaceCard.load(folder / "README.md").data.to_dict()
 
 
-def test_the_program_of_a_space_builds_the_page_of_its_own_copies(saved_pipeline, tmp_path, monkeypatch):
+def test_the_program_of_a_space_builds_its_page(tmp_path, monkeypatch):
     folder = tmp_path / "space"
-    result = CliRunner().invoke(app, ["app", str(saved_pipeline.model), "--export-space", str(folder)])
+    result = CliRunner().invoke(app, ["app", "--export-space", str(folder)])
     assert result.exit_code == 0, result.output
     assert "hf upload" in result.output
     assert (folder / "requirements.txt").read_text() == f"mhla-hf[app]=={__version__}\n"
     found = metadata(folder)
     assert (found["sdk"], found["sdk_version"], found["app_file"]) == ("gradio", gradio.__version__, "app.py")
     assert (found["license"], found["tags"]) == ("apache-2.0", ["mhla", "linear-attention"])
-    assert (folder / "model" / "model_index.json").is_file() and (folder / "original" / "model_index.json").is_file()
-    # As on the Hub: another place, another working directory.
-    moved = shutil.move(folder, tmp_path / "elsewhere")
+    assert "models" not in found
     monkeypatch.chdir(tmp_path)
-    names: dict = {"__name__": "space", "__file__": str(moved / "app.py")}
-    exec(compile((moved / "app.py").read_text(), "app.py", "exec"), names)
+    names: dict = {"__name__": "space", "__file__": str(folder / "app.py")}
+    exec(compile((folder / "app.py").read_text(), "app.py", "exec"), names)
     assert isinstance(names["page"], gradio.Blocks)
     names["page"].close()
 
@@ -48,17 +44,11 @@ def test_models_on_the_hub_are_named(tmp_path):
     assert metadata(folder)["models"] == ["someone/wan", "someone/wan-mhla"]
 
 
-def test_without_a_model_the_space_is_the_demo(tmp_path):
-    folder = export_space(tmp_path / "space")
-    assert "create_app(None, None)" in (folder / "app.py").read_text()
-    assert "models" not in metadata(folder)
-
-
 def test_what_stands_there_is_kept(saved_pipeline, tmp_path):
     (tmp_path / "space").mkdir()
     (tmp_path / "space" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="space"):
         export_space(tmp_path / "space")
-    with pytest.raises(ValueError, match="has no MHLA model"):
-        export_space(tmp_path / "space", saved_pipeline.original, overwrite=True)
+    with pytest.raises(ValueError, match="is a directory; push it to the Hub first"):
+        export_space(tmp_path / "space", str(saved_pipeline.model), overwrite=True)
     assert [path.name for path in (tmp_path / "space").iterdir()] == ["notes.txt"]

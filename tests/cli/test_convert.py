@@ -64,9 +64,11 @@ def test_every_option(pipeline_dir, tmp_path):
 
 
 def test_block_size_and_json(pipeline_dir, tmp_path):
-    result = run("convert", pipeline_dir / "transformer", tmp_path / "mhla", "--block-size", "7,6,13", "--json", "-")
-    assert json.loads(result.stdout) == json.loads((tmp_path / "mhla/conversion.json").read_text())
-    assert "of 7×6×13 tokens" in result.stderr
+    figures = tmp_path / "figures.json"
+    options = ("--block-size", "7,6,13", "--json", figures)
+    result = run("convert", pipeline_dir / "transformer", tmp_path / "mhla", *options)
+    assert json.loads(figures.read_text()) == json.loads((tmp_path / "mhla/conversion.json").read_text())
+    assert "of 7×6×13 tokens" in result.stdout
     mhla = mhla_of(tmp_path / "mhla")
     assert mhla["block_size"] == [7, 6, 13] and mhla["grid"] == list(MHLAWanTransformer3DModel.default_grid)
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
-from mhla_hf.ops import diagnosis
+from mhla_hf.ops import backends, diagnosis
 from mhla_hf.ops.kernel_cases import FAMILIES
 from tests import tiny
 
@@ -26,25 +26,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compil
 
 
 @pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    monkeypatch.setenv("MHLA_HF_HOME", str(tmp_path))
+def settings(monkeypatch):
     monkeypatch.delenv("MHLA_HF_BACKEND", raising=False)
     monkeypatch.setattr(diagnosis, "INTERPRETED_DTYPES", (torch.float32,))
-
-
-@pytest.fixture
-def errors(monkeypatch):
-    """Sets the relative error of the outputs of each family, or what it raises."""
-    outcomes: dict[str, float | Exception] = {}
-
-    def kernel_errors(family, device, dtype, width, *, backward):
-        outcome = outcomes.get(family, 1e-6)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return {"output": outcome, **({"gradient of key": 2e-6} if backward else {})}
-
-    monkeypatch.setattr(diagnosis, "kernel_errors", kernel_errors)
-    return outcomes
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -57,8 +41,8 @@ def test_it_says_why_the_kernels_do_not_run(monkeypatch):
     output = run()
     assert torch.__version__ in output and "triton" in output
     assert "Triton interprets its kernels on a CPU" in output
-    monkeypatch.setattr(diagnosis, "INTERPRETED", False)
-    assert "they run on GPUs, and there is none here" in run()
+    monkeypatch.setattr(backends, "INTERPRETED", False)
+    assert "the kernels run on GPUs, and the tensors are on cpu" in run()
     monkeypatch.setenv("MHLA_HF_BACKEND", "torch")
     output = run()
     assert "- MHLA_HF_BACKEND: torch" in output and ": MHLA_HF_BACKEND=torch" in output
@@ -91,17 +75,18 @@ def pipeline(tmp_path_factory):
 class TestModel:
     def test_a_good_one(self, pipeline, tmp_path):
         output = run(str(pipeline), "--json", str(tmp_path / "report.json"))
-        assert "WanPipeline\n" in output and output.rstrip().endswith("No problems.")
-        transformer = next(line for line in output.splitlines() if "transformer:" in line)
-        assert "MHLAWanTransformer3DModel; 1 MHLA, 1 softmax layers; blocks 1×2×2 on tokens 1×4×4; " in transformer
-        assert "text_encoder: UMT5EncoderModel; " in output and "vae: AutoencoderKLWan; " in output
+        assert output.startswith("WanPipeline") and output.rstrip().endswith("No problems.")
+        lines = [line.split()[:2] for line in output.splitlines()]
+        assert ["text_encoder", "UMT5EncoderModel"] in lines and ["vae", "AutoencoderKLWan"] in lines
+        (transformer,) = (line for line in output.splitlines() if "MHLAWanTransformer3DModel" in line)
+        assert "1 of 2" in transformer
         report = json.loads((tmp_path / "report.json").read_text())
         assert report["problems"] == [] and report["errors"] == report["warnings"] == 0
         part = next(part for part in report["models"] if part["name"] == "transformer")
         assert part["mhla_layers"] == 1 and part["num_layers"] == 2 and part["options"]["blocks"] == [1, 2, 2]
         weights = load_file(pipeline / "transformer/diffusion_pytorch_model.safetensors").values()
         assert part["parameters"] == sum(tensor.numel() for tensor in weights)
-        assert part["nbytes"] == sum(tensor.nbytes for tensor in weights) and f"{part['parameters']:,} para" in output
+        assert part["nbytes"] == sum(tensor.nbytes for tensor in weights)
         assert part["dtypes"] == {"float32": len(weights)}
 
     def test_a_bad_one(self, pipeline, tmp_path):
@@ -114,7 +99,7 @@ class TestModel:
         save_file(tensors, path)
         output = run(str(folder), "--json", str(tmp_path / "report.json"), code=1)
         *_, scheduler, values, pickles, last = output.splitlines()
-        assert scheduler == "error scheduler: has no scheduler_config.json; download or save it again."
+        assert scheduler.startswith("error model_index.json: names the component scheduler, whose folder is missing")
         weights = "vae/diffusion_pytorch_model.safetensors"
         assert values.startswith(
             f"error {weights}: has NaN or infinite values: quant_conv.bias (1 NaN, 0 infinite of 32 values); "
@@ -122,7 +107,7 @@ class TestModel:
         assert pickles.startswith("warning .: has pickles (optimizer.pt)") and last == "2 errors and 1 warning."
         report = json.loads((tmp_path / "report.json").read_text())
         assert report["errors"] == 2 and report["warnings"] == 1
-        assert [problem["file"] for problem in report["problems"]] == ["scheduler", weights, "."]
+        assert [problem["file"] for problem in report["problems"]] == ["model_index.json", weights, "."]
         assert "1 error and 1 warning." in run(str(folder), "--no-values", code=1)
 
     def test_failure_signatures_are_warnings(self, pipeline, tmp_path):
@@ -146,15 +131,11 @@ class TestModel:
 class TestEnvironment:
     def test_it_is_markdown_to_paste(self, monkeypatch, tmp_path):
         monkeypatch.setenv("MHLA_HF_DEBUG", "0")
-        monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / "none"))
         result = CliRunner().invoke(app, ["env", "--json", str(tmp_path / "report.json")])
         assert result.exit_code == 0, result.output
         lines = result.output.splitlines()
         assert all(line.lstrip().startswith("- ") for line in lines)
         assert f"    - torch: {torch.__version__}" in lines and "    - MHLA_HF_DEBUG: 0" in lines
-        assert lines[-1] == "- accelerate: None"
         report = json.loads((tmp_path / "report.json").read_text())
-        assert {"mhla-hf", "transformers", "diffusers", "peft", "gradio"} < set(report["packages"]) and report[
-            "platform"
-        ] == platform.platform()
+        assert {"peft", "gradio"} < set(report["packages"]) and report["platform"] == platform.platform()
         assert report["machine"]["torch"] == torch.__version__ and report["kernels"]["float32"]

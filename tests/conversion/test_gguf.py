@@ -15,7 +15,7 @@ from mhla_hf.cli.main import app
 from mhla_hf.utils.tensor_files import read_entries
 from tests import tiny
 from tests.conversion.original_cases import PREFIXES, SIZES, original_weights, write_gguf
-from tests.models.model_case import assert_same_parameters, relative_error
+from tests.models.model_case import relative_error
 
 
 gguf = pytest.importorskip("gguf")
@@ -80,7 +80,6 @@ def test_converted_model_computes_what_the_dequantised_softmax_model_becomes(kin
     model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
     # diffusers dequantises in half precision.
     assert relative_error(tiny.wan_output(model), expected) < 2e-3
-    assert_same_parameters(MHLAWanTransformer3DModel.from_single_file(path, mhla=MHLA), model)
     # And it is a model of the quantised weights, not of the exact ones.
     error = relative_error(tiny.wan_output(model), tiny.wan_output(convert(softmax, MHLA)))
     assert 1e-5 < error < {"Q8_0": 0.02, "Q4_0": 0.3}[kind]
@@ -98,11 +97,6 @@ def test_types_and_record_of_a_conversion(wan_gguf, tmp_path):
     assert stored["blocks.0.attn1.to_q.bias"].dtype == torch.float32
     assert report.source == {"location": "wan-Q8_0.gguf", "stored_as": kinds}
     assert json.loads((tmp_path / "mhla" / "conversion.json").read_text())["source"] == report.source
-    half = MHLAWanTransformer3DModel.from_single_file(wan_gguf, mhla=MHLA, torch_dtype=torch.bfloat16)
-    expected = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla", torch_dtype=torch.bfloat16)
-    assert {name: parameter.dtype for name, parameter in half.named_parameters()} == {
-        name: parameter.dtype for name, parameter in expected.named_parameters()
-    }
 
 
 def test_truncated_files(wan_gguf, tmp_path):

@@ -232,7 +232,7 @@ class Innocent:
     ("content", "message"),
     [
         ({"state_dict": {"weight": torch.zeros(1)}, "hook": Innocent()}, "could run code when read"),
-        (torch.zeros(3), "holds no state dict"),
+        (torch.zeros(3), "holds no tensors, or views"),
         ({"weight": torch.zeros(1), "step": 3}, "holds step; only plain tensors"),
         ({"weight": torch.zeros(1, dtype=torch.int8)}, "holds weight; only plain tensors"),
         ({"weight": torch.ones(1).expand(10**6, 10**6)}, "repeat stored numbers"),
@@ -262,6 +262,6 @@ def test_refuses_broken_directories(tmp_path):
     with pytest.raises(ValueError, match="gone.safetensors does not exist"):
         run(folder, tmp_path / "out")
     (folder / "y.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="must have safetensors files, or one torch file"):
+    with pytest.raises(ValueError, match="must have safetensors files, with one index at most"):
         run(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -40,17 +40,17 @@ def output_of(model, channels=None):
     return model(**tiny.wan_inputs(), return_dict=False)[0]
 
 
-# from_single_file
+def converted(path, folder):
+    convert_pretrained(path, folder, MHLA, progress=False)
+    return MHLAWanTransformer3DModel.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_weights_tell_the_configuration(kind, tmp_path):
     softmax = write_original(tmp_path / "wan.safetensors", tiny.wan_transformer(**MODELS[kind]))
-    model = MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", mhla=MHLA)
-    assert type(model) is MHLAWanTransformer3DModel and not model.training
+    model = converted(tmp_path / "wan.safetensors", tmp_path / "mhla")
     assert sizes_of(model) == sizes_of(softmax) and model.mhla_config.blocks == (1, 2, 2)
     assert_same_parameters(model, softmax, only_common=True)
-    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("prefix", [*PREFIXES[1:], None])
@@ -63,28 +63,43 @@ def test_names_and_prefixes(prefix, tmp_path):
         softmax = write_original(tmp_path / "wan.safetensors", prefix=prefix)
     softmax.save_config(tmp_path / "config")
     path, config = tmp_path / "wan.safetensors", str(tmp_path / "config")
-    model = MHLAWanTransformer3DModel.from_single_file(path, mhla=MHLA)
-    stock = softmax
+    model = converted(path, tmp_path / "mhla")
+    assert_same_parameters(model, softmax, only_common=True)
     if prefix != "diffusion_model.":
         # The last prefix is ComfyUI's for adapters, and unknown to the stock class.
-        stock = WanTransformer3DModel.from_single_file(str(path), config=config)
-    assert_same_parameters(model, stock, only_common=True)
-    torch.testing.assert_close(output_of(model), output_of(convert(stock, MHLA)))
+        loaded = MHLAWanTransformer3DModel.from_single_file(path, config=config, mhla=MHLA)
+        assert type(loaded) is MHLAWanTransformer3DModel and not loaded.training
+        assert_same_parameters(loaded, model)
+        torch.testing.assert_close(output_of(loaded), output_of(convert(softmax, MHLA)))
 
 
 def test_configuration_given(tmp_path):
-    """Heads of another width than usual, and the options of an MHLA directory."""
-    softmax = write_original(tmp_path / "wan.safetensors", tiny.wan_transformer())
+    """Heads of another width than usual, fewer layers than the file has, and the options of an MHLA directory."""
+    path = tmp_path / "wan.safetensors"
+    softmax = write_original(path, tiny.wan_transformer())
     with pytest.raises(ValueError, match="its width 24 is not a multiple of 128.* give config") as caught:
-        MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors")
+        converted(path, tmp_path / "mhla")
     assert "\n" not in str(caught.value)
     softmax.save_config(tmp_path / "pipeline" / "transformer")
-    path, config = tmp_path / "wan.safetensors", tmp_path / "pipeline"
-    model = MHLAWanTransformer3DModel.from_single_file(path, config=config, subfolder="transformer", mhla=MHLA)
+    given = {"config": str(tmp_path / "pipeline"), "subfolder": "transformer"}
+    model = MHLAWanTransformer3DModel.from_single_file(path, mhla=MHLA, **given)
     assert sizes_of(model) == sizes_of(softmax)
-    model.save_config(tmp_path / "mhla")
-    again = MHLAWanTransformer3DModel.from_single_file(path, config=tmp_path / "mhla", mhla={"output_gate": True})
-    assert again.mhla_config.blocks == (1, 2, 2) and again.mhla_config.output_gate
+    tiny.wan_transformer(num_layers=1).save_config(tmp_path / "shallow")
+    with pytest.raises(ValueError, match="num_layers=1, but the weights have layers up to 1"):
+        MHLAWanTransformer3DModel.from_single_file(path, config=str(tmp_path / "shallow"))
+    model.save_config(tmp_path / "other")
+    with pytest.raises(ValueError, match="no MHLA weights|of the softmax model"):
+        MHLAWanTransformer3DModel.from_single_file(path, config=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="quantise the saved MHLA directory"):
+        MHLAWanTransformer3DModel.from_single_file(path, quantization_config={}, **given)
+    softmax.register_to_config(rope_max_seq_len=10**9)
+    softmax.save_config(tmp_path / "large")
+    with pytest.raises(ValueError, match="large: rope_max_seq_len=1000000000 must be .*, of at most 65,536"):
+        MHLAWanTransformer3DModel.from_single_file(path, config=tmp_path / "large")
+    for case, message in (("vace", "safetensors: it has .*Wan-VACE"), ("8 bits", "quantised")):
+        changed(path, MISTAKES[case][0])
+        with pytest.raises(ValueError, match=message):
+            MHLAWanTransformer3DModel.from_single_file(path, **given)
 
 
 def changed(path, change):
@@ -112,17 +127,13 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("way", ["from_single_file", "command"])
 @pytest.mark.parametrize("case", MISTAKES)
-def test_damaged_weights_are_named_in_one_line(case, way, tmp_path):
+def test_damaged_weights_are_named_in_one_line(case, tmp_path):
     change, message = MISTAKES[case]
     write_original(tmp_path / "wan.safetensors")
     changed(tmp_path / "wan.safetensors", change)
     with pytest.raises(ValueError, match=message) as caught:
-        if way == "command":
-            convert_pretrained(tmp_path / "wan.safetensors", tmp_path / "mhla", MHLA, progress=False)
-        else:
-            MHLAWanTransformer3DModel.from_single_file(tmp_path / "wan.safetensors", mhla=MHLA)
+        convert_pretrained(tmp_path / "wan.safetensors", tmp_path / "mhla", MHLA, progress=False)
     text = str(caught.value)
     assert "\n" not in text and len(text) < 500 and "wan.safetensors" in text
     assert not (tmp_path / "mhla").exists()
@@ -132,20 +143,19 @@ def test_damaged_weights_are_named_in_one_line(case, way, tmp_path):
 
 
 def test_command_writes_what_from_single_file_loads(tmp_path):
-    write_original(tmp_path / "wan.safetensors", prefix="model.diffusion_model.")
+    softmax = write_original(tmp_path / "wan.safetensors", prefix="model.diffusion_model.")
+    softmax.save_config(tmp_path / "config")
     result = command(tmp_path / "wan.safetensors", tmp_path / "mhla", "--blocks", "1,2,2", "--output-gate")
     assert result.exit_code == 0, result.output
     model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
     expected = MHLAWanTransformer3DModel.from_single_file(
-        tmp_path / "wan.safetensors", mhla={**MHLA, "output_gate": True}
+        tmp_path / "wan.safetensors", config=str(tmp_path / "config"), mhla={**MHLA, "output_gate": True}
     )
     assert sizes_of(model) == sizes_of(expected) and model.mhla_config == expected.mhla_config
     assert_same_parameters(model, expected)
     record = json.loads((tmp_path / "mhla" / "conversion.json").read_text())
     assert record["source"] == {"location": "wan.safetensors"}
-    (weights,) = record["components"]["transformer"]["weight_sets"]
-    assert list(weights["source_files"]) == ["wan.safetensors"]
-    assert "mhla-hf train wan" in result.output
+    assert "mhla-hf calibrate" in result.output
 
 
 def test_authors_shards_and_their_configuration(tmp_path):
@@ -257,8 +267,8 @@ def test_sana(tmp_path):
     )
     assert type(model) is MHLASanaTransformer2DModel
     assert_same_parameters(model, softmax, only_common=True)
-    with pytest.raises(ValueError, match="SANA, .* MHLASanaTransformer2DModel.from_single_file"):
+    with pytest.raises(ValueError, match="sana.safetensors"):
         convert_pretrained(tmp_path / "sana.safetensors", tmp_path / "out", progress=False)
     changed(tmp_path / "sana.safetensors", lambda weights: weights.pop("t_block.1.weight"))
-    with pytest.raises(ValueError, match="does not fit SanaTransformer2DModel: KeyError: .*t_block.1.weight"):
+    with pytest.raises(ValueError, match="files are damaged or of another model .*t_block.1.weight"):
         MHLASanaTransformer2DModel.from_single_file(tmp_path / "sana.safetensors", config=str(tmp_path / "config"))

@@ -56,7 +56,7 @@ def finished(base, tmp_path_factory):
 
 def test_everything_is_written(finished):
     output, report = finished
-    for name in ("report.md", "mhla/report.png", "mixing.png", "side_by_side.gif", "mhla/README.md"):
+    for name in ("report.md", "mixing.png", "side_by_side.gif", "mhla/README.md"):
         assert (output / name).stat().st_size > 0, name
     assert report["options"]["prompts"] == ["a three moves left"]
     assert "a three moves left" in (output / "mhla" / "README.md").read_text()

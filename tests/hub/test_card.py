@@ -2,6 +2,7 @@
 """Model cards: nothing that was not measured, nothing of others' texts but text, and no user's card overwritten."""
 
 import json
+import math
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from mhla_hf import MHLAConfig
+from mhla_hf.bench import BenchOptions, measure_operator
 from mhla_hf.cli.main import app
 from mhla_hf.hub import CardText, model_card, write_card
 from mhla_hf.hub.card import card_for_repository
@@ -68,35 +70,17 @@ TRAINING = {
     "dataset_size": 1234,
     "final_losses": {"transfer": 0.0123, "finetune": 0.4567},
 }  # fmt: skip
-MACHINE = {"device": "Some GPU", "date": "2026-02-01", "threads": 8, "cuda": "13.0", "torch": "2.13.0"}
-BENCHMARKS = {
-    "decode": {
-        "benchmark": "decode",
-        "machine": MACHINE,
-        "options": {"model": "you/model", "cache": "static"},
-        "results": [
-            {
-                "dtype": "bfloat16",
-                "context": 8192,
-                "mhla": {"cache_bytes": 50_831_648, "seconds_per_token": 0.0194},
-                "softmax": {"cache_bytes": 67_108_864, "seconds_per_token": 0.026},
-            }
-        ],
-    },
-    "model": {
-        "benchmark": "model",
-        "machine": MACHINE,
-        "options": {"dtype": "bfloat16"},
-        "results": [
-            {"model": "wan", "contestant": "ordinary", "attention": "softmax", "tokens": 31500, "milliseconds": 812.5,
-             "peak_memory_bytes": 3e9, "speedup_over_ordinary": 1.0, "reason": None},
-            {"model": "wan", "contestant": "mhla-triton", "attention": "mhla", "tokens": 31500, "milliseconds": 401.0,
-             "peak_memory_bytes": 2e9, "speedup_over_ordinary": 2.026, "reason": None},
-            {"model": "dit-512", "contestant": "ordinary", "attention": "softmax", "tokens": 1024,
-             "milliseconds": 1.0, "reason": None},
-            {"model": "wan", "contestant": "mhla-torch", "attention": "mhla", "tokens": 31500, "reason": "no memory"},
-        ],
-    },
+SPEED = {
+    "benchmark": "model",
+    "machine": {"device": "Some CPU", "threads": 8, "torch": "2.13.0", "date": "2026-02-01"},
+    "options": {"dtype": "float32", "compile_backend": "inductor"},
+    "results": [
+        {"model": "wan", "tokens": 31500, "contestant": "ordinary", "attention": "softmax", "milliseconds": 81250.4,
+         "peak_memory_bytes": 3 * 10**9, "speedup_over_ordinary": 1.0, "reason": None},
+        {"model": "wan", "tokens": 31500, "contestant": "mhla-torch", "attention": "mhla", "milliseconds": 401.25,
+         "peak_memory_bytes": None, "speedup_over_ordinary": 202.5, "reason": None},
+        {"model": "wan", "tokens": 31500, "contestant": "mhla-triton", "attention": "mhla", "reason": "no GPU"},
+    ],
 }  # fmt: skip
 INVENTED = re.compile(r"None|\bnan\b|\binf\b|n/a|unknown|Ellipsis|\{\{|\{%", re.IGNORECASE)
 CITATION = re.compile(r"## Citation.*", re.DOTALL)
@@ -146,44 +130,51 @@ def section(card, title):
 
 
 def test_everything_known_is_said(complete):
-    card = written(complete, benchmarks=list(BENCHMARKS.values()), repo_id="you/wan-mhla")
+    card = written(complete, repo_id="you/wan-mhla")
     data = card.data.to_dict()
     assert data["base_model"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" and data["license"] == "apache-2.0"
     assert data["language"] == ["en", "zh"] and data["pipeline_tag"] == "text-to-video"
     text = card.text
     assert "# Wan2.1-T2V-1.3B-Diffusers with MHLA\n" in text
     assert "(https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B-Diffusers)" in text
-    assert "softmax attention in 3 of its 5 layers" in text
+    assert "softmax attention in 1 of its 5 layers" in text
     attention = section(card, "Attention")
     assert "16,400 parameters, 6,400 of them added by MHLA" in attention
-    assert "| MHLA layers | 1, 2 and 4 of 5 (counted from 0); the others keep softmax attention |" in attention
-    assert "| blocks | 5×4×4 (frames × rows × columns), 80 in all, on a grid of 5×8×8 tokens |" in attention
-    assert "`hedgehog`" in attention and "| rotary embedding | after φ |" in attention and "kernel 3 |" in attention
+    for name, value in {"layers": "1, 2, 4", "blocks": "5, 4, 4", "feature_map": "hedgehog"}.items():
+        assert f"| `{name}` | `{value}` |" in attention
     assert "window" not in attention and "gate" not in attention
     training = section(card, "Training")
-    assert "on 160 samples (latents of 8×5×16×16)" in training and "first weights" in training
-    assert re.search(r"matching: .*\| 1,000 \| 1 \| 0.004 \| 0.02 \| 37.3 s \| 73.4 s \|", training)
-    assert "On Some CPU, 2 CPU threads, torch 2.13.0, 2026-01-31." in training
-    assert re.search(r"\| fine-tuning: .* \| 2,000 \| 2e-5 \| 0.4567 \|", training)
-    assert (
-        "on 1,234 samples" in training
-        and "64 samples a step; teacher: the model before its conversion; mixed precision `bf16`; seed 7." in training
-    )
+    assert "on 160 samples and 48 held-out samples. The teacher" in training
+    assert "| match | 1,000 | 0.004 | 37.34 | 73.42 |" in training
+    assert "matching: each layer alone" in training and "calibration" not in training
+    assert "Run on Some CPU, 2026-01-31. Seed 3." in training
+    for name, value in {"max_steps": "2000", "learning_rate": "2e-05", "mixed_precision": "bf16"}.items():
+        assert f"| `{name}` | `{value}` |" in training
     evaluation = section(card, "Evaluation")
-    assert "Flow-matching loss, on 48 held-out samples with 2 noise draws each, the same for all models; lower" in (
-        evaluation
-    )
-    assert "One run, seed 3." in evaluation
-    assert "| original, softmax attention | 0.1757 |  |" in evaluation
-    assert "| **this model**, distilled | 0.1889 | +7.51 % |" in evaluation
-    speed = section(card, "Speed and memory")
-    assert "**Decoding**, on Some GPU, torch 2.13.0, 2026-02-01. Measured with `you/model`." in speed
-    assert "| `bfloat16` | 8,192 | 50.8 MB | 67.1 MB | 19.4 ms | 26 ms |" in speed
-    assert "| `wan` | MHLA, triton | 31,500 | 401 ms | 2.0 GB | 2.03× |" in speed
-    assert "no memory" not in speed and "dit-512" not in speed
+    assert "| softmax (original) |  | 0.1757 |" in evaluation and "| model | above softmax, % | loss |" in evaluation
+    assert "| distilled | 7.51 | 0.1889 |" in evaluation
     use = section(card, "Use")
-    assert use.count('"you/wan-mhla"') == 3 and "trust_remote_code=True" in use and "load_pipeline(" in use
-    assert "17 frames" not in text
+    assert use.count('"you/wan-mhla"') == 1 and "trust_remote_code=True" in use and "load_pipeline(" in use
+
+
+def test_speed_and_memory(complete, tmp_path):
+    operator = measure_operator(
+        BenchOptions(seconds=0.01, quick=True, device="cpu"), ["dit-256-small"], ["mhla-torch", "softmax"]
+    )
+    files = [tmp_path / "op.json", tmp_path / "model.json"]
+    for path, report in zip(files, (operator, SPEED)):
+        write_json(path, report)
+    card = written(complete, benchmarks=files)
+    assert_nothing_invented(written(complete, benchmarks=files[1:]))
+    first, second = section(card, "Speed and memory").split("Forward passes of models of these sizes")
+    assert operator["machine"]["date"] in first and "| speed / softmax | peak memory |" in first
+    assert first.count("\n| dit-256-small | ") == 6 and "| fwd+bwd | mhla-torch | query | 256 | float32 | " in first
+    assert "compiled by inductor. Measured on Some CPU, 8 CPU threads, torch 2.13.0, 2026-02-01.\n" in second
+    assert "| wan | ordinary | softmax | 31,500 | float32 | 81,250 | 1 | 3.0 GB |" in second
+    assert "| wan | mhla-torch | mhla | 31,500 | float32 | 401.2 | 202.5 |  |" in second
+    assert "mhla-triton" not in second and "no GPU" not in second
+    write_card(complete)
+    assert "Some CPU, 8 CPU" in card_for_repository(complete, "you/mine", files)
 
 
 def test_results_are_those_of_the_hub(complete, tmp_path):
@@ -192,8 +183,8 @@ def test_results_are_those_of_the_hub(complete, tmp_path):
     name, results = model_index_to_eval_results(metadata["model-index"])
     assert name == "Wan2.1-T2V-1.3B-Diffusers with MHLA"
     (result,) = results
-    assert (result.task_type, result.dataset_name) == ("text-to-video", "Held-out latents")
-    assert (result.metric_type, result.metric_name, result.metric_value) == ("loss", "Flow-matching loss", 0.1889)
+    assert (result.task_type, result.dataset_name) == ("text-to-video", "Held-out samples")
+    assert (result.metric_type, result.metric_name, result.metric_value) == ("loss", "Loss", 0.1889)
 
 
 # What it does not say
@@ -206,10 +197,9 @@ def test_what_is_missing_is_left_out(complete, present):
     card = written(complete)
     assert (section(card, "Evaluation") is not None) == ("report" in present)
     assert (section(card, "Training") is not None) == bool({"report", "training"} & set(present))
-    assert section(card, "Speed and memory") is None
     assert (card.data.base_model is not None) == ("conversion" in present)
     assert (card.data.eval_results is not None) == ("report" in present)
-    assert ("not trained yet" in card.text) == (present == ("conversion",))
+    assert ("Not trained since" in card.text) == (present == ("conversion",))
     assert_nothing_invented(card)
 
 
@@ -232,19 +222,19 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_texts_of_others_stay_texts(complete, text):
-    usual = written(complete, benchmarks=list(BENCHMARKS.values()))
+def test_texts_of_others_stay_texts(complete, text, tmp_path):
+    write_json(tmp_path / "speed.json", SPEED)
+    usual = written(complete, benchmarks=[tmp_path / "speed.json"])
     write_json(complete / "conversion.json", {**CONVERSION, "source": {"location": text}})
     report = {**RECOVERY, "data": {**RECOVERY["data"], "origin": text}, "machine": {"device": text, "date": text}}
     write_json(complete / "report.json", report)
     config = {**TRAINING["config"], "mixed_precision": text, "train": text}
     write_json(complete / "training.json", {**TRAINING, "config": config})
-    decode = {**BENCHMARKS["decode"], "machine": {"device": text}, "options": {"model": text, "cache": text}}
-    model = json.loads(json.dumps(BENCHMARKS["model"]))
-    for row in model["results"]:
-        row.update(model=text, contestant=text, attention=text)
-    prompt = CardText(name=text, prompt=text, dataset=text)
-    card = written(complete, benchmarks=[decode, model], comparisons={text: report}, text=prompt, repo_id=text)
+    measured = dict.fromkeys(("model", "contestant", "attention"), text) | {"milliseconds": 1}
+    texts = dict.fromkeys(("device", "torch", "date", "dtype", "compile_backend"), text)
+    write_json(tmp_path / "speed.json", {**SPEED, "machine": texts, "options": texts, "results": [measured]})
+    options = {"benchmarks": [tmp_path / "speed.json"], "repo_id": text}
+    card = written(complete, text=CardText(name=text, prompt=text), **options)
     assert card.data.license == usual.data.license and set(card.data.to_dict()) <= {*usual.data.to_dict(), "widget"}
     assert re.findall("^#.*", card.text.partition("\n## ")[2], re.MULTILINE) == re.findall(
         "^#.*", usual.text.partition("\n## ")[2], re.MULTILINE
@@ -255,6 +245,17 @@ def test_texts_of_others_stay_texts(complete, text):
     assert not re.search(r"(?<!\\)\]\(http", re.sub(r"\]\(https://(arxiv\.org|huggingface\.co)/", "", prose))
     for block in re.findall(r"^```python\n(.*?)^```$", card.text, re.DOTALL | re.MULTILINE):
         compile(block, "card", "exec")
+
+
+@pytest.mark.parametrize(
+    "report",
+    [{}, RECOVERY, {**SPEED, "benchmark": ["op"]}, {**SPEED, "benchmark": "decode"}]
+    + [{**SPEED, "results": rows} for rows in (7, [7], [{"milliseconds": "1"}], [{"milliseconds": math.nan}])],
+)
+def test_other_reports_are_refused(complete, tmp_path, report):
+    write_json(tmp_path / "other.json", report)
+    with pytest.raises(ValueError, match="other.json has no measurement of mhla-hf bench op or mhla-hf bench model"):
+        model_card(complete, benchmarks=[tmp_path / "other.json"])
 
 
 # Kinds of models
@@ -274,14 +275,22 @@ def test_a_language_model(tmp_path):
     write_json(tmp_path / "report.json", {**report, "data": data})
     card = written(tmp_path)
     assert card.data.datasets == ["you/data"]
-    assert "on 100 samples of `you/data:small` (rows of text of 512 tokens)" in card.text
-    assert "Bits per byte of text, on 20 held-out samples; lower is better." in card.text
-    assert "64 tokens each; mixing weights for 512 tokens" in card.text and "| attention | causal |" in card.text
-    assert "AutoModelForCausalLM" in card.text and "rotary embedding" in card.text
+    assert "on 100 samples and 20 held-out samples of `you/data:small`" in card.text
+    assert "| matched | 1.51 |" in card.text
+    assert "| `block_size` | `64` |" in card.text and "| `causal` | `True` |" in card.text
+    assert "LlamaForCausalLM.from_pretrained(" in card.text
     assert "AutoTokenizer" not in card.text
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert "AutoTokenizer.from_pretrained(" in written(tmp_path).text
     assert "load_pipeline" not in card.text
+
+
+@pytest.mark.parametrize("architectures", [["X\n```\n<script>"], ["x; import os"], None])
+def test_only_names_of_classes_become_code(architectures, tmp_path):
+    write_model(tmp_path, "LlamaForCausalLM", "llama", architectures=architectures)
+    text = written(tmp_path).text
+    assert "<script>" not in re.sub("`.*`", "", text) and "import os" not in re.sub("`.*`", "", text)
+    assert "from transformers import AutoModel\n" in text
 
 
 @pytest.mark.parametrize(
@@ -318,7 +327,7 @@ def test_links_are_not_written_through(complete, tmp_path):
     card = write_card(complete).rename(tmp_path / "blob")
     (complete / "README.md").symlink_to(card)
     before = card.read_bytes()
-    with pytest.raises(ValueError, match=r"README.md is a link or no file, as in the Hub's cache; copy the directory"):
+    with pytest.raises(ValueError, match=r"README.md is a link, as in the Hub's cache; copy the directory"):
         write_card(complete)
     assert card.read_bytes() == before
 
@@ -327,9 +336,9 @@ def test_command(complete, tmp_path):
     def run(*arguments):
         return CliRunner().invoke(app, ["card", str(complete), *map(str, arguments)], env={"COLUMNS": "300"})
 
-    write_json(tmp_path / "decode.json", BENCHMARKS["decode"])
-    printed = run("--output", "-", "--benchmark", tmp_path / "decode.json", "--name", "Mine", "--repo-id", "you/mine")
-    assert printed.exit_code == 0 and "# Mine\n" in printed.stdout and "**Decoding**" in printed.stdout
+    write_json(tmp_path / "speed.json", SPEED)
+    printed = run("--output", "-", "--name", "Mine", "--repo-id", "you/mine", "--benchmark", tmp_path / "speed.json")
+    assert printed.exit_code == 0 and "# Mine\n" in printed.stdout and "## Speed and memory\n" in printed.stdout
     assert not (complete / "README.md").exists() and is_generated(printed.stdout)
     assert run().exit_code == 0 and is_generated((complete / "README.md").read_text())
     (complete / "README.md").write_text("# Mine\n")
@@ -337,15 +346,15 @@ def test_command(complete, tmp_path):
     assert refused.exit_code == 1 and "was written or edited by someone and is kept" in refused.output
     assert run("--output", tmp_path / "card.md").exit_code == 0
     assert run("--output", tmp_path / "card.md").exit_code != 0
+    assert run("--overwrite", "--license", "<script>").exit_code != 0
     assert run("--overwrite").exit_code == 0 and is_generated((complete / "README.md").read_text())
 
 
 def test_a_pushed_card_keeps_what_is_not_in_the_directory(complete):
     text = CardText(name="Mine", summary="What only I know.", license="mit")
-    write_card(complete, text=text, benchmarks=[BENCHMARKS["decode"]])
+    write_card(complete, text=text)
     kept = card_for_repository(complete, "you/mine")
-    assert is_generated(kept) and "What only I know." in kept and "**Decoding**" in kept
-    assert kept.count('"you/mine"') == 3 and "path/or/repository" not in kept
-    assert '"you/mine"' in card_for_repository(complete, "you/mine", benchmarks=[])
+    assert is_generated(kept) and "What only I know." in kept
+    assert kept.count('"you/mine"') == 1 and "path/or/repository" not in kept
     (complete / "README.md").unlink()
     assert "# Wan2.1-T2V-1.3B-Diffusers with MHLA" in card_for_repository(complete, "you/mine")

@@ -80,6 +80,13 @@ def test_directories_as_they_are_on_the_hub(name, copied):
     assert check_directory(folder) == []
 
 
+def test_pipelines_with_their_own_code(copied):
+    folder = copied("pipeline")
+    edit_json(folder / "model_index.json", _class_name=["pipeline", "MyPipeline"])
+    (problem,) = check_directory(folder)
+    assert problem.level == "warning" and "its own code, which is not run" in problem.message
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     # Files.
     "no-folder": ("pipeline", lambda root: shutil.rmtree(root / "vae"), "the component vae, whose folder is missing"),

@@ -55,11 +55,12 @@ def uploads(hub, since):
 
 
 def renew(directory, seed):
-    """Changes the weights: the storage knows contents that other tests have uploaded."""
-    tensors = load_file(directory / WEIGHTS)
+    """Changes all weights: the storage knows contents that other tests have uploaded."""
     noise = torch.Generator().manual_seed(seed)
-    changed = {name: tensor + torch.randn(tensor.shape, generator=noise) / 100 for name, tensor in tensors.items()}
-    save_file(changed, directory / WEIGHTS, {"format": "pt"})
+    for path in directory.glob("*/*.safetensors"):
+        tensors = load_file(path)
+        changed = {name: tensor + torch.randn(tensor.shape, generator=noise) / 100 for name, tensor in tensors.items()}
+        save_file(changed, path, {"format": "pt"})
 
 
 def commits(hub, name):
@@ -114,9 +115,7 @@ def test_contents(pipeline):
 
 def test_push_and_the_three_ways_to_load(client, hub, directories, tmp_path):
     for kind in ("wan", "language"):
-        result = push(
-            client, directories / kind, f"user/{kind}-pushed", "--private", "--max-shard-size", "20kB", "--quiet"
-        )
+        result = push(client, directories / kind, f"user/{kind}-pushed", "--private", "--quiet")
         assert result.code == 0, result.errors
         repository = hub.repositories[f"user/{kind}-pushed"]
         assert repository.private and commits(hub, f"user/{kind}-pushed") == 2
@@ -190,7 +189,7 @@ def test_push_and_the_three_ways_to_load(client, hub, directories, tmp_path):
 
 
 def test_an_interrupted_push_goes_on_and_shows_nothing_before(client, hub, pipeline):
-    arguments = (pipeline, "user/interrupted", "--max-shard-size", "20kB", "--quiet")
+    arguments = (pipeline, "user/interrupted", "--quiet")
     renew(pipeline, seed=1)
     start = len(hub.requests)
     hub.inject("POST", "/commit/", 503, times=None)
@@ -209,7 +208,7 @@ def test_an_interrupted_push_goes_on_and_shows_nothing_before(client, hub, pipel
 
 
 def test_a_killed_push_leaves_the_repository_as_it_was(client, hub, pipeline):
-    arguments = (pipeline, "user/killed", "--max-shard-size", "20kB", "--quiet")
+    arguments = (pipeline, "user/killed", "--quiet")
     assert push(client, *arguments).code == 0
     before = hub.repositories["user/killed"].files
     renew(pipeline, seed=3)
@@ -221,10 +220,10 @@ def test_a_killed_push_leaves_the_repository_as_it_was(client, hub, pipeline):
     assert client.wait().code == -signal.SIGKILL
     assert hub.repositories["user/killed"].files == before and commits(hub, "user/killed") == 2
     hub.heal()
+    stale = "transformer/diffusion_pytorch_model-00001-of-00002.safetensors"
+    change(hub, "user/killed", stale, b"of an earlier push")
     assert push(client, *arguments).code == 0
-    assert hub.repositories["user/killed"].files != before and commits(hub, "user/killed") == 3
-    # The shards that the killed process left are gone.
-    assert [path.name for path in pipeline.parent.iterdir()] == ["wan"]
+    assert hub.repositories["user/killed"].files.keys() == before.keys() and commits(hub, "user/killed") == 4
 
 
 def test_only_files_that_were_checked_are_pushed(hub, client, pipeline):
@@ -299,12 +298,13 @@ def test_refusals_are_one_line(client, hub, directories, arguments, variables, e
     assert all("licence" in warning for warning in warnings)
 
 
-def test_dry_run_needs_no_network(client, hub, pipeline):
+def test_dry_run_needs_no_network(client, hub, pipeline, tmp_path):
     seen = len(hub.requests)
-    result = push(client, pipeline, "user/dry", "--dry-run", "--max-shard-size", "20kB", "--json", "-", "--quiet")
+    file = tmp_path / "files.json"
+    result = push(client, pipeline, "user/dry", "--dry-run", "--json", file, "--quiet")
     assert result.code == 0, result.errors
-    report = json.loads(result.output)
-    assert f"{WEIGHTS.removesuffix('.safetensors')}-00001-of-" in " ".join(report["files"])
+    report = json.loads(file.read_text())
+    assert WEIGHTS in report["files"]
     assert any("licence" in warning for warning in report["warnings"])
     shown = push(client, pipeline, "user/dry", "--dry-run").output
     assert "transformer/mhla_hf.py" in shown and "warning:" in shown

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA through diffusers' own adapter methods, and fused projections: what every MHLA model must do."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 from peft import LoraConfig
@@ -24,9 +22,7 @@ def randomize_lora(model: torch.nn.Module) -> None:
 
 
 class AdapterChecks(ModelCase):
-    """Attributes: fuses_by_model: Whether the diffusers class fuses projections; else single layers can be fused."""
-
-    fuses_by_model: ClassVar[bool] = True
+    """LoRA adapters, with and without MHLA parameters, and fused projections."""
 
     def with_lora(self, **options):
         model = self.make_mhla(**options)
@@ -104,21 +100,13 @@ class AdapterChecks(ModelCase):
 
     def test_fused_projections(self):
         model = self.make_mhla(**OPTION_SETS["everything"])
-        expected, keys = self.run(model), set(model.state_dict())
-        if self.fuses_by_model:
-            model.fuse_qkv_projections()
+        expected = self.run(model)
         for attention in model._self_attentions():
-            if not self.fuses_by_model:
-                attention.fuse_projections()
+            attention.fuse_projections()
             assert attention.fused_projections
             # What is fused is what is used.
             attention.to_qkv.weight.data.mul_(2.0)
         assert relative_error(self.run(model), expected) > 1e-3
         for attention in model._self_attentions():
             attention.to_qkv.weight.data.div_(2.0)
-        torch.testing.assert_close(self.run(model), expected)
-        if not self.fuses_by_model:
-            return
-        model.unfuse_qkv_projections()
-        assert set(model.state_dict()) == keys
         torch.testing.assert_close(self.run(model), expected)

@@ -54,7 +54,6 @@ class TestDiT(DiTCase, ImageChecks):
 
 class TestDiTModel(DiTCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
     block_class = "BasicTransformerBlock"
-    fuses_by_model = False
     offloads_blocks = False
 
 
@@ -83,7 +82,6 @@ def draw(pipeline, size, label, guidance_scale=4.0):
 class TestDiTPipeline(ImagePipelineChecks):
     mhla_class = MHLADiTTransformer2DModel
     sizes = ((16, 16), (16, 24), (24, 16))
-    trained_as = "dit"
     thorough = True
 
     @classmethod

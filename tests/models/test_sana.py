@@ -95,7 +95,6 @@ class TestSanaSprint(SanaSprintCase):
 
 class TestSanaModel(SanaCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
     block_class = "MHLASanaTransformerBlock"
-    fuses_by_model = False
 
 
 class TestSanaCompile(SanaCase, CompileChecks):
@@ -137,7 +136,7 @@ class SanaPipelines(PromptedPipelineChecks):
 
 
 class TestSanaPipeline(SanaPipelines):
-    trained_as = "sana"
+    pass
 
 
 class TestSanaSprintPipeline(SanaPipelines):

@@ -58,7 +58,6 @@ def test_gradients_equal_those_of_the_naive_form(options, monkeypatch):
 
 class TestSanaVideoModel(SanaVideoCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
     block_class = "SanaVideoTransformerBlock"
-    fuses_by_model = False
 
 
 class TestSanaVideoCompile(SanaVideoCase, CompileChecks):

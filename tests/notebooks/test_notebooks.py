@@ -19,7 +19,7 @@ FIGURES = {
     "1_quick_start": 4,
     "2_convert_and_fine_tune_a_video_model": 2,
     "3_language_model": 3,
-    "4_looking_inside": 7,
+    "4_looking_inside": 6,
 }
 # What only one machine has, and progress bars.
 _NOISE = re.compile(rf"{re.escape(str(ROOT))}|/(home|root|tmp|var|Users)/|[A-Z]:\\|site-packages|\dit/s|s/it|%\|")

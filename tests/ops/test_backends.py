@@ -71,7 +71,7 @@ def test_bfloat16_is_not_interpreted(monkeypatch):
 
 
 def test_few_tokens_are_left_to_torch_where_launches_take_longer(monkeypatch):
-    times = {"block": backends.HostTime(kernels=300.0, torch=200.0)}
+    times = {"block": (300.0, 200.0)}
     monkeypatch.setattr(backends, "HOST_TIMES", times)
 
     def few(count: int, family: str = "block") -> bool:
@@ -82,7 +82,7 @@ def test_few_tokens_are_left_to_torch_where_launches_take_longer(monkeypatch):
     assert found[0] and not found[-1] and found == sorted(found, reverse=True)
     assert not few(1, "decode")
     # No number is too small for kernels that are launched before plain torch would be.
-    times["block"] = backends.HostTime(kernels=200.0, torch=300.0)
+    times["block"] = (200.0, 300.0)
     assert not any(few(count) for count in counts)
 
 
@@ -90,7 +90,7 @@ def test_few_tokens_are_left_to_torch_where_launches_take_longer(monkeypatch):
 def test_few_tokens_are_for_auto_alone(monkeypatch):
     query, key, value = (tensor.cuda().half() for tensor in tokens(1, 4, 2, 8))
     for kernels, expected in ((300.0, "torch"), (100.0, "triton")):
-        monkeypatch.setattr(backends, "HOST_TIMES", {"block": backends.HostTime(kernels, torch=200.0)})
+        monkeypatch.setattr(backends, "HOST_TIMES", {"block": (kernels, 200.0)})
         assert choose_backend("auto", query, key, value, family="block") == expected
         assert choose_backend("triton", query, key, value, family="block") == "triton"
 

@@ -179,5 +179,5 @@ def test_a_pair_of_another_width_is_refused():
     inputs, mixing = make_inputs(False)
     inputs["normalizer_key"] = inputs["key"][..., :-1]
     for run, tokens in ((mhla_extend, 5), (mhla_step, 1)):
-        with pytest.raises(ValueError, match="normalizer_key has"):
+        with pytest.raises(ValueError, match="normalizer_query has"):
             run(**part(inputs, 0, tokens), mixing=mixing, state=start(False))

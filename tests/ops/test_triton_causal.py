@@ -20,7 +20,8 @@ from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_er
 
 pytest.importorskip("triton")
 
-from mhla_hf.ops.triton.causal import _log_fallback, limits
+from mhla_hf.ops.backends import _log_once
+from mhla_hf.ops.triton.causal import limits
 from tests import GOLDEN
 
 
@@ -303,7 +304,7 @@ def test_stored_output_of_the_authors_operator(device):
 def test_block_query_falls_back_to_plain_torch_and_says_so(device, caplog):
     layout = chunks(8, 4)
     inputs = {name: t.detach() for name, t in cast(few(make_inputs(layout, rotated=False)), device).items()}
-    _log_fallback.cache_clear()
+    _log_once.cache_clear()
     options = {"layout": layout, "causal": True, "normalizer": "block_query"}
     with caplog.at_level(logging.WARNING, logger="mhla_hf"):
         for _ in range(2):

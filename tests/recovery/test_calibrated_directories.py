@@ -91,11 +91,11 @@ def test_a_source_is_not_written_to(tmp_path):
 def test_directory(converted, tmp_path):
     output = tmp_path / "calibrated"
     before = tensors(converted)
-    arguments = ["calibrate", str(converted), str(output), "--samples", "8", "--json", "-"]
+    arguments = ["calibrate", str(converted), str(output), "--samples", "8", "--json", str(tmp_path / "figures.json")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "held-out error of the layers' outputs" in result.stderr
-    figures = json.loads(result.stdout)
+    assert "held-out error of the layers' outputs" in result.stdout
+    figures = json.loads((tmp_path / "figures.json").read_text())
     record = json.loads((output / "conversion.json").read_text())
     original = json.loads((converted / "conversion.json").read_text())
     assert {name: record[name] for name in original} == original
@@ -132,7 +132,7 @@ def test_directory(converted, tmp_path):
     with pytest.raises(ValueError, match="has been trained"):
         calibrate_directory(output, samples=8)
     calibrate_directory(output, samples=8, force=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibrated"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibrated", "figures.json"]
 
 
 def test_convert_and_calibrate_a_language_model(tmp_path):

@@ -71,6 +71,7 @@ def test_latency_budget(monkeypatch):
     [
         ({"keep": "much"}, "keep='much' must be a share such as 25%"),
         ({"keep": 3}, "keep=3 keeps 3 of 3 layers; at least one must become MHLA"),
+        ({"keep": "0%"}, "keep='0%' must be a share"),
         ({"latency": "0%"}, "latency='0%' must be a share"),
         ({"keep": 1, "latency": 0.5}, "Give keep or latency, not both"),
     ],
@@ -85,8 +86,7 @@ def test_commands(tmp_path):
     model_directory("llama", tmp_path / "softmax")
     texts = text_folder(tmp_path / "texts")
     plot, figures = tmp_path / "layers.png", tmp_path / "layers.json"
-    common = ["--block-size", "4", "--data", str(texts)]
-    source = str(tmp_path / "softmax")
+    common, source = ["--block-size", "4", "--data", str(texts)], str(tmp_path / "softmax")
     arguments = ["select-layers", source, *common, "--keep", "34%", "--plot", str(plot), "--json", str(figures)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -94,6 +94,12 @@ def test_commands(tmp_path):
     option = ",".join(map(str, record["mhla_layers"]))
     assert len(record["mhla_layers"]) == 2 and f"--layers {option}" in result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
+    # The measured times of all layers, and of the models that they add up to.
+    assert all(layer["softmax_ms"] > 0 and layer["mhla_ms"] > 0 for layer in record["layers"])
+    extra = [layer["softmax_ms"] - layer["mhla_ms"] for layer in record["layers"]]
+    assert record["softmax_ms"] == pytest.approx(record["mhla_ms"] + sum(extra))
+    kept = [value for value, layer in zip(extra, record["layers"]) if layer["kept"]]
+    assert record["chosen_ms"] == pytest.approx(record["mhla_ms"] + sum(kept))
     result = CliRunner().invoke(app, ["convert", source, str(tmp_path / "mhla"), *common, "--layers", "auto:2/3"])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "mhla" / "conversion.json").read_text())["components"]["model"]

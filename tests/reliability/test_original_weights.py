@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIPModel
+from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIPModel, PreTrainedModel
 
 import mhla_hf
 from mhla_hf.conversion import convert_pretrained, unconvert_pretrained
@@ -147,7 +147,7 @@ def test_the_saved_configuration_says_what_was_done(softmax, batches, state, tmp
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
         assert torch.equal(logits(loaded, batches), expected)
         return
-    message = f"Cannot .*: this LlamaForCausalLM was {state} before it was saved"
+    message = f"Cannot .* of this LlamaForCausalLM are not known: it was {state} before it was saved"
     for refused in REFUSED.values():
         with pytest.raises(ValueError, match=message):
             refused(again, batches)
@@ -184,8 +184,7 @@ def test_one_tower_of_several(clip, tmp_path):
     model, given = clip, {"input_ids": torch.arange(3, 23)[None], "pixel_values": torch.randn(1, 3, 32, 32)}
     with torch.no_grad():
         expected = model(**given)[0]
-        mhla_hf.convert(model, {"text_config": {"block_size": 4}, "vision_config": {"blocks": [2, 2]}})
-        model.set_attn_implementation({"vision_config": "sdpa"})
+        mhla_hf.convert(model, {"text_config": {"block_size": 4}})
         mixed = model(**given)[0]
         model.save_pretrained(tmp_path)
         again = CLIPModel.from_pretrained(tmp_path)
@@ -279,27 +278,19 @@ def test_directories_of_transformers_are_turned_back(model_class, clip, tmp_path
 
 
 def test_an_original_is_followed_by_records_of_this_machine_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     save_softmax("bert", tmp_path / "models" / "softmax")
     convert_pretrained(tmp_path / "models" / "softmax", tmp_path / "elsewhere" / "mhla", progress=False)
     source = ModelDirectory.read(tmp_path / "elsewhere" / "mhla")
     assert source.find_original().folder == tmp_path / "models" / "softmax"
-    record = tmp_path / "elsewhere" / "mhla" / "conversion.json"
-    written = record.read_text()
-    # Another path under the same code, and the record on another machine.
-    record.write_text(written.replace("/models/softmax", "/elsewhere/mhla"))
-    assert source.find_original() is None
-    record.write_text(written)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "another"))
-    assert source.find_original() is None
+    with monkeypatch.context() as another:
+        another.setattr("platform.node", lambda: "another-machine")
+        assert source.find_original() is None
     # What came from the Hub's cache is of others.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     cache = tmp_path / "hub" / "models--you--model" / "snapshots"
     cache.mkdir(parents=True)
     (tmp_path / "elsewhere" / "mhla").rename(cache / "0")
     source = ModelDirectory.read(cache / "0")
     assert source.find_original() is None
-    assert (tmp_path / "home" / "mhla_hf" / "machine-key").stat().st_mode & 0o077 == 0
 
 
 def test_pushed_records_have_no_paths(tmp_path):
@@ -313,26 +304,73 @@ def test_pushed_records_have_no_paths(tmp_path):
     assert json.loads(pushed)["source"] == {"location": "softmax"}
 
 
-def test_weights_outside_of_towers_count_as_well(clip, tmp_path):
+def test_weights_outside_of_towers_count_as_well(clip):
     model = mhla_hf.convert(clip, {"text_config": {"block_size": 4}, "vision_config": {"blocks": [2, 2]}})
     model.text_projection.weight.data.add_(0.1)
     for refused in (lambda: model.set_attn_implementation("sdpa"), lambda: mhla_hf.unconvert(model)):
         with pytest.raises(ValueError, match=r"1 pretrained weight\(s\) .* \(text_projection.weight\)"):
             refused()
     assert {part.config._attn_implementation for part in (model.text_model, model.vision_model)} == {"mhla"}
-    # One tower alone has its own weights.
-    model.set_attn_implementation({"vision_config": "sdpa"})
-    model.save_pretrained(tmp_path)
-    assert CLIPModel.from_pretrained(tmp_path).config.vision_config.mhla is None
 
 
-def test_towers_are_switched_all_or_none(clip):
+def test_towers_are_switched_all_or_none(clip, tmp_path):
+    given = {"input_ids": torch.arange(3, 23)[None], "pixel_values": torch.randn(1, 3, 32, 32)}
+    original = copy.deepcopy(clip)
     model = mhla_hf.convert(clip, {"text_config": {"block_size": 4}, "vision_config": {"blocks": [2, 2]}})
+    model.save_pretrained(tmp_path)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match="nonsense"):
-        model.set_attn_implementation({"vision_config": "sdpa", "text_config": "nonsense"})
-    assert {part.config._attn_implementation for part in (model.text_model, model.vision_model)} == {"mhla"}
+    for part, requested, message in (
+        (model, {"vision_config": "sdpa", "text_config": "nonsense"}, "nonsense"),
+        (model, {"vision_config": "sdpa"}, "All MHLA layers of CLIPModel use one attn_implementation"),
+        (model.vision_model, "sdpa", "is part of a converted model: switch the whole model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            part.set_attn_implementation(requested)
+        assert {part.config._attn_implementation for part in (model.text_model, model.vision_model)} == {"mhla"}
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model.vision_model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="CLIPAttention has an MHLA layer and cannot use 'sdpa' attention"):
+        model.get_image_features(given["pixel_values"])
+    model.vision_model.config._attn_implementation = "mhla"
+    with torch.no_grad():
+        expected, fitted = original(**given).logits_per_image, model(**given).logits_per_image
+        model.set_attn_implementation("sdpa")
+        loaded = CLIPModel.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+        for softmax in (model, loaded):
+            assert torch.equal(softmax(**given).logits_per_image, expected)
+            with pytest.raises(ValueError, match="is part of a converted model"):
+                softmax.vision_model.set_attn_implementation("mhla")
+            softmax.set_attn_implementation("mhla")
+            assert torch.equal(softmax(**given).logits_per_image, fitted)
+    with pytest.raises(ValueError, match="All MHLA layers of CLIPModel use one attn_implementation"):
+        CLIPModel.from_pretrained(tmp_path, attn_implementation={"vision_config": "sdpa"})
+
+
+def test_flash_attention_needs_a_model_that_was_switched(softmax, batches, monkeypatch):
+    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, **_: name)
+    model = fitted(softmax, batches, "calibrated")
+    expected = logits(model, batches)
+    with pytest.raises(ValueError, match="has MHLA layers: they switch to 'sdpa' or 'eager' alone"):
+        model.set_attn_implementation("flash_attention_2")
+    assert model.config._attn_implementation == "mhla" and torch.equal(logits(model, batches), expected)
+    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("flash_attention_2")
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+def test_what_is_trained_with_softmax_is_the_original_from_then_on(softmax, batches, tmp_path):
+    model = fitted(softmax, batches, "calibrated")
+    model.set_attn_implementation("sdpa")
+    model.lm_head.weight.data.mul_(1.5)
+    expected = logits(model, batches)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), batches), expected)
+    model.set_attn_implementation("mhla")
+    assert weights_state(model) == "converted"
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(logits(model, batches), expected)
+    # Turned back while it computes softmax attention, it stays as it is.
+    assert torch.equal(logits(mhla_hf.unconvert(model), batches), expected)
 
 
 def test_a_checkpoint_of_mhla_stays_one_under_another_configuration(softmax, batches, tmp_path):
@@ -351,7 +389,7 @@ def test_a_checkpoint_of_mhla_stays_one_under_another_configuration(softmax, bat
 def test_adapters_are_refused(softmax, batches):
     model = mhla_hf.convert(softmax, block_size=4)
     model.add_adapter(LoraConfig(target_modules=["o_proj"], init_lora_weights=False))
-    with pytest.raises(ValueError, match="Cannot use softmax attention: this LlamaForCausalLM has adapters"):
+    with pytest.raises(ValueError, match="Cannot restore softmax attention: this LlamaForCausalLM has adapters"):
         model.set_attn_implementation("sdpa")
     # As its own teacher the model is run without them.
     output = SharedTeacher(model)(**batches[0], use_cache=False).logits

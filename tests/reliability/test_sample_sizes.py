@@ -67,10 +67,10 @@ def test_the_command_shows_blocks_and_tokens(tmp_path):
         return result.stdout, record["components"]["transformer"]["warning"]
 
     output, warning = run()
-    assert "transformer: blocks 2×4×2 on a grid of 5×8×8 tokens" in output
+    assert "2×4×2 on 5×8×8" in output
     assert not warning and "Warning" not in output
     output, warning = run("--grid", "21,30,52")
-    assert "transformer: blocks 4×5×9 on a grid of 21×30×52 tokens" in output
+    assert "4×5×9 on 21×30×52" in output
     assert "all 5×8×8 tokens of a sample are in one block" in warning and f"Warning: {warning}" in output
 
 

@@ -13,7 +13,7 @@ import torch
 
 from mhla_hf import convert
 from mhla_hf.training import DiTObjective, SanaObjective, WanObjective
-from mhla_hf.training.data.cache import FORMAT_VERSION, MANIFEST, NULL_CONDITION, write_tensors
+from mhla_hf.training.data.latent_cache import MANIFEST, NULL_CONDITION, write_tensors
 from mhla_hf.training.stages.objectives import Objective
 from mhla_hf.utils.files import write_json
 
@@ -88,8 +88,8 @@ def write_cache(directory: Path, settings: dict[str, Any], count: int, seed: int
     for name, tensors in zip(names, video_samples(count, seed), strict=True):
         write_tensors(directory / "samples" / name, tensors)
     write_tensors(directory / NULL_CONDITION, {"prompt_embeds": torch.ones(1, tiny.TEXT_DIM)})
-    manifest = {"format_version": FORMAT_VERSION, "settings": settings, "complete": True, "samples": names}
-    finished = {"latent_shapes": [[16, 2, 4, 4]], "buckets": [0] * count, "skipped": [], "classes": {}}
+    manifest = {"settings": settings, "complete": True, "samples": names}
+    finished = {"buckets": [0] * count, "skipped": [], "classes": {}}
     write_json(directory / MANIFEST, {**manifest, **finished, "samples_digest": str(seed)})
 
 

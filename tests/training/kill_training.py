@@ -20,8 +20,9 @@ from pathlib import Path
 # What a run imports on its way, so that it is there for all forks.
 import torch._dynamo  # noqa: F401
 import tqdm.auto  # noqa: F401
+from safetensors.torch import load_file
 
-from mhla_hf.training.checkpoints import find_checkpoint, list_checkpoints, read_metrics, read_state
+from mhla_hf.training.checkpoints import WEIGHTS, find_checkpoint, list_checkpoints, read_metrics, read_state
 from mhla_hf.training.data.batches import evenly_spaced
 
 from .training_process import make_trainer
@@ -102,6 +103,7 @@ def check(output: Path, expected: tuple) -> None:
     """What a killed run left is whole, and goes on to the expected end."""
     for path in list_checkpoints(output / "checkpoints"):
         read_state(path)
+        load_file(path / WEIGHTS)
     find_checkpoint("latest", output / "checkpoints")
     assert forked(lambda: train(output)) == 0
     assert result(output) == expected, output

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import traceback
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from accelerate.utils.other import get_free_port
 
-from mhla_hf.analysis import AttentionTracker
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.processes import make_accelerator
 from tests import ROOT
@@ -55,8 +53,7 @@ def train_together(name: str, runs: list[tuple[Path, dict[str, Any]]], processes
 
     Args:
         name: Configuration.
-        runs: Output and options of each run; with `damaged_sample` that one is NaN, and each process saves its error;
-            with `track_every` attention is recorded on one sample.
+        runs: Output and options of each run.
         processes: How many.
     """
     context = multiprocessing.get_context("forkserver")
@@ -82,18 +79,7 @@ def _train(environment: dict[str, str], runs: list[tuple[Path, dict[str, Any]]])
         accelerator = make_accelerator(TrainingConfig(device="cpu"))
         kind = accelerator.distributed_type.value
         for output, options in runs:
-            damaged, every = options.pop("damaged_sample", None), options.pop("track_every", None)
-            trainer = make_trainer(output, None, accelerator, **OPTIONS, **options)
-            if every is not None:
-                trainer.tracker = AttentionTracker(trainer.probe_batch(), every=every)
-            if damaged is not None:
-                sample = trainer.dataset[damaged]
-                trainer.dataset[damaged] = {**sample, "latents": sample["latents"] * math.nan}
-            try:
-                result = trainer.run()
-            except FloatingPointError as error:
-                (output / f"error-{accelerator.process_index}").write_text(str(error))
-                continue
+            result = make_trainer(output, None, accelerator, **OPTIONS, **options).run()
             if accelerator.is_main_process:
                 record = {"losses": result.losses, "weights": result.model.state_dict(), "kind": kind}
                 torch.save(record, output / "final.pt")

@@ -39,7 +39,7 @@ class TestCheckpoints:
     def save(self, directory, stage="finetune", step=2, **options):
         model, optimizer, names = self.trained()
         files = {WEIGHTS: dict(model.state_dict()), MOMENTS: collect_moments(model, optimizer)}
-        return save_checkpoint(directory, Position.of(stage, step), files, {"note": "x"}, **options)
+        return save_checkpoint(directory, Position.of(stage, step), files, {"config": {}, "inputs": {}}, **options)
 
     def test_weights_and_moments_come_back(self, tmp_path):
         path = self.save(tmp_path)
@@ -48,7 +48,7 @@ class TestCheckpoints:
         load_weights(path, fresh, names)
         load_moments(path, fresh, fresh_optimizer)
         assert fresh.without_gradient not in fresh_optimizer.state
-        assert read_state(path)["note"] == "x"
+        assert read_state(path)["step"] == 2
         inputs = torch.randn(5, 3)
         for candidate, its_optimizer in ((model, optimizer), (fresh, fresh_optimizer)):
             candidate(inputs).square().mean().backward()
@@ -66,6 +66,7 @@ class TestCheckpoints:
         assert find_checkpoint(None, tmp_path) is None
         for stage, step in (("finetune", 5), ("transfer", 20), ("finetune", 10)):
             self.save(tmp_path, stage, step)
+        assert find_checkpoint("previous", tmp_path).name == "finetune-00000005"
         (tmp_path / ".tmp-finetune-00000099-1").mkdir()
         (tmp_path / "notes").mkdir()
         assert find_checkpoint("latest", tmp_path).name == "finetune-00000010"
@@ -101,13 +102,11 @@ def test_metrics_are_cut_to_the_resumed_step(tmp_path):
     for stage, count in (("transfer", 3), ("finetune", 4)):
         for step in range(1, count + 1):
             metrics.append({"stage": stage, "step": step, "loss": 1.0})
-    metrics.close()
     with path.open("a") as file:
         file.write('{"stage": "fine')
     metrics = MetricsFile(path, Position.of("finetune", 2))
     metrics.append({"stage": "finetune", "step": 3, "loss": 2.0})
-    metrics.close()
     expected = [("transfer", 1), ("transfer", 2), ("transfer", 3), *(("finetune", step) for step in (1, 2, 3))]
     assert [(row["stage"], row["step"]) for row in read_metrics(path)] == expected
-    MetricsFile(path).close()
+    MetricsFile(path)
     assert read_metrics(path) == [] == read_metrics(tmp_path / "none")

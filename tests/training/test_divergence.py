@@ -53,9 +53,9 @@ def test_step_samples_and_the_last_good_checkpoint_are_named(tmp_path):
     trainer = poisoned_run(tmp_path, 5)
     with pytest.raises(FloatingPointError) as error:
         trainer.run()
-    first, second = samples_of(4)
+    first, second = sorted(samples_of(4))
     assert str(error.value) == (
-        f"the loss is nan in finetune step 5, batch of sample {first}, {second} of the data set; --resume "
+        f"the loss is nan in finetune step 5, batch of samples {first}, {second} of the data set; --resume "
         "finetune-00000004 continues from the last good checkpoint; lower the learning rate if the samples are sound"
     )
     # The step was not taken, and the run goes on from there as it would have.
@@ -71,8 +71,8 @@ def test_a_checkpoint_with_weights_that_are_no_numbers_is_not_good(tmp_path):
     name = min(weights)
     save_file({**weights, name: weights[name] * math.inf}, newest / "model.safetensors")
     state = newest / "state.json"
-    old = file_fingerprint(newest / "model.safetensors")
-    state.write_text(re.sub(r'("model.safetensors": )"[^"]*"', rf'\1"{old}"', state.read_text()))
+    found = file_fingerprint(newest / "model.safetensors")
+    state.write_text(re.sub(r'("model.safetensors": )"[^"]*"', rf'\1"{found}"', state.read_text()))
     directory = tmp_path / "checkpoints"
     assert last_good_checkpoint(directory, Position.of("finetune", 7)).name == "finetune-00000004"
     assert last_good_checkpoint(directory, Position.of("finetune", 4)).name == "finetune-00000002"

@@ -70,6 +70,9 @@ class TestDamage:
     def of_another_step(self, path):
         shutil.copyfile(checkpoint(path.parents[1], 2) / "optimizer.safetensors", path / "optimizer.safetensors")
 
+    def emptied(self, path):
+        save_file({}, path / "optimizer.safetensors")
+
     def truncated(self, path):
         file = path / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-10])
@@ -80,13 +83,19 @@ class TestDamage:
     def no_state(self, path):
         (path / "state.json").write_bytes(b"")
 
+    def renamed(self, path):
+        shutil.rmtree(path)
+        shutil.copytree(checkpoint(path.parents[1], 1), path)
+
     @pytest.mark.parametrize(
         ("damage", "message"),
         [
             ("of_another_step", "optimizer.safetensors is missing or not what was written"),
+            ("emptied", "optimizer.safetensors is missing or not what was written"),
             ("truncated", "model.safetensors is missing or not what was written"),
             ("gone", "model.safetensors is missing or not what was written"),
             ("no_state", "state.json is not valid JSON"),
+            ("renamed", "was renamed: its state.json says finetune-00000001"),
         ],
     )
     def test_the_newest_is_named_and_the_one_before_it_offered(self, damage, message, output, resume):
@@ -142,6 +151,8 @@ class TestOtherInputs:
         ("part", "name"),
         [
             ("pipeline/transformer", "base weights"),
+            ("pipeline/vae", "vae"),
+            ("pipeline/text_encoder", "text_encoder"),
             ("teacher/transformer", "teacher"),
             ("cache", "data"),
         ],

@@ -6,15 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import typer
+from accelerate.utils.other import get_free_port
 
-from mhla_hf.cli.errors import friendly_errors
+from mhla_hf.cli.main import friendly_errors
+from mhla_hf.training import TrainingConfig, processes
 from mhla_hf.training.checkpoints import list_checkpoints
 from tests import ROOT
 
+from .kill_training import start as start_process
 from .training_process import make_trainer
 
 
@@ -52,7 +56,7 @@ class TestOneProcess:
             make_trainer(tmp_path, signal_at(where, number)).run()
         assert stop.value.exit_code == 128 + number
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and "the same command with --resume latest continues from there" in lines[0]
+        assert len(lines) == 1 and f"the same command with --resume {saved} continues from there" in lines[0]
         assert lines[0].startswith(f"stopped after step {int(saved[-8:])} of ")
         assert list_checkpoints(tmp_path / "checkpoints")[-1].name == saved
         assert [signal.getsignal(entry) for entry in (signal.SIGINT, signal.SIGTERM)] == before
@@ -62,17 +66,18 @@ class TestOneProcess:
             assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
-def test_a_lost_process_is_one_line(capsys):
-    with pytest.raises(typer.Exit) as stop, friendly_errors():
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:23")
-    assert stop.value.exit_code == 1
-    assert capsys.readouterr().err == (
-        "error: process 0 has lost another process of the run, whose own error says why\n"
-    )
-    with pytest.raises(typer.Exit) as stop, friendly_errors():
-        raise RuntimeError("a fault of our own")
-    assert stop.value.exit_code == 1
-    assert capsys.readouterr().err.startswith("error: unexpected RuntimeError: a fault of our own (")
+def test_a_process_that_never_starts_ends_the_others(monkeypatch):
+    """One of two processes waits for the other, and not for hours."""
+
+    def wait():
+        monkeypatch.setattr(processes, "STARTUP_TIMEOUT", timedelta(seconds=1))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true", **address})
+        with pytest.raises(TimeoutError, match="processes of the run did not find one another within"):
+            processes.make_accelerator(TrainingConfig(device="cpu"))
+
+    _, status = os.waitpid(start_process(wait), 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 LAUNCHERS = {
@@ -111,7 +116,7 @@ def test_two_processes_stop_together(launcher, number, whom, tmp_path):
     errors = process.communicate(timeout=120)[1]
     assert process.returncode != 0
     ours = [line for line in errors.splitlines() if line.startswith("stopped")]
-    assert len(ours) == 1 and "--resume latest" in ours[0]
+    assert len(ours) == 1 and "--resume finetune-0000000" in ours[0]
     # Whatever traceback there is, the launcher's, shows nothing of the run's own code.
     assert "mhla_hf" not in errors.replace(ours[0], "")
     newest = list_checkpoints(output / "checkpoints")[-1].name
@@ -119,3 +124,12 @@ def test_two_processes_stop_together(launcher, number, whom, tmp_path):
     process = start(0)
     assert process.wait(timeout=300) == 0, process.stderr.read()
     assert (output / "final.pt").exists()
+
+
+def test_a_launcher_that_starts_one_process_of_several_is_refused(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(ValueError, match="starts one process, whatever --num_processes says: launch with --multi_gpu"):
+        processes.make_accelerator(TrainingConfig(learning_rate=1e-3, device="cpu"))

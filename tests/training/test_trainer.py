@@ -62,11 +62,11 @@ def student(case, teacher):
 @pytest.fixture(scope="module")
 def cache_directory(tmp_path_factory, softmax_dir):
     from mhla_hf.training.config import CacheConfig
-    from mhla_hf.training.data.cache import CachePlan
+    from mhla_hf.training.data.latent_cache import CachePlan
 
     directory = tmp_path_factory.mktemp("cache") / "wan"
     config = CacheConfig(data="digits", sizes="32,32,5", max_sequence_length=8)
-    write_cache(directory, CachePlan.make(ModelDirectory.open(softmax_dir), config).settings(), 4)
+    write_cache(directory, CachePlan(ModelDirectory.open(softmax_dir), config).settings(), 4)
     return directory
 
 
@@ -180,7 +180,6 @@ class TestInProcess:
         assert sum(result.losses["transfer"][-5:]) < 0.9 * sum(result.losses["transfer"][:5])
         difference, error = evaluate(result.model, dataset, draws_per_sample=4).difference(before)
         assert difference < -5 * error
-        assert result.seconds_per_step["finetune"] > 0
 
     def test_accumulation_is_a_larger_batch(self, student, dataset):
         losses = []
@@ -201,8 +200,7 @@ class TestInProcess:
     def test_what_is_missing_is_named(self, teacher, student, dataset):
         for changes, models, message in (
             ({}, (), "model must be given"),
-            ({}, (student,), "cache must be given"),
-            ({}, (student, []), "data set is empty"),
+            ({}, (student,), "does not exist or is unfinished: run the cache step first"),
             ({}, (student, dataset), "null_condition"),
             ({"report_to": "tensorboard"}, (student, dataset), "needs output"),
         ):
@@ -248,16 +246,12 @@ class TestResuming:
             assert torch.equal(value, cut.model.state_dict()[name]), name
         rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
         assert len(rows[0]) == 12
-        # Without checkpoints and reports.
-        for stage, seconds in whole.seconds_per_step.items():
-            own = [row["seconds"] for row in rows[0] if row["stage"] == stage]
-            assert seconds == pytest.approx(sum(own) / len(own), abs=1e-6)
         for mine, theirs in zip(*rows, strict=True):
             assert {**mine, "seconds": 0} == {**theirs, "seconds": 0}
         kept = [path.name for path in list_checkpoints(tmp_path / "cut" / "checkpoints")]
         assert kept == ["finetune-00000006", "finetune-00000007"]
         again = run(tmp_path / "cut")
-        assert again.losses == whole.losses and again.seconds_per_step == {"transfer": 0.0, "finetune": 0.0}
+        assert again.losses == whole.losses
         for name, value in whole.model.state_dict().items():
             assert torch.equal(value, again.model.state_dict()[name]), name
 

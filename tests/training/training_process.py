@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import torch
+import typer
 
-from mhla_hf.cli.errors import run_script
+from mhla_hf.cli.main import FriendlyCommand
 from mhla_hf.training import DiffusionTrainer, TrainingConfig
 from mhla_hf.training.processes import make_accelerator
 
@@ -61,4 +62,6 @@ def train(output: Path, options: str = "{}") -> None:
 if __name__ == "__main__":
     if os.environ.get("RANK") == os.environ.get("RANK_TO_FAIL", "none"):
         sys.exit("this process has an error of its own")
-    run_script(train)
+    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    program.command(cls=FriendlyCommand)(train)
+    program()

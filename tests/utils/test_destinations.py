@@ -18,7 +18,6 @@ from mhla_hf.utils.destinations import (
     claim_destination,
     lock_output,
     remove_leftovers,
-    share_lock,
 )
 
 
@@ -50,12 +49,12 @@ def test_files_of_others_are_kept(tmp_path):
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / "mine").write_text("mine")
 
-    with pytest.raises(ValueError, match="out was filled by others meanwhile and is left alone"):
+    with pytest.raises(ValueError, match="out is not empty"):
         write(tmp_path / "out", "new", overwrite=False, meanwhile=fill)
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["mine"]
     with pytest.raises(ValueError, match="out is not empty"):
         write(tmp_path / "out", "new", overwrite=False)
-    with pytest.raises(ValueError, match="file was filled by others meanwhile"):
+    with pytest.raises(ValueError, match="file is not empty"):
         write(tmp_path / "file", "new", overwrite=False, meanwhile=lambda: (tmp_path / "file").write_text("mine"))
     with pytest.raises(ValueError, match="is not a directory"):
         write(tmp_path / "file", "new")
@@ -69,6 +68,20 @@ def test_overwriting(tmp_path):
     (tmp_path / "out" / "mine").write_text("mine")
     write(tmp_path / "out", "new")
     assert names(tmp_path) == ["out"] and content(tmp_path / "out") == complete("new")
+
+
+def test_temporary_names_inside_are_content(tmp_path, monkeypatch):
+    """What a run killed elsewhere left inside a destination is neither taken for nothing nor in the way."""
+    leftover = tmp_path / "out" / ".tmp-0123abcd-out"
+    leftover.mkdir(parents=True)
+    with pytest.raises(ValueError, match="out is not empty"), claim_destination(tmp_path / "out"):
+        pass
+    write(tmp_path / "out", "new")
+    assert names(tmp_path) == ["out"] and content(tmp_path / "out") == complete("new")
+    monkeypatch.chdir(tmp_path / "out")
+    with claim_destination(Path("."), overwrite=True) as claimed, claimed.staging() as folder:
+        (folder / ".tmp-of-others").write_text("copied")
+    assert content(tmp_path / "out") == {".tmp-of-others": "copied"}
 
 
 def test_the_home_directory_is_not_overwritten(tmp_path, monkeypatch):
@@ -114,16 +127,6 @@ def test_a_lock_dies_with_its_process(tmp_path):
     lock_output(tmp_path, patience=0).close()
 
 
-def test_readers_share_a_lock(tmp_path):
-    first, second = (share_lock(tmp_path / LOCK, "taken") for _ in range(2))
-    with pytest.raises(ValueError, match="in use by another run"):
-        lock_output(tmp_path, patience=0)
-    first.close()
-    second.close()
-    with lock_output(tmp_path, patience=0), pytest.raises(ValueError, match="taken"):
-        share_lock(tmp_path / LOCK, "taken")
-
-
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_a_file_system_without_locks_works(number, tmp_path, monkeypatch):
     def no_locks(*_):
@@ -131,7 +134,7 @@ def test_a_file_system_without_locks_works(number, tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     (leftover,) = leave(tmp_path, "")
-    assert lock_output(tmp_path) is None and share_lock(tmp_path / LOCK, "taken") is None
+    assert lock_output(tmp_path) is None
     write(tmp_path / "out", "new")
     # Without a lock, leftovers could be a living process's.
     assert names(tmp_path) == [LOCK, leftover.name, "out"] and content(tmp_path / "out") == complete("new")

@@ -11,7 +11,7 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from mhla_hf.cli.errors import friendly_errors
+from mhla_hf.cli.main import friendly_errors
 from mhla_hf.training.checkpoints import find_checkpoint, list_checkpoints, read_state
 from mhla_hf.utils.destinations import atomic_directory
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
+import os
+from pathlib import Path
+
 import pytest
 
-from mhla_hf.utils.files import path_inside, read_json
+from mhla_hf.utils.files import list_files, path_inside, read_json
 
 
 def test_reads_an_object_with_a_byte_order_mark(tmp_path):
@@ -20,12 +23,12 @@ def test_reads_an_object_with_a_byte_order_mark(tmp_path):
         (b'{"a":' * 200_000, "nested too deeply"),
         (b'{"a": ' + b"1" * 5000 + b"}", "is not valid JSON"),
         (b"\xff\xfe\x00", "cannot be read .*utf-8"),
-        (b"[1]", "is not a JSON object but a list"),
-        (b"null", "is not a JSON object but null"),
+        (b"[1]", "is not a JSON object but list"),
+        (b"null", "is not a JSON object but NoneType"),
         (b"{}", "has no field 'a'"),
-        (b'{"a": true}', "'a' must be an integer, and is true or false"),
-        (b'{"a": "1"}', "'a' must be an integer, and is a string"),
-        (b'{"a": 1, "b": [1]}', "'b' must be a string or null, and is a list"),
+        (b'{"a": true}', "'a' must be int, and is bool"),
+        (b'{"a": "1"}', "'a' must be int, and is str"),
+        (b'{"a": 1, "b": [1]}', "'b' must be str or NoneType, and is list"),
     ],
     ids=lambda value: value[:12].decode(errors="replace") if isinstance(value, bytes) else None,
 )
@@ -44,3 +47,17 @@ def test_names_that_lead_out_of_a_folder_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match="index.json names .* no path inside") as caught:
         path_inside(tmp_path, name, "index.json")
     assert len(str(caught.value)) < 300 + len(str(tmp_path))
+
+
+def test_folders_that_cannot_be_read_are_not_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    scandir = os.scandir
+
+    def failing(path):
+        if Path(path).name == "folder":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(PermissionError, match="folder"):
+        list_files(tmp_path)

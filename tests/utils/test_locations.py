@@ -3,6 +3,7 @@
 
 import json
 import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mhla_hf.conversion import convert_pretrained, import_official
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training.parameters import export_model
 from mhla_hf.utils.files import list_files
+from mhla_hf.utils.locations import local_origin, recorded_directory
 from tests import tiny
 
 
@@ -106,14 +108,14 @@ def test_links_out_of_the_source(where, pipeline, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_links_inside_are_followed(pipeline, tmp_path):
-    (pipeline / "transformer").rename(pipeline / "weights")
-    (pipeline / "transformer").symlink_to("weights")
+def test_links_inside(pipeline, tmp_path):
     (pipeline / "vae" / "again.json").symlink_to(pipeline / "vae" / "config.json")
     convert_pretrained(pipeline, tmp_path / "mhla", MHLA, progress=False)
     assert not any(path.is_symlink() for path in (tmp_path / "mhla").rglob("*"))
     assert (tmp_path / "mhla/vae/again.json").read_bytes() == (pipeline / "vae/config.json").read_bytes()
-    load_pipeline(tmp_path / "mhla")
+    (pipeline / "folder").symlink_to("vae")
+    with pytest.raises(ValueError, match="folder is a link to a folder; put a copy there"):
+        list_files(pipeline)
 
 
 def test_the_hub_cache_links_to_its_own_blobs_alone(pipeline, tmp_path):
@@ -149,15 +151,7 @@ def test_what_is_no_file_is_refused(where, pipeline):
         convert_pretrained(pipeline, pipeline.parent / "mhla", MHLA, progress=False)
 
 
-def test_link_cycles_are_refused(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "a" / "x").symlink_to(tmp_path / "b")
-    assert list_files(tmp_path) == []
-    (tmp_path / "b" / "y").symlink_to(tmp_path / "a")
-    with pytest.raises(ValueError, match="is a link to a folder that it is in"):
-        list_files(tmp_path)
-    (tmp_path / "b" / "y").unlink()
+def test_links_to_nothing_are_refused(tmp_path):
     (tmp_path / "self").symlink_to("self")
     with pytest.raises((ValueError, OSError), match="self"):
         list_files(tmp_path)
@@ -173,3 +167,13 @@ def test_checkpoints_with_links_out_of_their_folder(tmp_path):
     (tmp_path / "shards" / "a.safetensors").symlink_to(tmp_path / "secret.safetensors")
     with pytest.raises(ValueError, match="leads by a link to"):
         import_official(tmp_path / "shards", tmp_path / "out", progress=False)
+
+
+def test_paths_in_records_of_others_are_not_followed(tmp_path):
+    (tmp_path / "private").mkdir()
+    origin = local_origin(tmp_path / "private")
+    assert recorded_directory(origin, tmp_path) == tmp_path / "private"
+    for forged in ({"path": str(tmp_path)}, {"machine": platform.node()}):
+        assert recorded_directory({**origin, **forged}, tmp_path) is None
+    cached = tmp_path / "models--you--mhla" / "snapshots" / "0"
+    assert recorded_directory(origin, cached) is None

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn as nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -17,20 +18,21 @@ from ...config import MHLAConfig
 from ...layers.mhla import MHLA
 from ...layers.original import (
     STATE_KEY,
-    changed_before_saving,
+    base_parameters,
     check_adapters,
+    is_softmax,
     original_values,
     record_weights,
-    restore_mhla,
-    restore_softmax,
+    switch_to_mhla,
+    switch_to_softmax,
     weights_state,
 )
 from ...models.registry import TRANSFORMERS_FAMILIES
 from ...utils.compat import forward_parameters, has_mhla
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
 from . import configuration, modules
-from .attention import LayerInputsHook, ModelInputsHook
-from .configuration import NAME, keep_softmax, mark, may_keep_softmax, of_whole, text_part, towers_of, wants_mhla
+from .configuration import NAME, inherited, keep_softmax, mark, may_keep_softmax, text_part, towers_of, wants_mhla
+from .functions import LayerInputsHook, ModelInputsHook
 
 
 logger = logging.get_logger(__name__)
@@ -41,7 +43,11 @@ _NOT_DISPATCHING = (
     "its attention does not go through transformers' attention interface. mhla_hf.supported_models() lists models "
     "that were tested."
 )
-_FLASH = "_supports_flash_attn"
+_WITHOUT_WINDOWS = (
+    " Where the model can do without windows, load it with sliding_window=None, or with layer_types of full_attention "
+    "alone: the layers then attend to the whole text."
+)
+_SOFTMAX = {"sdpa", "eager"}
 _LOOKS_AHEAD = "the tokens of an image attend to each other in both directions"
 
 
@@ -108,7 +114,7 @@ def _refuse(model: PreTrainedModel, config: Any, message: str) -> None:
         keep_softmax(type(model).__name__, config, _softmax_of(model), reason)
         return
     other = " Other parts can be asked by name, as in attn_implementation={'vision_config': 'mhla'}."
-    raise ValueError(f"{message}{other if of_whole(config) else ''}")
+    raise ValueError(f"{message}{other if inherited(config) else ''}")
 
 
 def _softmax_of(model: PreTrainedModel) -> str:
@@ -131,7 +137,7 @@ def check_text(model: PreTrainedModel, config: Any) -> None:
     if not _text_looks_ahead(model, config) or not wants_mhla(text):
         return
     name = f"The text of {type(model).__name__}"
-    if not of_whole(text):
+    if not inherited(text):
         raise ValueError(f"{name}{_REFUSED}{_LOOKS_AHEAD}.")
     keep_softmax(name, text, _softmax_of(model), _LOOKS_AHEAD)
     # Also where options alone asked for the whole: it is an error if no other part can be MHLA.
@@ -166,7 +172,7 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
     indices = [position if index is None else int(index) for position, index in enumerate(given)]
     windows = {index: modules.window_reason(module, index) for index, (_, module) in zip(indices, attentions)}
     options = _resolve(model, config, attentions[0][1])
-    chosen = _chosen_layers(model_name, options, indices, windows, attentions[0][1])
+    chosen = _chosen_layers(model_name, options, indices, windows)
     if isinstance(options.layers, str):
         options = options.replace(layers=sorted(chosen))
     if config.model_type not in TRANSFORMERS_FAMILIES:
@@ -197,7 +203,7 @@ def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAC
 
 
 def _chosen_layers(
-    model_name: str, options: MHLAConfig, indices: list[int], windows: dict[int, str | None], first: nn.Module
+    model_name: str, options: MHLAConfig, indices: list[int], windows: dict[int, str | None]
 ) -> set[int]:
     if options.layers is None or isinstance(options.layers, str):
         # A fraction is of all layers; those that cannot be MHLA stay softmax in any case.
@@ -206,7 +212,7 @@ def _chosen_layers(
         if not chosen:
             raise ValueError(
                 f"{model_name}{_REFUSED}no layer can be MHLA, the first one because {windows[indices[0]]}."
-                f"{_without_windows(first)}"
+                f"{_WITHOUT_WINDOWS if 'sliding' in str(windows[indices[0]]) else ''}"
             )
         return chosen
     for index in options.layers:
@@ -214,20 +220,6 @@ def _chosen_layers(
         if reason is not None:
             raise ValueError(f"Layer {index} of {model_name} cannot be MHLA: {reason}.")
     return set(options.layers)
-
-
-def _without_windows(attention: nn.Module) -> str:
-    """Advice for models whose layers all have windows, as the end of a message; empty where none helps."""
-    settings = modules.settings_without_windows(attention)
-    if not settings:
-        return ""
-    types = settings.get("layer_types", [])
-    if len(set(types)) == 1:
-        settings["layer_types"] = f"[{types[0]!r}] * {len(types)}"
-    given = ", ".join(f"{name}={value}" for name, value in settings.items())
-    return (
-        f" Load it with {given}, or set that in (its part of) config.json: the layers then attend to the whole text."
-    )
 
 
 def _check_rotary(attention: nn.Module, options: MHLAConfig) -> None:
@@ -289,8 +281,8 @@ def convert_transformers_model(
     """Turn a loaded softmax model into its MHLA version, in place.
 
     Every weight is kept; the new parameters are initialised in the dtype and on the device of their layer. The model
-    gets a copy of its configuration. `model.set_attn_implementation("sdpa")` switches back to softmax as long as
-    nothing was trained.
+    gets a copy of its configuration. `model.set_attn_implementation("sdpa")` switches back to softmax, and
+    `mhla_hf.unconvert` turns it back, as long as nothing was trained.
 
     Args:
         model: A model of transformers.
@@ -380,153 +372,82 @@ def record(model: PreTrainedModel, missing: Collection[str] | None = None) -> No
     Raises:
         ValueError: If weights that are not the pretrained ones are to be used with softmax attention.
     """
-    parts, state = _parts(model), "converted"
-    was_mhla = missing is not None and any(".mhla." in name and name not in missing for name in model.state_dict())
-    if was_mhla:
+    state = "converted"
+    if missing is not None and any(".mhla." in name and name not in missing for name in model.state_dict()):
         state = getattr(model.config, STATE_KEY, "trained")
     elif missing is None and any(module.record for module in model.modules() if isinstance(module, MHLA)):
         # Built around a model that may have been trained before.
         state = weights_state(model)
-    softmax = [part for part, attention in parts.items() if not _is_mhla(attention)]
-    if was_mhla and softmax and state != "converted":
-        raise ValueError(f"Cannot use softmax attention: {changed_before_saving(model, state)}")
-    record_weights(model, state, _tensors_of(parts, softmax) if softmax else None)
+    softmax = NAME not in _implementations(model)
+    if softmax and state != "converted":
+        raise ValueError(
+            f"Cannot use softmax attention: the pretrained weights of this {type(model).__name__} are not known: it "
+            f"was {state} before it was saved. Use the softmax original."
+        )
+    record_weights(model, state, softmax)
 
 
-def _parts(model: PreTrainedModel) -> dict[str, Any]:
-    """One MHLA attention module of each part of a model, by the prefix of the part's names.
+def _implementations(model: PreTrainedModel) -> set[Any]:
+    """The attention that the MHLA layers of a model are asked for: `"mhla"`, or others.
 
-    A part is what shares a configuration: the whole model, or a tower.
+    Raises:
+        ValueError: If some are asked for MHLA and some are not.
     """
-    named = dict(model.named_modules())
-    parts: dict[str, Any] = {}
-    for name, attention in named.items():
-        if not isinstance(attention._modules.get("mhla"), nn.Module):
-            continue
-        steps = name.split(".")
-        above = [".".join(steps[:count]) for count in range(len(steps))]
-        models = [(other, named[other]) for other in above if isinstance(named[other], PreTrainedModel)]
-        # A model may have been given another configuration than its attention modules have.
-        sharing = [other for other, module in models if module.config is attention.config]
-        part = sharing[0] if sharing else models[-1][0]
-        parts.setdefault(f"{part}." if part else "", attention)
-    return parts
-
-
-def _is_mhla(attention: Any) -> bool:
-    return attention_of(attention.config) == NAME
-
-
-def _tensors_of(parts: Collection[str], chosen: Collection[str]) -> Callable[[str], bool]:
-    """Return a test for the tensors of some parts; those of no part go with all parts together."""
-    if set(chosen) == set(parts):
-        return lambda name: True
-    return lambda name: max(filter(name.startswith, parts), key=len, default=None) in chosen
-
-
-def allow_flash_attention(model: PreTrainedModel) -> None:
-    """Let a model and those inside it say again what their classes say of flash attention."""
-    for inner in model.modules():
-        vars(inner).pop(_FLASH, None)
-
-
-def deny_flash_attention(model: PreTrainedModel) -> None:
-    """Let a model and those inside it say, while they have MHLA layers in use, that they cannot use flash attention.
-
-    Continuous batching switches models that can to it, which is softmax, and refuses the others.
-    """
-    for inner in model.modules():
-        if isinstance(inner, PreTrainedModel) and any(map(_is_mhla, _parts(inner).values())):
-            vars(inner)[_FLASH] = False
+    found = {attention_of(module.config) for module in model.modules() if _is_converted(module)}
+    if NAME in found and len(found) > 1:
+        names = " and ".join(sorted(map(repr, found)))
+        raise ValueError(f"All MHLA layers of {type(model).__name__} use one attn_implementation, not {names}.")
+    return found
 
 
 @contextmanager
-def switching(model: PreTrainedModel, requested: Any) -> Iterator[None]:
+def switching(model: PreTrainedModel) -> Iterator[None]:
     """A context in which the attention implementation of a model with MHLA layers is set.
 
-    Args:
-        model: The model.
-        requested: The implementation.
-
     Raises:
-        ValueError: If a part is to be softmax whose pretrained weights are not known, or that does not follow the
-            model; nothing is changed then.
+        ValueError: If the model cannot compute it with its pretrained weights; nothing is changed then.
     """
-    parts, configs = _parts(model), configuration.remember(model.config)
-    before = {part for part, attention in parts.items() if _is_mhla(attention)}
-    with ExitStack() as always, ExitStack() as undo:
-        always.callback(deny_flash_attention, model)
-        undo.callback(configuration.restore, configs)
-        allow_flash_attention(model)
+    before = configuration.remember(model.config)
+    try:
         yield
-        after = {part for part, attention in parts.items() if _is_mhla(attention)}
-        if isinstance(requested, str) and requested != NAME and after:
-            raise ValueError(
-                f"{min(after) or type(model).__name__} has a configuration of its own and stays MHLA: call "
-                "set_attn_implementation of the model inside."
-            )
-        if before - after:
-            check_adapters(model, "use softmax attention")
-            restore_softmax(model, "use softmax attention", _tensors_of(parts, parts.keys() - after))
-        undo.pop_all()
-    if after - before:
-        # Tensors of no part were softmax only as long as all parts were.
-        restore_mhla(model, _tensors_of(parts, after) if before else None)
+        found = _implementations(model)
+        if found == {NAME}:
+            switch_to_mhla(model)
+        elif not is_softmax(model):
+            # Continuous batching takes flash attention where it can, without being asked.
+            if not found <= _SOFTMAX:
+                raise ValueError(f"{type(model).__name__} has MHLA layers: they switch to 'sdpa' or 'eager' alone.")
+            switch_to_softmax(model)
+    except Exception:
+        configuration.restore(before)
+        raise
 
 
 @contextmanager
 def saving(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> Iterator[dict[str, Any] | None]:
-    """A context in which a model with MHLA layers is saved: parts that are softmax at present without MHLA.
+    """A context in which a model with MHLA layers is saved: without MHLA where it is switched to softmax.
 
     Args:
         model: The model. Its configuration says what was done to its weights.
-        state_dict: The tensors to save; `None` for those of the model.
+        state_dict: The tensors to save, which may be any; `None` for those of the model.
 
     Yields:
         The tensors to save, likewise.
-
-    Raises:
-        ValueError: If the weights of such a part were trained as MHLA.
     """
-    parts, config = _parts(model), model.config
-    softmax = {part: attention.config for part, attention in parts.items() if not _is_mhla(attention)}
-    if softmax and original_values(model, "save a softmax checkpoint", _tensors_of(parts, softmax)):
-        raise ValueError("Cannot save a softmax checkpoint: switch with set_attn_implementation, which restores it.")
-    setattr(config, STATE_KEY, weights_state(model, state_dict))
-    # Options may have been changed by hand.
-    mark(config)
-    if not softmax:
+    if not is_softmax(model):
+        setattr(model.config, STATE_KEY, weights_state(model) if state_dict is None else "trained")
+        # Options may have been changed by hand.
+        mark(model.config)
         yield state_dict
         return
     state_dict = model.state_dict() if state_dict is None else state_dict
-    is_softmax = _tensors_of(parts, softmax)
-    kept = {name: tensor for name, tensor in state_dict.items() if ".mhla." not in name or not is_softmax(name)}
-    before = [(part, dict(part.__dict__)) for part in (config, *softmax.values())]
+    shared = _copy_configs(model)
     try:
-        forget_mhla(config, softmax.values())
-        yield kept
+        _forget_mhla(model)
+        yield {name: tensor for name, tensor in state_dict.items() if ".mhla." not in name}
     finally:
-        for part, entries in before:
-            part.__dict__.update(entries)
-
-
-def forget_mhla(config: Any, parts: Iterable[Any]) -> None:
-    """Remove MHLA from the configuration of a model.
-
-    Args:
-        config: The model's configuration.
-        parts: Those of the parts that are softmax.
-    """
-    parts = list(parts)
-    for part in parts:
-        part.mhla = None
-    for part in (config, *parts):
-        mark(part)
-        if part.mhla is None:
-            part.__dict__.pop("mhla", None)
-    mark(config)
-    if not configuration.implementations(config):
-        config.__dict__.pop(STATE_KEY, None)
+        for module, name, config in shared:
+            setattr(module, name, config)
 
 
 def unconvert_transformers_model(model: PreTrainedModel) -> Any:
@@ -541,21 +462,38 @@ def unconvert_transformers_model(model: PreTrainedModel) -> Any:
     Raises:
         ValueError: If its pretrained weights are not known, or it has adapters; nothing is changed then.
     """
-    check_adapters(model, "restore softmax attention")
-    original_values(model, "restore softmax attention")
-    parts = _parts(model)
-    for part in parts:
-        inner: Any = model.get_submodule(part.removesuffix("."))
-        inner.set_attn_implementation(_softmax_of(inner))
+    check_adapters(model)
+    tensors = base_parameters(model)
+    with torch.no_grad():
+        for name, value in original_values(model, "restore softmax attention").items():
+            tensors[name].copy_(value)
     _detach(model)
-    forget_mhla(model.config, [attention.config for attention in parts.values()])
+    _forget_mhla(model)
     return model
+
+
+def _forget_mhla(model: PreTrainedModel) -> None:
+    """Remove MHLA from the configurations of a model."""
+    # Attention modules may have another configuration than the model around them.
+    owners = [module for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)]
+    for module in sorted(owners, key=lambda module: not isinstance(module, PreTrainedModel)):
+        if attention_of(module.config) == NAME:
+            set_attention(module.config, _softmax_of(module if isinstance(module, PreTrainedModel) else model))
+        vars(module.config).pop("mhla", None)
+    for module in owners:
+        mark(module.config)
+    vars(model.config).pop(STATE_KEY, None)
+
+
+def _is_converted(module: nn.Module) -> bool:
+    """Return whether a module has an MHLA layer, which an adapter may have wrapped."""
+    return isinstance(module._modules.get("mhla"), nn.Module)
 
 
 def _detach(model: nn.Module) -> None:
     """Remove the MHLA modules of a model, and the hooks that hand them their inputs."""
     for module in model.modules():
-        if isinstance(module._modules.get("mhla"), nn.Module):
+        if _is_converted(module):
             del module.mhla
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, (LayerInputsHook, ModelInputsHook)):

@@ -89,7 +89,7 @@ class MHLACacheLayer(CacheLayerMixin):
     @property
     def values(self) -> torch.Tensor | None:
         """Values of the same tokens, `[B, H_kv, T, V]`."""
-        return self._recorded("model_value")
+        return self._recorded("value")
 
     @values.setter
     def values(self, tensor: torch.Tensor | None) -> None:
@@ -117,7 +117,7 @@ class MHLACacheLayer(CacheLayerMixin):
         new = key_states.shape[-2]
         self._before = self._length
         self._set_length(self._before + new)
-        self._record(2, model_key=key_states, model_value=value_states)
+        self._record(model_key=key_states.transpose(1, 2), value=value_states.transpose(1, 2))
         return key_states, value_states
 
     def get_seq_length(self) -> int | torch.Tensor:
@@ -300,7 +300,7 @@ class MHLACacheLayer(CacheLayerMixin):
         assert state.blocks is not None and last is not None
         if valid is None:
             valid = torch.ones(last.key.shape[:2], dtype=torch.bool, device=last.key.device)
-        self._record(1, key=last.key, normalizer_key=last.normalizer_key, valid=valid)
+        self._record(key=last.key, normalizer_key=last.normalizer_key, valid=valid)
         self._mixing = last.mixing.detach()
         self.state, self.window_state = state.blocks, state.window
         if hidden is not None:
@@ -315,9 +315,8 @@ class MHLACacheLayer(CacheLayerMixin):
         """Take the tokens of the last columns out of the state, but those that are kept."""
         assert self.state is not None and self._mixing is not None
         slots = columns % REWINDABLE_TOKENS
-        value = self._last["model_value"].index_select(2, slots).transpose(1, 2)
-        key, normalizer_key = (self._last[name].index_select(1, slots) for name in ("key", "normalizer_key"))
-        self.state = rewind_state(self.state, self._mixing, key, normalizer_key, value, valid, kept=kept)
+        tokens = {name: self._last[name].index_select(1, slots) for name in ("key", "normalizer_key", "value")}
+        self.state = rewind_state(self.state, self._mixing, **tokens, valid=valid, kept=kept)
         if self.window_state is not None:
             self.window_state = self.window_state.rewound(valid, kept)
 
@@ -331,10 +330,10 @@ class MHLACacheLayer(CacheLayerMixin):
         elif int(self._length) > self.max_cache_len:
             raise ValueError(f"The static cache is full: it was made for {self.max_cache_len} tokens.")
 
-    def _record(self, dim: int, **tokens: torch.Tensor) -> None:
-        """Write the last of these tokens, which lie along `dim`, into their rings, in the order of their columns."""
+    def _record(self, **tokens: torch.Tensor) -> None:
+        """Write the last of these tokens `[B, T, ...]` into their rings, in the order of their columns."""
         first = next(iter(tokens.values()))
-        length = first.shape[dim]
+        length = first.shape[1]
         kept = min(length, REWINDABLE_TOKENS)
         columns = None
         # A single known column is written as it lies, in one operation. Compiled code would be made anew for each.
@@ -343,13 +342,13 @@ class MHLACacheLayer(CacheLayerMixin):
             columns = columns % REWINDABLE_TOKENS
         for name, tensor in tokens.items():
             if name not in self._last:
-                shape = [*tensor.shape[:dim], REWINDABLE_TOKENS, *tensor.shape[dim + 1 :]]
+                shape = [tensor.shape[0], REWINDABLE_TOKENS, *tensor.shape[2:]]
                 self._last[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-            ring, new = self._last[name], tensor.detach().narrow(dim, length - kept, kept)
+            ring, new = self._last[name], tensor.detach().narrow(1, length - kept, kept)
             if columns is None:
-                ring.narrow(dim, self._before % REWINDABLE_TOKENS, 1).copy_(new)
+                ring.narrow(1, self._before % REWINDABLE_TOKENS, 1).copy_(new)
             else:
-                ring.index_copy_(dim, columns, new)
+                ring.index_copy_(1, columns, new)
 
     def _recorded(self, name: str) -> torch.Tensor | None:
         """The last tokens in the order of their columns."""
@@ -362,8 +361,8 @@ class MHLACacheLayer(CacheLayerMixin):
             else count
         )
         index = torch.arange(size, device=self._last[name].device)
-        tokens = self._last[name].index_select(2, (self._length - count + index) % REWINDABLE_TOKENS)
-        return tokens.masked_fill((index >= count)[:, None], 0)
+        tokens = self._last[name].index_select(1, (self._length - count + index) % REWINDABLE_TOKENS)
+        return tokens.transpose(1, 2).masked_fill((index >= count)[:, None], 0)
 
     def _refuse_assignment(self, tensor: torch.Tensor | None) -> None:
         if tensor is not None:
@@ -380,7 +379,7 @@ class MHLACacheLayer(CacheLayerMixin):
             changed = {name: function(getattr(self.window_state, name)) for name in _WINDOW_TENSORS}
             self.window_state = dataclasses.replace(self.window_state, **changed)
         self._last = {name: function(tensor) for name, tensor in self._last.items()}
-        self.batch_size = self._last["model_key"].shape[0]
+        self.batch_size = self._last["value"].shape[0]
         if self._hidden is not None:
             self._hidden = function(self._hidden)
 

@@ -17,11 +17,12 @@ from transformers.utils import logging
 
 from ...config import MHLAConfig
 from ...layers.mixing import resolve_blocks, with_window_size
-from ...models.options import MAX_LAYERS, check_new_size
 from ...models.stub import REFUSAL
+from ...models.weight_files import MAX_LAYERS, check_new_size
 from ...ops.tables import SEQUENCE_NORMALIZERS
 from ...utils.compat.transformers import attention_of, set_attention
-from ...utils.messages import check_names, shorten_list, shorten_value
+from ...utils.messages import shorten_list, shorten_value
+from ...utils.options import check_names
 
 
 logger = logging.get_logger(__name__)
@@ -40,19 +41,17 @@ _TRAINED_WITH = (
     "window_size",
 )  # fmt: skip
 _NULLABLE = ("layers", "mixing_range", "lepe_kernel", "window", "window_size")
-# Models made before there were windows do not speak of them.
-_ADDED_LATER = {"window", "window_size", "window_gains"}
 
 
 def is_complete(options: Any) -> bool:
     """Return whether options are those of a model that was built, with every one given."""
-    return isinstance(options, Mapping) and {*options, *_ADDED_LATER} == set(_ALL_OPTIONS)
+    return isinstance(options, Mapping) and options.keys() == set(_ALL_OPTIONS)
 
 
 def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Warn of options that change the meaning of stored weights."""
     # Gains of a window that was not there are fresh, and leave the output as it was.
-    added = _ADDED_LATER if stored.get("window") is None else set()
+    added = {"window", "window_size"} if stored["window"] is None else set()
     changed = [name for name in _TRAINED_WITH if name in given and name not in added and given[name] != stored[name]]
     if changed:
         made_with = ", ".join(f"{name}={stored[name]!r}" for name in changed)
@@ -153,7 +152,7 @@ def resolve_image(given: Any, grid: tuple[int, int]) -> MHLAConfig:
 # Towers.
 
 
-class OptionsOfWhole(dict[str, Any]):
+class InheritedOptions(dict[str, Any]):
     """Options that a part has because the whole model was asked.
 
     Attributes:
@@ -170,14 +169,14 @@ def wants_mhla(config: Any) -> bool:
     return getattr(config, "mhla", None) is not None or attention_of(config) == NAME
 
 
-def of_whole(config: Any) -> bool:
+def inherited(config: Any) -> bool:
     """Return whether MHLA was asked of a part only because the whole model was asked."""
-    return isinstance(getattr(config, "mhla", None), OptionsOfWhole)
+    return isinstance(getattr(config, "mhla", None), InheritedOptions)
 
 
 def may_keep_softmax(config: Any) -> bool:
     """Return whether a part was asked only because the whole model was, and is not the text part."""
-    return of_whole(config) and config.mhla.optional
+    return inherited(config) and config.mhla.optional
 
 
 def towers_of(config: Any) -> dict[str, Any]:
@@ -229,7 +228,7 @@ def _ask_towers(config: Any, towers: dict[str, Any]) -> None:
             continue
         options = dict(given or {})
         if tower.mhla is None:
-            tower.mhla = options if named else OptionsOfWhole(options)
+            tower.mhla = options if named else InheritedOptions(options)
             if not named:
                 tower.mhla.is_text = tower is text
                 tower.mhla.optional = optional or tower is not text
@@ -405,7 +404,7 @@ def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
         missing_keys: Names of its tensors that no checkpoint gives.
 
     Raises:
-        ValueError: See [`check_new_size`][mhla_hf.models.options.check_new_size].
+        ValueError: See [`check_new_size`][mhla_hf.models.weight_files.check_new_size].
     """
     if any(".mhla." in key for key in missing_keys):
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

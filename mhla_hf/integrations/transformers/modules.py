@@ -9,7 +9,6 @@ known, and a model is refused.
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import sys
 import textwrap
@@ -18,7 +17,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch.nn as nn
-from huggingface_hub.errors import StrictDataclassError
 
 from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import can_choose_attention
@@ -199,38 +197,6 @@ def window_reason(module: nn.Module, layer_index: int) -> str | None:
         of_model = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
         has_window = has_window or getattr(module, "sliding_window", None) or of_model
     return "it attends to a sliding window" if has_window else None
-
-
-def settings_without_windows(module: nn.Module) -> dict[str, Any]:
-    """Return settings by which layers within sliding windows attend to the whole text.
-
-    Up to the length of the window they compute the same.
-
-    Args:
-        module: An attention module within a window.
-
-    Returns:
-        Names and values; empty where the module has no window, or where more than the window would change.
-    """
-    config: Any = copy.deepcopy(module.config)
-    types = getattr(config, "layer_types", None)
-    settings: dict[str, Any] = {"sliding_window": None} if getattr(config, "sliding_window", None) else {}
-    if isinstance(types, Sequence):
-        condition = " and ".join(_rotation_conditions(module))
-        # Where no layer may have a window, the model must not make a mask for such layers either.
-        made_when_used = '"sliding_attention" in self.config.layer_types'
-        rotates_anyway = "sliding_window is None" in condition and made_when_used in source_of(_file_of(module))
-        if "sliding_attention" not in types or ("sliding" in condition and not rotates_anyway):
-            return {}
-        full = ["full_attention" if kind == "sliding_attention" else kind for kind in types]
-        settings = {**({"sliding_window": None} if "sliding" in condition else {}), "layer_types": full}
-    try:
-        for name, value in settings.items():
-            setattr(config, name, value)
-    except (StrictDataclassError, ValueError):
-        # Some configurations do not allow a model without windows.
-        return {}
-    return settings
 
 
 def packed_reason(model: nn.Module) -> str | None:

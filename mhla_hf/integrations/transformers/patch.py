@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes to transformers: seven methods of models, two attributes of configurations, three registries.
 
-Models that do not ask for MHLA pass through unchanged. [`uninstall`] restores every method.
+Models that do not ask for MHLA pass through unchanged.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from ...config import MHLAConfig, with_overrides
-from ...utils.compat import attribute, has_mhla, is_mhla, unwrap, wrap
-from ...utils.compat.transformers import attention_of, initialize_once, reported_names
+from ...utils.compat import attribute, has_mhla, is_mhla, wrap
+from ...utils.compat.transformers import initialize_once, reported_names
 
 
 # Attributes of models: whether those that were asked for MHLA were saved as such, and which names a checkpoint lacked.
@@ -102,12 +102,7 @@ def install(module: ModuleType) -> None:
         wrap("transformers", module.PreTrainedModel, name, around)
     install_configuration(configuration_utils)
     # Registers itself; by name, since it may be what is importing transformers just now.
-    importlib.import_module(".attention", __package__)
-
-
-def uninstall() -> None:
-    """Restore the methods of transformers; attributes and registered names stay."""
-    unwrap("transformers")
+    importlib.import_module(".functions", __package__)
 
 
 def refuse(module: ModuleType, reason: ImportError) -> None:
@@ -133,7 +128,7 @@ def refuse(module: ModuleType, reason: ImportError) -> None:
 def _asks(config: Any) -> bool:
     """Return whether a configuration, or that of a tower, asks for MHLA."""
     towers = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
-    is_asked = getattr(config, "mhla", None) is not None or attention_of(config) == "mhla"
+    is_asked = getattr(config, "mhla", None) is not None or getattr(config, "_attn_implementation", None) == "mhla"
     return is_asked or any(_asks(tower) for tower in towers if tower is not None)
 
 
@@ -157,7 +152,7 @@ def _finish(original: Any, model: Any) -> None:
         attach(model)
     original(model)
     if has_mhla(model):
-        from .attaching import deny_flash_attention, record
+        from .attaching import record
 
         distributed = getattr(model.config, "distributed_config", None)
         if getattr(distributed, "tp_plan", None) is not None or (getattr(distributed, "tp_size", None) or 1) > 1:
@@ -166,7 +161,6 @@ def _finish(original: Any, model: Any) -> None:
             plan_heads(model, distributed)
         # Of weights that are loaded later there is nothing to record yet.
         record(model)
-        deny_flash_attention(model)
 
 
 def _initialize(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -213,7 +207,7 @@ def _choose(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return original(model, *args, **kwargs)
     from .attaching import switching
 
-    with switching(model, args[0] if args else kwargs.get("attn_implementation")):
+    with switching(model):
         return original(model, *args, **kwargs)
 
 

@@ -28,7 +28,6 @@ from torch.utils.flop_counter import register_flop_formula
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
 from ..operands import Operands, from_head_blocks, head_blocks
-from ..tables import NORMALIZERS
 from .block_gradient import block_attention_backward, block_flops, needs_output
 from .device_functions import (
     COUNTS,
@@ -63,39 +62,31 @@ from .mixing import count_mixed_heads, mixing_stages, prepare_weights
 from .outer import prepare_outer
 
 
-def triton_block_mhla_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixing: Tensor,
-    layout: BlockLayout | SequenceLayout,
-    *,
-    normalizer_query: Tensor | None = None,
-    normalizer_key: Tensor | None = None,
-    normalizer: str = "query",
-    eps: float = 1e-6,
-) -> Tensor:
-    """Non-causal MHLA by Triton kernels, without checks; `mixing` are the weights of the layout's own blocks.
-
-    Other arguments are those of [`mhla_hf.ops.mhla_attention`].
+def triton_block_mhla_attention(operands: Operands, mixing: Tensor, layout: BlockLayout | SequenceLayout) -> Tensor:
+    """Non-causal MHLA by Triton kernels, without checks.
 
     Summaries are float32, but bfloat16 for bfloat16 tokens; sums always run in float32.
 
+    Args:
+        operands: The tokens and the normaliser.
+        mixing: Weights of the layout's own blocks, `[..., M, M]`.
+        layout: The blocks.
+
     Returns:
-        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+        `[B, T, H, V]` in the dtype of the values; zero for padding.
     """
-    entry, dtype = NORMALIZERS[normalizer], value.dtype
-    pair = Operands(query, key, value, normalizer_query, normalizer_key).pair
-    query, key, mixing = query.to(dtype), key.to(dtype), mixing.float()
+    query, key, value = operands.tokens
+    entry, eps = operands.entry, operands.eps
+    mixing = mixing.float()
     divisor, divides = None, bool(entry.kernel)
     if entry.block is not None and not divides:
-        plain_query, plain_key = (query, key) if pair[0] is None else pair
         with torch.autocast(query.device.type, enabled=False):
-            key_sum = head_blocks(plain_key, layout, torch.float32).sum(-2)
-            products = entry.block(head_blocks(plain_query, layout, torch.float32), key_sum, mixing)
+            key_sum = head_blocks(operands.normalizer_key, layout, torch.float32).sum(-2)
+            products = entry.block(head_blocks(operands.normalizer_query, layout, torch.float32), key_sum, mixing)
             divisor, eps = entry.divisor(from_head_blocks(products, layout).squeeze(-1), eps), 0.0
+    pair = operands.pair if divides else (None, None)
     output, _ = block_attention(
-        query, key, value, *(pair if divides else (None, None)), divisor, mixing, layout.token_table(query.device),
+        query.to(value.dtype), key.to(value.dtype), value, *pair, divisor, mixing, layout.token_table(query.device),
         divides, eps,
     )  # fmt: skip
     return output
@@ -186,8 +177,8 @@ def block_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plain_query: Tensor | None,
-    plain_key: Tensor | None,
+    normalizer_query: Tensor | None,
+    normalizer_key: Tensor | None,
     divisor: Tensor | None,
     mixing: Tensor,
     table: Tensor,
@@ -200,8 +191,8 @@ def block_attention(
         query: `[B, T, H, K]`.
         key: `[B, T, G, K]`, of the same dtype.
         value: `[B, T, G, V]`, of the same dtype.
-        plain_query: Queries of the normaliser where there is one and they differ, `[B, T, H, P]`.
-        plain_key: Keys of the normaliser, given together with them, `[B, T, G, P]`.
+        normalizer_query: Queries of the normaliser where there is one and they differ, `[B, T, H, P]`.
+        normalizer_key: Keys of the normaliser, given together with them, `[B, T, G, P]`.
         divisor: Divisor in place of φ(q)·z̃, float32 `[B, T, H]`; not where `divides`.
         mixing: float32 `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`.
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`, T where a slot is empty.
@@ -223,7 +214,7 @@ def block_attention(
     weights = prepare_weights(mixing, dtype, exact=exact, sums=divides)
     # Summaries are means over the slots: their size does not grow with the blocks'.
     sums = prepare_outer(
-        key, value, table, groups, group, factor=1 / slots, dtype=dtype, total=divides, plain=plain_key
+        key, value, table, groups, group, factor=1 / slots, dtype=dtype, total=divides, plain=normalizer_key
     )
     mixed = query.new_empty(group * repeats, blocks, width, columns, dtype=dtype)
     mixed_sums = None
@@ -236,12 +227,13 @@ def block_attention(
     ]
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
+    plain_width = width if normalizer_query is None else normalizer_query.shape[-1]
     programs, setup = _set_up(
-        batch, num_tokens, heads, mixed_heads, width, columns, width if plain_query is None else plain_query.shape[-1],
-        table_shape(table), query.dtype, dtype, exact, eps, multiplies_from_shared_memory(query.device),
+        batch, num_tokens, heads, mixed_heads, width, columns, plain_width, table_shape(table), query.dtype,
+        dtype, exact, eps, multiplies_from_shared_memory(query.device),
     )  # fmt: skip
     attend = setup.prepare(
-        as_rows(query), as_rows(plain_query), mixed, mixed_sums,
+        as_rows(query), as_rows(normalizer_query), mixed, mixed_sums,
         None if divisor is None else divisor.contiguous(), table, output, denominator,
     )  # fmt: skip
     stages.append(Stage(attend, programs, repeats))
@@ -250,17 +242,17 @@ def block_attention(
 
 
 @block_attention.register_fake
-def _(query, key, value, plain_query, plain_key, divisor, mixing, table, divides, eps):
+def _(query, key, value, normalizer_query, normalizer_key, divisor, mixing, table, divides, eps):
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
     return output, query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
 
 
 def _context(ctx, inputs, output):
-    query, key, value, plain_query, plain_key, divisor, mixing, table, ctx.divides, ctx.eps = inputs
+    query, key, value, normalizer_query, normalizer_key, divisor, mixing, table, ctx.divides, ctx.eps = inputs
     ctx.mark_non_differentiable(output[1])
     divided = ctx.divides or divisor is not None
     kept = output[0] if divided and needs_output(query.shape[-1], value.shape[-1], query.dtype) else None
-    ctx.save_for_backward(kept, output[1], query, key, value, plain_query, plain_key, divisor, mixing, table)
+    ctx.save_for_backward(kept, output[1], query, key, value, normalizer_query, normalizer_key, divisor, mixing, table)
 
 
 def _backward(ctx, gradient, _):
@@ -275,5 +267,5 @@ block_attention.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.block_attention)
-def _flops(query, key, value, plain_query, plain_key, divisor, mixing, *args, **kwargs) -> int:
+def _flops(query, key, value, normalizer_query, normalizer_key, divisor, mixing, *args, **kwargs) -> int:
     return block_flops(query, key, value, mixing)

@@ -242,8 +242,8 @@ def block_gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plain_query: Tensor | None,
-    plain_key: Tensor | None,
+    normalizer_query: Tensor | None,
+    normalizer_key: Tensor | None,
     divisor: Tensor | None,
     mixing: Tensor,
     table: Tensor,
@@ -274,25 +274,26 @@ def block_gradients(
     weights = prepare_weights(mixing, torch.float32, exact=exact, sums=divides)
     transposed = prepare_weights(mixing, torch.float32, exact=exact, sums=divides, transpose=True)
     sums = prepare_outer(
-        key, value, table, groups, group, factor=1 / slots, total=divides, plain=plain_key, dtype=torch.float32
+        key, value, table, groups, group, factor=1 / slots, total=divides, plain=normalizer_key, dtype=torch.float32
     )
     summaries, key_sums = sums.products, sums.sums if divides else None
     mixed = summaries.new_empty(group * repeats, blocks, width, columns)
     mixed_sums = None if key_sums is None else key_sums.new_empty(group * repeats, *key_sums.shape[1:])
-    query_stage, grad_query, grad_plain_query, weight = prepare_apply(
+    query_stage, grad_query, grad_normalizer_query, weight = prepare_apply(
         gradient, mixed, table, mixed_heads, transpose=True, factor=float(slots), scale=scale, vectors=mixed_sums,
         outputs=output, queries=None if scale is None else query,
-        apart=None if plain_query is None else plain_query.dtype,
+        apart=None if normalizer_query is None else normalizer_query.dtype,
     )  # fmt: skip
     gradient_sums = prepare_outer(
         query, gradient, table, mixed_heads, group * repeats, factor=float(slots), scale=scale, total=divides,
-        plain=plain_query, weight=weight if divides else None, products=mixed, sums=mixed_sums, dtype=torch.float32,
+        plain=normalizer_query, weight=weight if divides else None, products=mixed, sums=mixed_sums,
+        dtype=torch.float32,
     )  # fmt: skip
     both = None if mixed_sums is None or key_sums is None else (mixed_sums, key_sums)
     grad_mixing = MixingGradient(
         mixing, mixed, summaries, batch=batch, heads=mixed_heads, repeats=repeats, exact=exact, sums=both
     )
-    key_stage, grad_key, grad_plain_key, _ = prepare_apply(
+    key_stage, grad_key, grad_normalizer_key, _ = prepare_apply(
         value,
         summaries,
         table,
@@ -300,7 +301,7 @@ def block_gradients(
         transpose=True,
         factor=1 / slots,
         vectors=key_sums,
-        apart=None if plain_key is None else plain_key.dtype,
+        apart=None if normalizer_key is None else normalizer_key.dtype,
     )
     value_stage, grad_value, _, _ = prepare_apply(key, summaries, table, groups, factor=1 / slots)
 
@@ -320,8 +321,8 @@ def block_gradients(
         grad_query,
         grad_key,
         grad_value,
-        query.new_empty(0) if grad_plain_query is None else grad_plain_query,
-        query.new_empty(0) if grad_plain_key is None else grad_plain_key,
+        query.new_empty(0) if grad_normalizer_query is None else grad_normalizer_query,
+        query.new_empty(0) if grad_normalizer_key is None else grad_normalizer_key,
         query.new_empty(0) if divisor is None or weight is None else weight,
         grad_mixing.total(),
     )
@@ -335,8 +336,8 @@ def block_attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plain_query: Tensor | None,
-    plain_key: Tensor | None,
+    normalizer_query: Tensor | None,
+    normalizer_key: Tensor | None,
     divisor: Tensor | None,
     mixing: Tensor,
     table: Tensor,
@@ -345,15 +346,28 @@ def block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """[`block_gradients`], as an operator."""
     return block_gradients(
-        gradient, output, denominator, query, key, value, plain_query, plain_key, divisor, mixing, table, divides, eps
+        gradient,
+        output,
+        denominator,
+        query,
+        key,
+        value,
+        normalizer_query,
+        normalizer_key,
+        divisor,
+        mixing,
+        table,
+        divides,
+        eps,
     )
 
 
 @block_attention_backward.register_fake
 def _(
-    gradient, output, denominator, query, key, value, plain_query, plain_key, divisor, mixing, table, divides, eps
+    gradient, output, denominator, query, key, value, normalizer_query, normalizer_key, divisor, mixing, table,
+    divides, eps,
 ):  # fmt: skip
-    tensors = query, key, value, plain_query, plain_key, divisor, mixing
+    tensors = query, key, value, normalizer_query, normalizer_key, divisor, mixing
     return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)
 
 
@@ -365,6 +379,19 @@ def block_flops(query, key, value, mixing) -> int:
 
 
 @register_flop_formula(torch.ops.mhla_hf.block_attention_backward)
-def _flops(gradient, output, denominator, query, key, value, plain_query, plain_key, divisor, mixing, *args, **kwargs):
+def _flops(
+    gradient,
+    output,
+    denominator,
+    query,
+    key,
+    value,
+    normalizer_query,
+    normalizer_key,
+    divisor,
+    mixing,
+    *args,
+    **kwargs,
+):
     """Twice the forward pass, as of any product. What is computed again does not count."""
     return 2 * block_flops(query, key, value, mixing)

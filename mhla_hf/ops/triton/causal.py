@@ -17,7 +17,6 @@ heads share the mixing weights), K and V widths, P width of the normaliser's pai
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
 import logging
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
-from ..forms import attend_by_chunk
 from ..operands import Operands
-from ..tables import NORMALIZERS
 from .causal_gradient import causal_attention_backward, causal_flops, mixed_prefix
 from .chunks import (
     chunk_options,
@@ -72,37 +69,23 @@ from .outer import outer
 logger = logging.getLogger(__name__)
 
 
-def triton_causal_mhla_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixing: Tensor,
-    layout: BlockLayout | SequenceLayout,
-    *,
-    normalizer_query: Tensor | None = None,
-    normalizer_key: Tensor | None = None,
-    normalizer: str = "query",
-    eps: float = 1e-6,
-) -> Tensor:
-    """Causal MHLA by Triton kernels, without checks; `mixing` are the weights of the layout's own blocks.
-
-    Other arguments are those of [`mhla_hf.ops.mhla_attention`].
+def triton_causal_mhla_attention(operands: Operands, mixing: Tensor, layout: BlockLayout | SequenceLayout) -> Tensor:
+    """Causal MHLA by Triton kernels, without checks, for normalisers that the kernels have.
 
     Summaries are bfloat16 for bfloat16 tokens, otherwise float32; the backward pass recomputes them in float32.
-    Sums always run in float32. Normalisers without a kernel run in plain torch, which is logged once.
+    Sums always run in float32.
+
+    Args:
+        operands: The tokens and the normaliser.
+        mixing: Weights of the layout's own blocks, `[..., M, M]`.
+        layout: The blocks.
 
     Returns:
-        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+        `[B, T, H, V]` in the dtype of the values; zero for padding.
     """
-    entry = NORMALIZERS[normalizer]
-    if entry.kernel is None:
-        if not torch.compiler.is_compiling():
-            _log_fallback(normalizer)
-        operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
-        return attend_by_chunk(operands, mixing, layout)
-    pair: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if entry.divides:
-        pair = Operands(query, key, value, normalizer_query, normalizer_key).pair
+    query, key, value = operands.tokens
+    divides = operands.entry.divides
+    pair: tuple[torch.Tensor | None, torch.Tensor | None] = operands.pair if divides else (None, None)
     starts = layout.first_blocks() if isinstance(layout, SequenceLayout) else None
     table = layout.token_table(query.device)
     if table.shape[-2] == 1:
@@ -111,14 +94,9 @@ def triton_causal_mhla_attention(
     with torch.autocast(query.device.type, enabled=False):
         output, *_ = causal_attention(
             query.to(value.dtype), key.to(value.dtype), value, *pair, mixing.float(), table,
-            starts, entry.divides, eps,
+            starts, divides, operands.eps,
         )  # fmt: skip
     return output
-
-
-@cache
-def _log_fallback(normalizer: str) -> None:
-    logger.warning("Causal MHLA runs in plain torch: the kernels do not have normalizer=%r.", normalizer)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -173,7 +151,7 @@ def limits(first_bad: Tensor, starts: Tensor | None, slots: int) -> Tensor:
 
 @triton.jit(do_not_specialize=COUNTS)
 def causal_attend_kernel(
-    query, key, value, plain_query, plain_key, prefix, prefix_sum, limit, mixing, table, output, denominator,
+    query, key, value, normalizer_query, normalizer_key, prefix, prefix_sum, limit, mixing, table, output, denominator,
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     factor, eps, num_tokens, num_blocks, table_stride_batch, slots,
@@ -184,8 +162,8 @@ def causal_attend_kernel(
     """output_t = (factor · query_tᵀ prefix_i + m_ii Σ_{j ≤ t in i} (query_t · key_j) value_j) / d_t for chunk i.
 
     HEADS is the number of query heads; REPEATS of them share a key head, PREFIX_REPEATS a prefix. With `prefix_sum`,
-    d_t is written to `denominator`, from `plain_query` and `plain_key` if they are given; without it, nothing is
-    divided. Rows from the chunk's `limit` on become NaN.
+    d_t is written to `denominator`, from `normalizer_query` and `normalizer_key` if they are given; without it,
+    nothing is divided. Rows from the chunk's `limit` on become NaN.
     """
     batch, head, line, block, row_tile, column_tile = tile_of_program(
         num_blocks, slots, first_line, lines, HEADS, REPEATS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
@@ -213,7 +191,7 @@ def causal_attend_kernel(
     divisor = tl.zeros((BLOCK_TOKENS,), tl.float32)
     if prefix_sum is not None:
         sums = tl.load(prefix_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
-        if plain_query is None:
+        if normalizer_query is None:
             divisor += denominators(rows, sums, eps)
     for tile in range(row_tile + 1):
         other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -223,17 +201,17 @@ def causal_attend_kernel(
         values = finite_or_zero(load_rows(value_rows, others, there, value_column, VALUE))
         scores = tl.where(seen, token_product(rows, tl.trans(keys), PRECISION) * weight, 0.0)
         result += score_product(scores, values, PRECISION)
-        if prefix_sum is not None and plain_query is None:
+        if prefix_sum is not None and normalizer_query is None:
             divisor += tl.sum(scores, axis=1)
     if prefix_sum is not None:
-        if plain_query is not None:
+        if normalizer_query is not None:
             # Apart from the products above, which need the registers.
-            plain_rows = load_rows(head_rows(plain_query, batch, head), tokens, present, plain_column, PLAIN)
+            plain_rows = load_rows(head_rows(normalizer_query, batch, head), tokens, present, plain_column, PLAIN)
             for tile in range(row_tile + 1):
                 other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
                 others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
                 seen = other_slot[None, :] <= slot[:, None]
-                plain_keys = load_rows(head_rows(plain_key, batch, key_head), others, there, plain_column, PLAIN)
+                plain_keys = load_rows(head_rows(normalizer_key, batch, key_head), others, there, plain_column, PLAIN)
                 plain_keys = finite_or_zero(plain_keys)
                 scores = tl.where(seen, token_product(plain_rows, tl.trans(plain_keys), PRECISION) * weight, 0.0)
                 divisor += tl.sum(scores, axis=1)
@@ -251,8 +229,8 @@ def causal_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plain_query: Tensor | None,
-    plain_key: Tensor | None,
+    normalizer_query: Tensor | None,
+    normalizer_key: Tensor | None,
     prefix: Tensor,
     prefix_sum: Tensor | None,
     mixing: Tensor,
@@ -270,8 +248,8 @@ def causal_attend(
         query: As in [`causal_attention`], like `key`, `value`, the normaliser's pair, `mixing`, `table` and `eps`.
         key: `[B, T, G, K]`.
         value: `[B, T, G, V]`.
-        plain_query: `[B, T, H, P]`, or None.
-        plain_key: `[B, T, G, P]`, or None.
+        normalizer_query: `[B, T, H, P]`, or None.
+        normalizer_key: `[B, T, G, P]`, or None.
         prefix: Σ_{b<i} m_ib S_b / factor of a group of L lines, `[L, M, K, V]`, or of L · H / G where each query head
             has weights of its own; dense.
         prefix_sum: Σ_{b<i} m_ib z_b, float32 `[L, M, P]`, dense; without it nothing is divided.
@@ -287,11 +265,11 @@ def causal_attend(
         The stage, whose lines are those of key heads.
     """
     heads, groups, width = query.shape[2], key.shape[2], query.shape[3]
-    columns, plain_width = value.shape[-1], width if plain_key is None else plain_key.shape[-1]
+    columns, plain_width = value.shape[-1], width if normalizer_key is None else normalizer_key.shape[-1]
     value_tile, tiles, options = chunk_options(query, prefix, table, max(width, plain_width), columns)
     run = prepare(
-        causal_attend_kernel, as_rows(query), as_rows(key), as_rows(value), as_rows(plain_query), as_rows(plain_key),
-        prefix, prefix_sum, limit, mixing, table, output, denominator,
+        causal_attend_kernel, as_rows(query), as_rows(key), as_rows(value), as_rows(normalizer_query),
+        as_rows(normalizer_key), prefix, prefix_sum, limit, mixing, table, output, denominator,
         **diagonal_strides(mixing), factor=factor, eps=eps, REPEATS=heads // groups,
         PREFIX_REPEATS=1 if is_per_head(mixing) else heads // groups, WIDTH=width, VALUE=columns, PLAIN=plain_width,
         BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width),
@@ -305,8 +283,8 @@ def causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plain_query: Tensor | None,
-    plain_key: Tensor | None,
+    normalizer_query: Tensor | None,
+    normalizer_key: Tensor | None,
     mixing: Tensor,
     table: Tensor,
     starts: Tensor | None,
@@ -319,8 +297,8 @@ def causal_attention(
         query: `[B, T, H, K]`.
         key: `[B, T, G, K]`, of the same dtype.
         value: `[B, T, G, V]`, of the same dtype.
-        plain_query: Queries of the normaliser where there is one and they differ, `[B, T, H, P]`.
-        plain_key: Keys of the normaliser, given together with them, `[B, T, G, P]`.
+        normalizer_query: Queries of the normaliser where there is one and they differ, `[B, T, H, P]`.
+        normalizer_key: Keys of the normaliser, given together with them, `[B, T, G, P]`.
         mixing: float32 `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`; the lower triangle is read.
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`, T where a slot is empty.
         starts: The first chunk of each chunk's document, int32 `[B, M]`; `None` for one document a row.
@@ -332,7 +310,7 @@ def causal_attention(
         slot of each chunk from which on outputs are NaN, int32 `[B, G, M]`.
     """
     output, denominator, _, _, _, limit = causal_stages(
-        query, key, value, plain_query, plain_key, mixing, table,
+        query, key, value, normalizer_query, normalizer_key, mixing, table,
         starts=starts, divides=divides, total=divides, half=True, eps=eps,
     )  # fmt: skip
     return output, denominator, limit
@@ -342,8 +320,8 @@ def causal_stages(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plain_query: Tensor | None,
-    plain_key: Tensor | None,
+    normalizer_query: Tensor | None,
+    normalizer_key: Tensor | None,
     mixing: Tensor,
     table: Tensor,
     *,
@@ -369,7 +347,7 @@ def causal_stages(
     slots = table.shape[-1]
     summary, key_sum, first_bad = outer(
         key, value, table, key.shape[2],
-        factor=1 / slots, dtype=summary_dtype(key.dtype, half), total=total, plain=plain_key, finite=True,
+        factor=1 / slots, dtype=summary_dtype(key.dtype, half), total=total, plain=normalizer_key, finite=True,
     )  # fmt: skip
     limit = limits(first_bad, starts, slots)
     prefix, prefix_sum = mixed_prefix(
@@ -382,15 +360,15 @@ def causal_stages(
     output = token_tensor(query, table, value.shape[-1])
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
     stage = causal_attend(
-        query, key, value, plain_query, plain_key, prefix, prefix_sum, mixing, limit, table, output, denominator,
-        factor=float(slots), eps=eps,
+        query, key, value, normalizer_query, normalizer_key, prefix, prefix_sum, mixing, limit, table, output,
+        denominator, factor=float(slots), eps=eps,
     )  # fmt: skip
     stage(0, key.shape[0] * key.shape[2])
     return output, denominator, summary, key_sum, first_bad, limit
 
 
 @causal_attention.register_fake
-def _(query, key, value, plain_query, plain_key, mixing, table, starts, divides, eps):
+def _(query, key, value, normalizer_query, normalizer_key, mixing, table, starts, divides, eps):
     return (
         query.new_empty(*query.shape[:-1], value.shape[-1]),
         query.new_empty(query.shape[:-1] if divides else (0,), dtype=torch.float32),
@@ -399,10 +377,10 @@ def _(query, key, value, plain_query, plain_key, mixing, table, starts, divides,
 
 
 def _context(ctx, inputs, output):
-    query, key, value, plain_query, plain_key, mixing, table, *_ = inputs
+    query, key, value, normalizer_query, normalizer_key, mixing, table, *_ = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.has_pair = plain_query is not None
-    ctx.save_for_backward(*output, query, key, value, plain_query, plain_key, mixing, table)
+    ctx.has_pair = normalizer_query is not None
+    ctx.save_for_backward(*output, query, key, value, normalizer_query, normalizer_key, mixing, table)
 
 
 def _backward(ctx, gradient, *_):
@@ -416,5 +394,5 @@ causal_attention.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.causal_attention)
-def _forward_flops(query, key, value, plain_query, plain_key, mixing, table, *args, **kwargs) -> int:
+def _forward_flops(query, key, value, normalizer_query, normalizer_key, mixing, table, *args, **kwargs) -> int:
     return causal_flops(query, key, value, mixing, table)

@@ -493,8 +493,8 @@ def causal_attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plain_query: Tensor | None,
-    plain_key: Tensor | None,
+    normalizer_query: Tensor | None,
+    normalizer_key: Tensor | None,
     mixing: Tensor,
     table: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -502,12 +502,12 @@ def causal_attention_backward(
     slots, heads = table.shape[-1], query.shape[2]
     exact, full = multiplies_exactly(value.dtype), torch.float32
     divides = denominator.numel() > 0
-    has_pair = plain_query is not None
+    has_pair = normalizer_query is not None
     scale = denominator.reciprocal() if divides else None
     lines = key.shape[0] * key.shape[2]
     # In float32, and not those of the forward pass: the terms of gradients cancel.
     summary, key_sum, _ = outer(
-        key, value, table, key.shape[2], factor=1 / slots, dtype=full, total=divides, plain=plain_key, finite=True
+        key, value, table, key.shape[2], factor=1 / slots, dtype=full, total=divides, plain=normalizer_key, finite=True
     )
     prefix, prefix_sum = mixed_prefix(mixing, summary, key_sum if divides else None, heads, exact=exact)
     shared = {"mixing": mixing, "limit": limit, "table": table}
@@ -518,17 +518,23 @@ def causal_attention_backward(
     )  # fmt: skip
     stage(0, lines)
     share = share.sum(-1)
-    grad_plain_query = _gradient_like(plain_query, query, table)
-    if plain_query is not None and plain_key is not None and prefix_sum is not None:
+    grad_normalizer_query = _gradient_like(normalizer_query, query, table)
+    if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None:
         stage, more = plain_gradient(
-            plain_query, plain_key, prefix_sum, weight=weight, result=grad_plain_query, of_query=True, **shared
+            normalizer_query,
+            normalizer_key,
+            prefix_sum,
+            weight=weight,
+            result=grad_normalizer_query,
+            of_query=True,
+            **shared,
         )
         stage(0, lines)
         share += more.sum(-1)
     del prefix, prefix_sum
     grad_prefix, grad_prefix_sum, _ = outer(
         query, gradient, table, heads if is_per_head(mixing) else key.shape[2], factor=float(slots), dtype=full,
-        scale=scale, total=divides, plain=plain_query, weight=weight if divides else None, limit=limit,
+        scale=scale, total=divides, plain=normalizer_query, weight=weight if divides else None, limit=limit,
     )  # fmt: skip
     grad_mixing, grad_summary, grad_sum = mixed_prefix_backward(
         mixing, grad_prefix, grad_prefix_sum if divides else None, summary, key_sum, exact=exact
@@ -542,22 +548,28 @@ def causal_attention_backward(
     key_gradient(
         key, query, gradient, grad_summary, result=grad_value, transpose=False, factor=1 / slots, scale=scale, **shared
     )(0, lines)
-    grad_plain_key = _gradient_like(plain_key, key, table)
-    if plain_query is not None and plain_key is not None and grad_sum is not None:
+    grad_normalizer_key = _gradient_like(normalizer_key, key, table)
+    if normalizer_query is not None and normalizer_key is not None and grad_sum is not None:
         stage, _ = plain_gradient(
-            plain_key, plain_query, grad_sum, weight=weight, result=grad_plain_key, of_query=False, **shared
+            normalizer_key,
+            normalizer_query,
+            grad_sum,
+            weight=weight,
+            result=grad_normalizer_key,
+            of_query=False,
+            **shared,
         )
         stage(0, lines)
     diagonal = grad_mixing.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(share.sum_to_size((*mixing.shape[:-2], mixing.shape[-1])))
-    return grad_query, grad_key, grad_value, grad_plain_query, grad_plain_key, grad_mixing
+    return grad_query, grad_key, grad_value, grad_normalizer_query, grad_normalizer_key, grad_mixing
 
 
 @causal_attention_backward.register_fake
 def _(
-    gradient, output, denominator, limit, query, key, value, plain_query, plain_key, mixing, table,
+    gradient, output, denominator, limit, query, key, value, normalizer_query, normalizer_key, mixing, table,
 ):  # fmt: skip
-    tensors = query, key, value, plain_query, plain_key, mixing
+    tensors = query, key, value, normalizer_query, normalizer_key, mixing
     return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)
 
 

@@ -102,7 +102,7 @@ def _token_row(rows, batch, head, column, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def decode_kernel(
-    query, key, value, plain_query, plain_key, valid, weights, summaries, state, position,
+    query, key, value, normalizer_query, normalizer_key, valid, weights, summaries, state, position,
     output, new_state, new_position,
     valid_stride_batch, num_blocks, eps,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, REPEATS: tl.constexpr, PER_HEAD: tl.constexpr, WIDTH: tl.constexpr,
@@ -111,7 +111,7 @@ def decode_kernel(
 ):  # fmt: skip
     """One token; HEADS key heads, each shared by REPEATS query heads, which have prefixes of their own if PER_HEAD.
 
-    `plain_query` and `plain_key` are query and key where they are None.
+    `normalizer_query` and `normalizer_key` are query and key where they are None.
     """
     PREFIXES: tl.constexpr = REPEATS if PER_HEAD else 1
     COLUMNS: tl.constexpr = VALUE + 1
@@ -134,8 +134,8 @@ def decode_kernel(
         sums = row * COLUMNS + VALUE
         keys = _token_row(key, batch, head, row, WIDTH)
         plain = keys
-        if plain_key is not None:
-            plain = _token_row(plain_key, batch, head, row, WIDTH)
+        if normalizer_key is not None:
+            plain = _token_row(normalizer_key, batch, head, row, WIDTH)
         values = _token_row(value, batch, head, column, VALUE)
         old = tl.load(state.current + state_row * WIDTH * COLUMNS + element, mask=inside, other=0.0)
         old_sums = tl.load(state.current + state_row * WIDTH * COLUMNS + sums, mask=in_row, other=0.0)
@@ -163,8 +163,8 @@ def decode_kernel(
             queries = _token_row(query, batch, query_head, row, WIDTH)
             result = tl.sum(queries[:, None] * (mixed + own * new), axis=0)
             if DIVIDES:
-                if plain_query is not None:
-                    queries = _token_row(plain_query, batch, query_head, row, WIDTH)
+                if normalizer_query is not None:
+                    queries = _token_row(normalizer_query, batch, query_head, row, WIDTH)
                 result = result / (tl.sum(queries * (mixed_sums + own * new_sums), axis=0) + eps)
             result = tl.where(counted, result, 0.0).to(output.dtype.element_ty)
             start = output + (batch * HEADS * REPEATS + query_head) * VALUE
@@ -199,8 +199,8 @@ def run_decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plain_query: Tensor | None,
-    plain_key: Tensor | None,
+    normalizer_query: Tensor | None,
+    normalizer_key: Tensor | None,
     valid: Tensor | None,
     mixing: Tensor,
     summaries: Tensor,
@@ -218,8 +218,8 @@ def run_decode(
         query: `[B, 1, H, K]`.
         key: `[B, 1, G, K]`.
         value: `[B, 1, G, V]`.
-        plain_query: Queries of the normaliser where they differ, `[B, 1, H, K]`.
-        plain_key: Keys of the normaliser, given together with them, `[B, 1, G, K]`.
+        normalizer_query: Queries of the normaliser where they differ, `[B, 1, H, K]`.
+        normalizer_key: Keys of the normaliser, given together with them, `[B, 1, G, K]`.
         valid: BoolTensor `[B, 1]`, False for padding.
         mixing: float32 `[M, M]`, `[1, M, M]` or `[H, M, M]`.
         summaries: Finished blocks `[B, G, n, K, V + 1]`, n at least 1; the block that a token finishes is written to.
@@ -245,7 +245,7 @@ def run_decode(
     step_tiles = ceil_divide(columns, tile)
     launch(
         decode_kernel, batch * heads * (step_tiles + ceil_divide(width * columns, SHARE_ELEMENTS)),
-        as_rows(query), as_rows(key), as_rows(value), as_rows(plain_query), as_rows(plain_key), valid,
+        as_rows(query), as_rows(key), as_rows(value), as_rows(normalizer_query), as_rows(normalizer_key), valid,
         mixing_weights(mixing, query_heads), summaries, state, position, output, new_state, new_position,
         valid_stride_batch=0 if valid is None else valid.stride(0), num_blocks=summaries.shape[2], eps=eps,
         BLOCK_SIZE=block_size, HEADS=heads, REPEATS=query_heads // heads, PER_HEAD=is_per_head(mixing), WIDTH=width,
@@ -263,7 +263,7 @@ decode_token = torch.ops.mhla_hf.decode_token.default
 
 @torch.library.register_fake("mhla_hf::decode_token")
 def _(
-    query, key, value, plain_query, plain_key, valid, mixing, summaries,
+    query, key, value, normalizer_query, normalizer_key, valid, mixing, summaries,
     current, prefix, upcoming, position, block_size, divides, eps,
 ):  # fmt: skip
     state = map(dense_like, (current, prefix, upcoming))
@@ -272,7 +272,7 @@ def _(
 
 @register_flop_formula(torch.ops.mhla_hf.decode_token)
 def _decode_flops(
-    query, key, value, plain_query, plain_key, valid, mixing, summaries, current, prefix, upcoming, position,
+    query, key, value, normalizer_query, normalizer_key, valid, mixing, summaries, current, prefix, upcoming, position,
     block_size, *args, **kwargs,
 ) -> int:  # fmt: skip
     """2 B K V for a key head's token, 4 B K V for a query head's weighted sum and product with the query, and 2 B K V

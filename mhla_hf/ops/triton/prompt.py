@@ -92,8 +92,8 @@ def extend_state(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plain_query: Tensor | None,
-    plain_key: Tensor | None,
+    normalizer_query: Tensor | None,
+    normalizer_key: Tensor | None,
     mixing: Tensor,
     own: Tensor,
     table: Tensor,
@@ -113,8 +113,8 @@ def extend_state(
         query: `[B, T, H, K]`.
         key: `[B, T, G, K]`, of the same dtype.
         value: `[B, T, G, V]`, of the same dtype.
-        plain_query: Queries of the normaliser where they differ, `[B, T, H, K]`.
-        plain_key: Keys of the normaliser, given together with them, `[B, T, G, K]`.
+        normalizer_query: Queries of the normaliser where they differ, `[B, T, H, K]`.
+        normalizer_key: Keys of the normaliser, given together with them, `[B, T, G, K]`.
         mixing: float32 `[M, M]` or `[1 or H, M, M]`.
         own: The weights of the I blocks, float32 `[I, I]`, `[1 or H, I, I]` or `[B, 1 or H, I, I]`.
         table: Token of each slot, int32 `[I, N]` or `[B, I, N]`, T where a slot is empty.
@@ -134,7 +134,7 @@ def extend_state(
     """
     slots = table.shape[-1]
     output, _, summary, key_sum, first_bad, _ = causal_stages(
-        query, key, value, plain_query, plain_key, own, table,
+        query, key, value, normalizer_query, normalizer_key, own, table,
         starts=None, divides=divides, total=True, half=dtype == torch.bfloat16, eps=eps, past=past,
     )  # fmt: skip
     # Again for the one block that is kept in float32: tokens will be added to it.
@@ -143,7 +143,7 @@ def extend_state(
     slot_tokens = entries.gather(1, local[:, None, None].expand(-1, 1, slots))
     products, sums, bad = outer(
         key, value, slot_tokens, key.shape[2],
-        factor=1.0, dtype=torch.float32, total=True, plain=plain_key, finite=True,
+        factor=1.0, dtype=torch.float32, total=True, plain=normalizer_key, finite=True,
     )  # fmt: skip
     current = torch.cat([products, sums.unsqueeze(-1)], dim=-1).squeeze(2)
     if old_current is not None:
@@ -257,8 +257,8 @@ def _file(
 
 @extend_state.register_fake
 def _(
-    query, key, value, plain_query, plain_key, mixing, own, table, past, old_summaries, old_current, before, after,
-    room, dtype, divides, eps,
+    query, key, value, normalizer_query, normalizer_key, mixing, own, table, past, old_summaries, old_current,
+    before, after, room, dtype, divides, eps,
 ):  # fmt: skip
     batch, groups = key.shape[0], key.shape[2]
     prefixes = query.shape[2] if is_per_head(mixing) else groups
@@ -275,8 +275,8 @@ def _(
 
 @register_flop_formula(torch.ops.mhla_hf.extend_state)
 def _extend_flops(
-    query, key, value, plain_query, plain_key, mixing, own, table, past, old_summaries, old_current, before, after,
-    room, *args, **kwargs,
+    query, key, value, normalizer_query, normalizer_key, mixing, own, table, past, old_summaries, old_current,
+    before, after, room, *args, **kwargs,
 ) -> int:  # fmt: skip
     """Causal attention; the current block once more; and 4 B S n K (V + 1) for the state's two prefixes."""
     per_head = len(mixing) > 2 and mixing[0] != 1

@@ -205,16 +205,19 @@ def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
     Of tensors that differ each time they are read, as augmented ones do, the shapes alone count.
 
     Args:
-        dataset: See `LatentSamples`.
+        dataset: See `LatentSamples`; other values than tensors may be among them.
         samples: Number of samples to read.
     """
     digest = hashlib.sha256(f"{len(dataset)};".encode())
     for index in evenly_spaced(range(len(dataset)), samples):
         again = dataset[index]
-        for name, tensor in sorted(dataset[index].items()):
-            digest.update(f"{name}:{tuple(tensor.shape)};".encode())
-            if torch.equal(tensor, again[name]):
-                add_tensor(digest, tensor, samples=1024)
+        for name, value in sorted(dataset[index].items()):
+            if not isinstance(value, torch.Tensor):
+                digest.update(f"{name}:{value!r:.100};".encode())
+                continue
+            digest.update(f"{name}:{tuple(value.shape)};".encode())
+            if torch.equal(value, again[name]):
+                add_tensor(digest, value, samples=1024)
     return digest.hexdigest()[:16]
 
 
@@ -253,20 +256,6 @@ class LatentSamples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
-
-
-class TrainingBatch(Protocol):
-    """A micro-batch as the training loop sees it.
-
-    Attributes:
-        indices: Where in the data set its samples come from, for messages.
-    """
-
-    @property
-    def indices(self) -> tuple[int, ...]: ...
-
-    def to(self, device: torch.device | str) -> Any:
-        """The batch on another device."""
 
 
 def make_batch(
@@ -328,7 +317,6 @@ def _assemble(
         torch.stack(noise),
         objective.noise_levels(torch.stack(uniform)),
         {name: torch.stack([_plain(each[name]) for each in conditions]) for name in objective.condition_names},
-        tuple(index for index, _, _ in draws),
     )
 
 
@@ -424,8 +412,14 @@ class BatchSource:
             rank: Number of this process.
             world_size: Number of processes.
         """
+        return self._make(self.batch_indices(stage, step, batch_size, rank, world_size))
+
+    def batch_indices(
+        self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> Sequence[int]:
+        """Return the indices of the samples in the batch of these arguments."""
         order = self._order(stage, batch_size, rank, world_size)
-        return self._make([self.indices[order.dataset_index(number)] for number in order.sample_numbers(step)])
+        return [self.indices[order.dataset_index(number)] for number in order.sample_numbers(step)]
 
     def held_out(self, batch_size: int) -> list[Batch]:
         """Return all held-out samples, always in the same batches."""
@@ -531,8 +525,10 @@ class RecordedCalls(BatchSource):
         super().__init__(seed, fingerprint, *last_held_out(len(calls), held_out))
         self.calls = calls
 
-    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        return super().batch(stage, step, 1, rank, world_size)
+    def batch_indices(
+        self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> Sequence[int]:
+        return super().batch_indices(stage, step, 1, rank, world_size)
 
     def held_out(self, batch_size: int) -> list[Batch]:
         return super().held_out(1)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from ...utils.messages import check_choice, how_to_install
+from ...utils.messages import check_choice, import_extra
 from .folders import DataSample
 
 
@@ -51,12 +51,7 @@ def load_scans(split: str, digit_size: int = 28) -> tuple[np.ndarray, np.ndarray
         ValueError: If the split does not exist, or scikit-learn is missing.
     """
     check_choice("split", split, SPLITS)
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ValueError(f"the digits need scikit-learn: {how_to_install('demo')}") from error
-
-    data = load_digits()
+    data = import_extra("sklearn.datasets", "the digits", "demo").load_digits()
     held_out = np.arange(len(data.images)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
     chosen = held_out if split == "held_out" else ~held_out
     images = torch.from_numpy(data.images[chosen]).float() / 16.0

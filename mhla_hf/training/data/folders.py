@@ -52,21 +52,6 @@ class DataSample:
     class_name: str | None = None
 
 
-def unusable_sample(problem: str, condition: str | int = "", class_name: str | None = None) -> DataSample:
-    """Placeholder that raises when it is read, so that the other samples keep their numbers.
-
-    Args:
-        problem: Reason with the name of the file. It is also the key, so a repaired file is encoded again.
-        condition: See `DataSample`.
-        class_name: See `DataSample`.
-    """
-
-    def load() -> torch.Tensor:
-        raise UnusableSampleError(problem)
-
-    return DataSample(printable(problem), condition, load, class_name)
-
-
 def printable(text: str) -> str:
     """Escape what UTF-8 cannot represent: file names may hold any bytes, captions half a character."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -75,17 +60,9 @@ def printable(text: str) -> str:
 def log_problems(problems: Sequence[str]) -> None:
     """Log what was left out of the data."""
     for problem in problems[:_NAMED]:
-        logger.warning("data: left out: %s", problem)
+        logger.warning("data: left out: %s", printable(problem))
     if len(problems) > _NAMED:
         logger.warning("data: %d more files or records were left out", len(problems) - _NAMED)
-
-
-def load_processor(auto_class: Any, directory: Path, kind: str) -> Any:
-    """Load the tokenizer or image processor of a model; a ValueError says that there is none."""
-    try:
-        return auto_class.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"{directory} has no {kind} that can be loaded: {shorten_text(str(error), 200)}") from error
 
 
 class DataFolder:
@@ -93,6 +70,9 @@ class DataFolder:
 
     Args:
         path: The folder.
+
+    Attributes:
+        problems: What was left out, and why.
 
     Raises:
         ValueError: If the path is not a folder.
@@ -102,6 +82,7 @@ class DataFolder:
         if not path.is_dir():
             raise ValueError(f"data must be an existing folder or 'digits', got {shorten_text(str(path), 300)!r}")
         self.path = path
+        self.problems: list[str] = []
         self._root = _storage_root(path.resolve())
 
     def problem(self, path: Path) -> str | None:
@@ -142,39 +123,31 @@ class DataFolder:
                 raise ValueError(f"data: {path} is a link out of {self.path} or to nothing; put the folder there")
         return found
 
-    def files(self, suffixes: tuple[str, ...], below: Path | None = None) -> list[tuple[Path, str | None]]:
-        """List files with the given suffixes in the folder and its subfolders, sorted by path, with their problems.
+    def files(self, suffixes: tuple[str, ...], below: Path | None = None) -> list[Path]:
+        """List files with the given suffixes in the folder and its subfolders, sorted by path.
 
-        Folders that cannot be listed and links to folders are included with the reason why they are skipped.
+        Files that cannot be read, folders that cannot be listed and links to folders go to `problems`.
 
         Args:
             suffixes: File name suffixes in lower case.
             below: Subfolder to list instead of the folder.
         """
-        found: list[tuple[Path, str | None]] = []
+        found = []
 
         def unlisted(error: OSError) -> None:
-            found.append((Path(error.filename), f"{error.filename} cannot be listed ({error.strerror})"))
+            self.problems.append(f"{error.filename} cannot be listed ({error.strerror})")
 
         for folder, subfolders, names in os.walk(below or self.path, onerror=unlisted):
-            links = [Path(folder, name) for name in subfolders if os.path.islink(os.path.join(folder, name))]
-            found += [(path, f"{path} is a link to a folder, which is not followed") for path in links]
-            files = (Path(folder, name) for name in names)
-            found += [(path, self.problem(path)) for path in files if path.suffix.lower() in suffixes]
+            links = [os.path.join(folder, name) for name in subfolders if os.path.islink(os.path.join(folder, name))]
+            self.problems += [f"{link} is a link to a folder, which is not followed" for link in links]
+            for path in (Path(folder, name) for name in names):
+                if path.suffix.lower() in suffixes:
+                    problem = self.problem(path)
+                    if problem is None:
+                        found.append(path)
+                    else:
+                        self.problems.append(problem)
         return sorted(found)
-
-    def sample(
-        self,
-        path: Path,
-        problem: str | None,
-        condition: str | int,
-        load: Callable[[Path], torch.Tensor],
-        class_name: str | None = None,
-    ) -> DataSample:
-        """Return the sample of a file, which raises its problem when it is read; see `DataSample`."""
-        if problem is not None:
-            return unusable_sample(problem, condition, class_name)
-        return DataSample(self.key(path), condition, partial(load, path), class_name)
 
     def key(self, path: Path) -> str:
         """Identity of a file: name, size and modification time."""
@@ -208,7 +181,7 @@ def captioned_samples(
         load: Reads one file.
 
     Returns:
-        The samples; those that cannot be used raise when they are read.
+        The samples; entries without a caption or a file that can be read are left out with a warning.
 
     Raises:
         ValueError: If the metadata file is damaged, there is no file, or none can be used.
@@ -216,21 +189,21 @@ def captioned_samples(
     data = DataFolder(folder)
     metadata = next(filter(None, map(data.own_file, METADATA_FILES)), None)
     if metadata is None:
-        found = [partial(_with_text_file, data, *entry) for entry in data.files(suffixes)]
+        found = [partial(_with_text_file, data, path) for path in data.files(suffixes)]
     else:
         rows = enumerate(_rows(metadata), start=1)
         found = [partial(_listed, data, row, f"entry {number} of {metadata}") for number, row in rows]
-    samples, problems = [], []
+    samples = []
     for read in found:
         try:
             path, caption = read()
-            samples.append(data.sample(path, None, caption, load))
+            samples.append(DataSample(data.key(path), caption, partial(load, path)))
         except ValueError as error:
-            problems.append(str(error))
-            samples.append(unusable_sample(problems[-1]))
-    if len(problems) == len(samples):
-        why = f"none of the {len(found)} can be used: {problems[0]}" if found else ", ".join(suffixes)
-        raise ValueError(f"data: {folder} has no {kind} ({why})")
+            data.problems.append(str(error))
+    log_problems(data.problems)
+    if not samples:
+        why = data.problems[0] if data.problems else ", ".join(suffixes)
+        raise ValueError(f"data: {folder} has no {kind} that can be used ({why})")
     return samples
 
 
@@ -249,19 +222,17 @@ def _listed(folder: DataFolder, row: dict[Any, Any], where: str) -> tuple[Path, 
     return path, printable(caption)
 
 
-def _with_text_file(folder: DataFolder, path: Path, problem: str | None) -> tuple[Path, str]:
+def _with_text_file(folder: DataFolder, path: Path) -> tuple[Path, str]:
     """File and caption, without metadata file."""
     text = path.with_suffix(".txt")
-    if problem is None and (missing := folder.problem(text)) is not None:
-        problem = f"{path} has no caption: neither {METADATA_FILES[0]} nor {text.name} ({missing})"
-    if problem is not None:
-        raise UnusableSampleError(problem)
-    try:
-        with text.open(encoding="utf-8-sig") as file:
-            return path, file.read(_LONGEST_LINE).strip()
-    except UnicodeDecodeError as error:
-        problem = f"caption {text} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        raise UnusableSampleError(problem) from error
+    problem = folder.problem(text)
+    if problem is None:
+        try:
+            with text.open(encoding="utf-8-sig") as file:
+                return path, file.read(_LONGEST_LINE).strip()
+        except UnicodeDecodeError as error:
+            problem = f"it is not UTF-8 text (byte {error.start})"
+    raise UnusableSampleError(f"{path} has no caption in {METADATA_FILES[0]} or {text.name}: {problem}")
 
 
 def _rows(path: Path) -> Iterator[dict[Any, Any]]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import warnings
@@ -27,7 +26,6 @@ from .folders import (
     DataSample,
     UnusableSampleError,
     captioned_samples,
-    load_processor,
     log_problems,
     printable,
 )
@@ -46,8 +44,6 @@ CLASSES_FILE = "classes.json"
 
 # Buckets whose aspect ratios differ by less than this, relatively, crop about as much of an image.
 _SAME_RATIO = 0.05
-# Errors of the machine and not of a file: a sample must not be missing because of them.
-_MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # Pillow goes by the content: without this, a file of any name may reach Ghostscript and other rarely used readers.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
@@ -64,17 +60,6 @@ def check_size(path: Path, width: int, height: int) -> None:
             f"{path} has {width} x {height} pixels; at most {MAX_PIXELS:,} are read, and one side may be "
             f"{MAX_ASPECT_RATIO} times the other: scale it down or crop it"
         )
-
-
-def open_image(path: Path, formats: tuple[str, ...]) -> Image.Image:
-    """Open a file of one of the given formats, as Pillow names them, without decoding it; check its size next.
-
-    Raises:
-        Exception: Pillow's errors for damaged files, of nearly any type.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `check_size` refuses such a size.
-        return Image.open(path, formats=formats)
 
 
 def fit(image: Image.Image, height: int, width: int) -> np.ndarray:
@@ -107,7 +92,7 @@ def unreadable(path: Path, kind: str, error: Exception) -> Exception:
     Returns:
         `UnusableSampleError` with the last line of the error; the error itself where the machine is at fault.
     """
-    if isinstance(error, UnusableSampleError | MemoryError) or getattr(error, "errno", None) in _MACHINE_ERRORS:
+    if isinstance(error, UnusableSampleError | MemoryError) or getattr(error, "errno", None) is not None:
         return error
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return UnusableSampleError(f"{path} cannot be read as {kind}: {shorten_text(lines[-1], 200)}")
@@ -152,13 +137,12 @@ def class_images(
         lacking = f"these have none: {shorten_list(empty)}" if empty else "it has no folders"
         raise ValueError(f"data: {folder} must have one folder of images per class; {lacking}")
     labels = folder_labels(folder, files, known_labels, num_classes)
+    log_problems(data.problems)
+    placed = sorted(
+        (place, labels[name], name, path) for name, found in files.items() for place, path in enumerate(found)
+    )
     load = partial(_load, sizes=sizes)
-    placed = [
-        (place, labels[name], data.sample(path, problem, labels[name], load, name))
-        for name, found in files.items()
-        for place, (path, problem) in enumerate(found)
-    ]
-    return [sample for _, _, sample in sorted(placed, key=lambda entry: entry[:2])]
+    return [DataSample(data.key(path), label, partial(load, path), name) for _, label, name, path in placed]
 
 
 def read_image(path: Path) -> np.ndarray:
@@ -173,8 +157,8 @@ def read_image(path: Path) -> np.ndarray:
 def nearest_bucket(buckets: Sequence[Bucket], height: int, width: int, num_frames: int = 1) -> Bucket | None:
     """Choose the bucket of an image or video.
 
-    The aspect ratio comes first. Of buckets with about the nearest one, it is one of those with most frames among
-    those that have no more than the video; of these the largest that enlarges nothing, and else the smallest.
+    Of the buckets that have no more frames than the video, the aspect ratio comes first. Of those with about the
+    nearest one, it is one of those with most frames: the largest that enlarges nothing, and else the smallest.
 
     Args:
         buckets: To choose from.
@@ -183,22 +167,23 @@ def nearest_bucket(buckets: Sequence[Bucket], height: int, width: int, num_frame
         num_frames: Number of frames.
 
     Returns:
-        None if the video is too short for the buckets of its aspect ratio.
+        None if the video is too short for all buckets.
     """
 
     def crop(bucket: Bucket) -> float:
         return abs(math.log(bucket.height / bucket.width) - math.log(height / width))
 
-    nearest = min(map(crop, buckets))
-    shaped = [bucket for bucket in buckets if crop(bucket) <= nearest + math.log1p(_SAME_RATIO)]
-    long_enough = [bucket for bucket in shaped if bucket.num_frames <= num_frames]
+    long_enough = [bucket for bucket in buckets if bucket.num_frames <= num_frames]
     if not long_enough:
         return None
-    most = max(bucket.num_frames for bucket in long_enough)
-    candidates = [bucket for bucket in long_enough if bucket.num_frames == most]
-    fitting = [bucket for bucket in candidates if bucket.height <= height and bucket.width <= width]
-    by_area = {bucket.height * bucket.width: bucket for bucket in reversed(fitting or candidates)}
-    return by_area[max(by_area) if fitting else min(by_area)]
+    nearest = min(map(crop, long_enough)) + math.log1p(_SAME_RATIO)
+
+    def rank(bucket: Bucket) -> tuple[bool, int, bool, int]:
+        enlarges = bucket.height > height or bucket.width > width
+        area = bucket.height * bucket.width
+        return crop(bucket) > nearest, -bucket.num_frames, enlarges, area if enlarges else -area
+
+    return min(long_enough, key=rank)
 
 
 def image_grid(images: np.ndarray) -> np.ndarray:
@@ -220,7 +205,10 @@ def image_grid(images: np.ndarray) -> np.ndarray:
 
 def _read_rgb(path: Path) -> Image.Image:
     try:
-        with open_image(path, _FORMATS) as image:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `check_size` refuses such a size.
+            opened = Image.open(path, formats=_FORMATS)
+        with opened as image:
             check_size(path, *image.size)
             ImageOps.exif_transpose(image, in_place=True)
             if image.mode.startswith("I;16"):
@@ -359,16 +347,16 @@ def image_batches(
         seed: Seed of their order.
 
     Raises:
-        ValueError: If there are no such data, or the model has no image processor.
+        ValueError: If there are no such data.
+        OSError: From transformers, if there is no image processor.
     """
-    processor, images, problems = open_images(model.config, directory, data, samples + held_out)
-    log_problems(problems)
-    return Images([*images.values()], processor, held_out, f"{stable_seed(*images):016x}", seed, len(problems))
+    processor, images, left_out = open_images(model.config, directory, data, samples + held_out)
+    return Images([*images.values()], processor, held_out, f"{stable_seed(*images):016x}", seed, left_out)
 
 
 def open_images(
     config: Any, directory: Path, data: str, count: int = 2
-) -> tuple[Any, dict[str, Callable[[], np.ndarray]], list[str]]:
+) -> tuple[Any, dict[str, Callable[[], np.ndarray]], int]:
     """Open images and the image processor of a model; arguments and errors are those of [`image_batches`].
 
     Args:
@@ -376,35 +364,35 @@ def open_images(
         count: Number of images to look for.
 
     Returns:
-        The image processor, functions that read images by their identities, and the problems of files left out.
+        The image processor, functions that read images by their identities, and the number of files left out.
     """
     from transformers import AutoImageProcessor
 
-    processor = load_processor(AutoImageProcessor, directory, "image processor")
+    processor = AutoImageProcessor.from_pretrained(directory)
     images: dict[str, Callable[[], np.ndarray]] = {}
-    problems: list[str] = []
     if data == DIGITS:
         size = getattr(config, "image_size", 64)
         side = int(size[0] if isinstance(size, (list, tuple)) else size)
         digits = digit_images(count, side, captions=False)
         images = {f"{sample.key}:{side}": partial(_as_bytes, sample) for sample in digits}
-        return processor, images, problems
+        return processor, images, 0
     folder = DataFolder(Path(data).expanduser())
-    files = folder.files(IMAGE_SUFFIXES)
     # Of a large folder only a part is read: it must not be that of the first classes.
-    files.sort(key=lambda entry: stable_seed(printable(entry[0].relative_to(folder.path).as_posix())))
-    for path, problem in files:
+    files = folder.files(IMAGE_SUFFIXES)
+    files.sort(key=lambda path: stable_seed(printable(path.relative_to(folder.path).as_posix())))
+    for path in files:
+        if len(images) == count:
+            break
         try:
-            if problem is None and len(images) < count:
-                read_image(path)
-                images[folder.key(path)] = partial(read_image, path)
+            read_image(path)
+            images[folder.key(path)] = partial(read_image, path)
         except UnusableSampleError as error:
-            problem = str(error)
-        problems += [] if problem is None else [problem]
+            folder.problems.append(str(error))
+    log_problems(folder.problems)
     if len(images) < 2:
-        problem = f" ({problems[0]})" if problems else ""
+        problem = f" ({folder.problems[0]})" if folder.problems else ""
         raise ValueError(f"data: {data} has {len(images)} images that can be read; at least 2 are needed{problem}")
-    return processor, images, problems
+    return processor, images, len(folder.problems)
 
 
 def _as_bytes(sample: DataSample) -> np.ndarray:

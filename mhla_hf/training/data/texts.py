@@ -6,9 +6,7 @@ A folder of plain text needs no further library; JSONL, parquet and data sets of
 
 from __future__ import annotations
 
-import ast
-import json
-import warnings
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,25 +16,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...utils.files import atomic_file
 from ...utils.locations import is_hub_id
-from ...utils.messages import how_to_install, shorten_list, shorten_text
+from ...utils.messages import import_extra, shorten_list, shorten_text
 from ..config import GENERATED
 from ..matching.layers import Batch, mhla_layers
 from .batches import (
     BatchSource,
     chunks,
     drawn_held_out,
-    file_fingerprint,
     last_held_out,
     model_fingerprint,
     stable_seed,
 )
-from .folders import DataFolder, load_processor, log_problems, printable
+from .folders import DataFolder, log_problems, printable
 
 
 ROW_LENGTH, PASSAGE_LENGTH = 512, 128
@@ -48,7 +44,6 @@ RECORD_SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 # Far longer than anything that people wrote; files of gigabytes are better given as JSONL.
 _LONGEST_FILE = 1 << 28
-_FORMAT_VERSION = 2
 # Long texts are tokenised in pieces, cut at ends of lines.
 _PIECE_CHARACTERS = 1 << 17
 _TEXTS_AT_ONCE = 512
@@ -78,12 +73,13 @@ class TextCorpus:
 
     def __post_init__(self) -> None:
         self.path = Path(self.data).expanduser()
-        self.files: list[tuple[Path, str | None]] = []
+        self.files: list[Path] = []
         suffix = self.path.suffix.lower()
         if self.path.is_dir():
-            self._folder = DataFolder(self.path)
+            folder = DataFolder(self.path)
             # Of a large folder only a part is read: it must not be the beginning of the alphabet.
-            self.files = sorted(self._folder.files(TEXT_SUFFIXES), key=lambda entry: self._place(entry[0]))
+            self.files = sorted(folder.files(TEXT_SUFFIXES), key=self._place)
+            self.skipped += folder.problems
         is_records = suffix in RECORD_SUFFIXES if self.path.is_file() else is_hub_id(self.data.partition(":")[0])
         if not self.files and (self.path.is_dir() or not is_records):
             raise ValueError(
@@ -91,72 +87,43 @@ class TextCorpus:
                 "or .parquet file, nor the id of a data set (owner/name)"
             )
 
-    def identity(self) -> dict[str, Any]:
-        """Identity of the texts as plain JSON values."""
-        if self.files:
-            keys = sorted(self._folder.key(path) for path, problem in self.files if problem is None)
-            return {"data": str(self.path.resolve()), "files": stable_seed(*keys)}
-        if self.path.is_file():
-            return {"data": file_fingerprint(self.path), "text_field": self.text_field}
-        return {"data": self.data, "text_field": self.text_field}
-
     def documents(self) -> Iterator[str]:
         """Yield the complete texts, one file or record after another."""
-        return (text for _, text in self._read_files()) if self.files else self._records()
+        return self._read_files() if self.files else self._records()
 
     def passages(self, minimum_words: int = 5) -> Iterator[str]:
-        """Yield passages for sentence encoders: paragraphs of text files, and of the docstrings in Python files.
-
-        A record is one passage.
+        """Yield passages for sentence encoders: the paragraphs of text files; a record is one passage.
 
         Args:
             minimum_words: Paragraphs with fewer words are left out: headings, lists of names.
         """
         if not self.files:
             yield from (" ".join(text.split()) for text in self._records())
-        for path, text in self._read_files():
-            parts = self._docstrings(path, text) if path.suffix.lower() == ".py" else [text]
-            for part in parts:
-                for paragraph in part.split("\n\n"):
-                    words = " ".join(paragraph.split())
-                    # Prose has letters mostly; tables, rulers and examples of code do not.
-                    prose = 2 * sum(map(str.isalpha, words)) > len(words) and ">>>" not in words
-                    if prose and words.count(" ") + 1 >= minimum_words:
-                        yield words
+        for text in self._read_files():
+            for paragraph in text.split("\n\n"):
+                words = " ".join(paragraph.split())
+                # Prose has letters mostly; tables, rulers and examples of code do not.
+                prose = 2 * sum(map(str.isalpha, words)) > len(words) and ">>>" not in words
+                if prose and words.count(" ") + 1 >= minimum_words:
+                    yield words
 
     def _place(self, path: Path) -> int:
         return stable_seed(printable(path.relative_to(self.path).as_posix()))
 
-    def _read_files(self) -> Iterator[tuple[Path, str]]:
-        for path, problem in self.files:
-            text = ""
+    def _read_files(self) -> Iterator[str]:
+        for path in self.files:
+            if path.stat().st_size > _LONGEST_FILE:
+                self.skipped.append(f"{path} is longer than {_LONGEST_FILE:,} bytes: split it")
+                continue
             try:
-                if problem is None and path.stat().st_size > _LONGEST_FILE:
-                    problem = f"{path} is longer than {_LONGEST_FILE:,} bytes: split it"
-                elif problem is None:
-                    text = path.read_text(encoding="utf-8-sig")
+                text = path.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
-                problem = f"{path} is not UTF-8 text (byte {error.start})"
+                self.skipped.append(f"{path} is not UTF-8 text (byte {error.start})")
+                continue
             if "\0" in text:
-                problem = f"{path} is binary: it holds zero bytes"
-            if problem is not None:
-                self.skipped.append(problem)
+                self.skipped.append(f"{path} is binary: it holds zero bytes")
             elif text.strip():
-                yield path, text
-
-    def _docstrings(self, path: Path, text: str) -> Iterator[str]:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SyntaxWarning)
-                tree = ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            self.skipped.append(f"{path} is not valid Python ({shorten_text(str(error))})")
-            return
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                found = ast.get_docstring(node)
-                if found:
-                    yield found
+                yield text
 
     def _records(self) -> Iterator[str]:
         for number, row in enumerate(self._rows(), start=1):
@@ -172,13 +139,7 @@ class TextCorpus:
                 self.skipped.append(f"record {number} of {self.data} has no text in {self.text_field!r:.100}")
 
     def _rows(self) -> Iterator[Any]:
-        try:
-            import datasets
-        except ImportError as error:
-            raise ValueError(
-                f"data: records, such as {self.data}, need datasets: {how_to_install('train')}"
-            ) from error
-
+        datasets = import_extra("datasets", f"data: records, such as {self.data},", "train")
         name, _, configuration = self.data.partition(":")
         source: dict[str, Any] = {"path": name, "name": configuration or None}
         if self.path.is_file():
@@ -198,7 +159,7 @@ class TokenTable:
         tokens: int32, concatenated.
         offsets: int64, where each row begins, and the end of the last.
         skipped: Number of files and records left out.
-        fingerprint: Hash of the texts, the tokenizer and the options.
+        fingerprint: Hash that identifies them.
     """
 
     tokens: torch.Tensor
@@ -226,9 +187,8 @@ def tokenize(
     packed: bool,
     length: int,
     samples: int,
-    cache: Path | None = None,
 ) -> TokenTable:
-    """Tokenise texts, or read the table of an earlier call.
+    """Tokenise texts.
 
     Args:
         corpus: The texts.
@@ -237,25 +197,10 @@ def tokenize(
             models. Otherwise passages of at most `length` tokens with the tokenizer's special tokens, each once.
         length: Tokens of a row, or most tokens of a passage.
         samples: Rows or passages wanted; reading stops when they are there.
-        cache: Folder that keeps the result; `None` keeps nothing.
 
     Raises:
         ValueError: If there are too few texts.
     """
-    # Vocabulary and merges, in whichever files they are.
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    identity = {
-        "format_version": _FORMAT_VERSION,
-        "texts": corpus.identity(),
-        "tokenizer": stable_seed(backend.to_str() if backend else sorted(tokenizer.get_vocab().items())),
-        "options": {"packed": packed, "length": length, "samples": samples},
-    }
-    fingerprint = f"{stable_seed(json.dumps(identity, sort_keys=True)):016x}"
-    path = None if cache is None else cache / f"tokens-{fingerprint}.safetensors"
-    if path is not None and path.is_file():
-        with safe_open(path, framework="pt") as file:
-            skipped = int(file.metadata()["skipped"])
-            return TokenTable(file.get_tensor("tokens"), file.get_tensor("offsets"), skipped, fingerprint)
     make = _packed_rows if packed else _passages
     pieces, lengths = make(corpus, tokenizer, length, samples)
     log_problems(corpus.skipped)
@@ -267,12 +212,9 @@ def tokenize(
             + (": give more text, or shorter rows (max_length)" if packed else "")
         )
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    table = TokenTable(torch.from_numpy(np.concatenate(pieces)), offsets, len(corpus.skipped), fingerprint)
-    if path is not None:
-        with atomic_file(path) as temporary:
-            tensors = {"tokens": table.tokens, "offsets": table.offsets}
-            save_file(tensors, temporary, metadata={"skipped": str(table.skipped)})
-    return table
+    tokens = np.concatenate(pieces)
+    fingerprint = hashlib.sha256(tokens.tobytes() + offsets.numpy().tobytes()).hexdigest()[:16]
+    return TokenTable(torch.from_numpy(tokens), offsets, len(corpus.skipped), fingerprint)
 
 
 Pieces = tuple[list[np.ndarray[Any, Any]], list[int]]
@@ -376,10 +318,12 @@ class Passages(BatchSource):
         self.facts = {"length": max(self.lengths), "left_out": table.skipped}
         self._together = lru_cache(maxsize=4)(self._make_together)
 
-    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+    def batch_indices(
+        self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> Sequence[int]:
         group, place = divmod(step, _BATCHES_TOGETHER)
         indices = self._together(stage, group, batch_size * world_size)[place]
-        return self._make(indices[rank * batch_size : (rank + 1) * batch_size])
+        return indices[rank * batch_size : (rank + 1) * batch_size]
 
     def _make_together(self, stage: str, group: int, batch_size: int) -> list[Sequence[int]]:
         """Return the batches of all processes for a group of successive steps."""
@@ -410,7 +354,6 @@ def text_batches(
     length: int | None = None,
     text_field: str = "text",
     seed: int = 0,
-    cache: Path | None = None,
 ) -> BatchSource:
     """Open text for a language model or an encoder.
 
@@ -424,17 +367,17 @@ def text_batches(
             what the model takes if that is less.
         text_field: The field with the text, in JSONL files and data sets.
         seed: Seed of their order.
-        cache: Folder that keeps the tokens.
 
     Raises:
-        ValueError: If there are no such data, the model has no tokenizer, or it takes no texts.
+        ValueError: If there are no such data, the tokenizer does not fit the model, or it takes no texts.
+        OSError: From transformers, if there is no tokenizer; it may be a `ValueError`, too.
     """
     config: Any = model.config
     packed = any(layer.mhla.config.causal for layer in mhla_layers(model))
     corpus, tokenizer, longest = open_texts(config, directory, data, length, text_field)
     length = length or min(ROW_LENGTH if packed else PASSAGE_LENGTH, longest)
     amount = samples + held_out
-    table = tokenize(corpus, tokenizer, packed=packed, length=length, samples=amount, cache=cache)
+    table = tokenize(corpus, tokenizer, packed=packed, length=length, samples=amount)
     vocabulary = config.get_text_config().vocab_size
     if int(table.tokens.max()) >= vocabulary:
         raise ValueError(
@@ -459,7 +402,7 @@ def open_texts(
     from transformers import AutoTokenizer
 
     corpus = TextCorpus(data, text_field)
-    tokenizer = load_processor(AutoTokenizer, directory, "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     # Tokenizers without a limit have one of 10**30. Some models count positions from more than 0, and take fewer.
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20
     longest = min(positions, tokenizer.model_max_length)

@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Video files: a folder of them with captions, read into tensors; and written from arrays.
 
-Reading takes imageio-ffmpeg, writing imageio as well (the extra `video`); GIF files take Pillow alone.
+Reading takes imageio-ffmpeg, writing imageio as well (the extra `video`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageSequence
+from PIL import Image
 
 from ...utils.files import atomic_file
-from ...utils.messages import how_to_install
+from ...utils.messages import import_extra
 from ..config import Bucket
 from .folders import DataSample, UnusableSampleError, captioned_samples
-from .images import check_size, fit, nearest_bucket, open_image, to_tensor, unreadable
+from .images import check_size, fit, nearest_bucket, to_tensor, unreadable
 
 
 VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
 # ffmpeg goes by the content: without this, a playlist of any name makes it read other files.
-_FFMPEG_INPUT = ["-protocol_whitelist", "file", "-format_whitelist", "mov,matroska,webm,avi"]
+_FFMPEG_INPUT = ["-protocol_whitelist", "file", "-format_whitelist", "mov,matroska,webm,avi,gif"]
 # Without this, ffmpeg fills in frames that it cannot decode from their neighbours.
 _FFMPEG_INPUT += ["-xerror", "-err_detect", "explode"]
-# Damaged files claim any rate, and all frames up to the last one that is wanted are decoded.
-_HIGHEST_FPS = 1000
 
 
 def captioned_videos(folder: Path, sizes: Sequence[Bucket], fps: float | None = None) -> list[DataSample]:
@@ -70,81 +70,36 @@ def read_frames(
         ValueError: If imageio-ffmpeg is missing.
     """
     frames: list[np.ndarray] = []
-    for frame, repeats in _frames(path, num_frames, fps):
-        pixels = np.asarray(frame) if size is None else fit(frame, *size)
-        frames += [pixels] * repeats
+    for frame in _frames(path, num_frames, fps):
+        frames.append(np.asarray(frame) if size is None else fit(frame, *size))
     return np.stack(frames) if frames else np.zeros((0, 1, 1, 3), np.uint8)
 
 
-def _frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
-    """The frames of a file and how often each is taken; errors as in `read_frames`."""
-    if path.suffix.lower() == ".gif":
-        read = _gif_frames
-    else:
-        _ffmpeg()  # What is missing here is no fault of the file.
-        read = _video_frames
+def _frames(path: Path, num_frames: int, fps: float | None) -> Iterator[Image.Image]:
+    """Decode the first frames of a file; errors as in `read_frames`."""
+    rate = ["-fps_mode", "passthrough"] if fps is None else ["-vf", f"fps={fps}"]
+    reader = _ffmpeg().read_frames(str(path.absolute()), input_params=_FFMPEG_INPUT, output_params=rate)
     try:
-        yield from read(path, num_frames, fps)
+        size = next(reader)["size"]
+        check_size(path, *size)
+        for data in islice(reader, num_frames):
+            yield Image.frombytes("RGB", size, data)
     except Exception as error:
         raise unreadable(path, "a video", error) from error
+    finally:
+        reader.close()
 
 
 def _choose_bucket(path: Path, buckets: Sequence[Bucket], fps: float | None) -> Bucket | None:
     """Choose the bucket of a video by reading it once: the frame counts of containers are unreliable."""
     count, height, width = 0, 0, 0
-    for frame, repeats in _frames(path, max(bucket.num_frames for bucket in buckets), fps):
-        count, height, width = count + repeats, frame.height, frame.width
+    for frame in _frames(path, max(bucket.num_frames for bucket in buckets), fps):
+        count, height, width = count + 1, frame.height, frame.width
     return nearest_bucket(buckets, height, width, count) if count else None
 
 
-def _repeats(path: Path, num_frames: int, fps: float | None, source_fps: float) -> Iterator[int]:
-    """Number of times each source frame is used, from the first frame to the last one needed."""
-    if fps is None or not source_fps:
-        yield from (1 for _ in range(num_frames))
-        return
-    if not 0 < source_fps <= _HIGHEST_FPS:
-        raise UnusableSampleError(f"{path} claims {source_fps:g} frames per second; encode it again")
-    taken, frame = 0, 0
-    while taken < num_frames:
-        before = taken
-        while taken < num_frames and round(taken * source_fps / fps) == frame:
-            taken += 1
-        frame += 1
-        yield taken - before
-
-
-def _gif_frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
-    with open_image(path, ("GIF",)) as image:
-        check_size(path, *image.size)
-        duration = image.info.get("duration", 0)
-        repeats = _repeats(path, num_frames, fps, 1000 / duration if duration else 0.0)
-        # The counts come first: no frame is decoded after the last that is wanted.
-        for count, frame in zip(repeats, ImageSequence.Iterator(image)):
-            if count:
-                yield frame.convert("RGB"), count
-
-
-def _video_frames(path: Path, num_frames: int, fps: float | None) -> Iterator[tuple[Image.Image, int]]:
-    reader = _ffmpeg().read_frames(str(path.absolute()), input_params=_FFMPEG_INPUT)
-    try:
-        facts = next(reader)
-        check_size(path, *facts["size"])
-        source_fps = float(facts.get("fps") or 0)
-        for count, data in zip(_repeats(path, num_frames, fps, source_fps), reader):
-            if count:
-                yield Image.frombytes("RGB", facts["size"], data), count
-    finally:
-        reader.close()
-
-
-def _ffmpeg():
-    try:
-        import imageio_ffmpeg
-
-        imageio_ffmpeg.get_ffmpeg_exe()
-    except (ImportError, RuntimeError) as error:
-        raise ValueError(f"video files need imageio and imageio-ffmpeg: {how_to_install('video')}") from error
-    return imageio_ffmpeg
+def _ffmpeg() -> Any:
+    return import_extra("imageio_ffmpeg", "video files", "video")
 
 
 def write_video(path: Path, frames: np.ndarray, fps: int = 8) -> Path:

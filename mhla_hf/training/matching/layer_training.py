@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate.utils import send_to_device
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -17,7 +18,6 @@ from torch import nn
 from ...utils.files import atomic_file
 from ..config import TrainingConfig
 from ..parameters import learning_rate_factor, set_learning_rate
-from .activations import move_call
 from .layers import AttentionLayer, LayerCall
 
 
@@ -179,7 +179,8 @@ class LayerTraining:
         set_learning_rate(self.optimizer, factor)
         losses = []
         for call in calls:
-            call = move_call(call, self.weight.device, self.weight.dtype)
+            call = send_to_device(call, self.weight.device, non_blocking=True)
+            call = call._replace(hidden_states=call.hidden_states.to(self.weight.dtype))
             with autocast(self.weight.device, config.mixed_precision):
                 loss = layer_loss(self.layer, call) / len(numbers)
             self.scaler.scale(loss).backward()

@@ -19,7 +19,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ...layers.mhla import MHLA
-from ...layers.original import original_attention
+from ...layers.original import is_softmax, original_attention
 from ...utils.compat import forward_parameters
 
 
@@ -125,7 +125,7 @@ def mhla_layers(model: nn.Module) -> list[AttentionLayer]:
     Their projections are not known yet: see [`find_projections`].
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or they are switched to softmax.
     """
     layers = [
         AttentionLayer(name, module, module._modules["mhla"])
@@ -136,6 +136,11 @@ def mhla_layers(model: nn.Module) -> list[AttentionLayer]:
     if not layers:
         raise ValueError(
             f"This {type(model).__name__} has no MHLA layers: convert it first (mhla_hf.convert, mhla-hf convert)."
+        )
+    if is_softmax(model):
+        raise ValueError(
+            f"This {type(model).__name__} computes softmax attention now: switch back with "
+            "model.set_attn_implementation('mhla') first."
         )
     return layers
 
@@ -369,6 +374,16 @@ def run(model: nn.Module, batch: Batch) -> Any:
     if "use_cache" in parameters or getattr(getattr(model, "config", None), "use_cache", None):
         options["use_cache"] = False
     return model(**{**options, **batch})
+
+
+def first_output(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The first output of a model for a batch; without padding, as rows `[N, D]`, where a mask says what that is."""
+    output = run(model, batch)
+    output = output if isinstance(output, torch.Tensor) else first(output[0])
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == output.shape[:2]:
+        return output[mask.bool()]
+    return output
 
 
 def base_model(model: nn.Module) -> nn.Module:

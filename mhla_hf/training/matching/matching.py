@@ -8,7 +8,6 @@ these records. Records that do not fit are computed again in each step, for all 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,24 +20,25 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ...layers.original import check_mhla, original_name, record_step
-from ...utils.destinations import lock_output, remove_leftovers
+from ...layers.original import original_name, record_step
+from ...utils.destinations import lock_output, remove_directory, remove_leftovers
 from ...utils.files import read_json, write_json
 from ...utils.machine import parse_dtype
-from ...utils.messages import check_choice, check_count
-from ...utils.options import parse_size
-from ..config import TrainingConfig
-from ..data.batches import DataOrder, add_tensor, evenly_spaced, model_fingerprint
+from ...utils.messages import check_choice, check_count, format_bytes
+from ..config import TRANSFER_CACHES, TrainingConfig
+from ..data.batches import DataOrder, model_fingerprint, samples_fingerprint
 from ..processes import Processes, StopSignals, TrainingStopped
-from .activations import CACHES, DiskCache, MemoryCache, choose_cache, pack, total_size
 from .layer_training import LayerTraining, autocast, layer_loss, trained_names
-from .layers import AttentionLayer, Batch, LayerCall, evaluating, find_projections, mhla_layers, only_trainable
+from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable
+from .records import Record, Records, choose_cache, free_room
 from .teacher import SharedTeacher, shared_teacher
 
 
 logger = logging.getLogger(__name__)
 
 STAGE = "transfer"
+# Folder of records on the disk.
+ACTIVATIONS = "activations"
 # Options that a run must have been begun with.
 _IDENTITY = (
     *("learning_rate", "mhla_learning_rate", "transfer_learning_rate", "train", "warmup_steps", "max_grad_norm"),
@@ -46,6 +46,8 @@ _IDENTITY = (
 )
 # At least so many draws of noise, however few samples.
 _LEAST_RECORDS = 128
+# Inputs with an entry for every token of every sample, in the order they are looked for.
+_TOKEN_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "pixel_values")
 
 Progress = Callable[[str, int, float], None]
 """Called with the name of a layer, its steps so far and the loss of the last of them."""
@@ -84,34 +86,22 @@ class MatchingReport:
 class Batches:
     """Batches by their number, on the model's device."""
 
-    def __init__(self, make: Callable[[int], Batch], count: int, device: torch.device) -> None:
-        self.make, self.count, self.device = make, count, device
-
-    @classmethod
-    def of(cls, batches: Sequence[Batch] | Callable[[int], Batch], count: int | None, device: torch.device) -> Batches:
+    def __init__(
+        self, batches: Sequence[Batch] | Callable[[int], Batch], count: int | None, device: torch.device
+    ) -> None:
         if callable(batches):
             check_count("num_batches", count)
-            return cls(batches, count or 0, device)
-        if count is not None or not len(batches):
+        elif count is not None or not len(batches):
             raise ValueError("batches must have at least one batch, and num_batches is only for a function.")
-        return cls(batches.__getitem__, len(batches), device)
+        self.make = batches if callable(batches) else batches.__getitem__
+        self.count = count or len(batches)  # type: ignore[arg-type]
+        self.device = device
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return send_to_device(dict(self.make(index)), self.device)
-
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(f"{self.count};".encode())
-        for index in evenly_spaced(range(self.count), 16):
-            for name, value in sorted(self[index].items()):
-                if isinstance(value, torch.Tensor):
-                    digest.update(f"{name}:{tuple(value.shape)};".encode())
-                    add_tensor(digest, value, samples=1024)
-                else:
-                    digest.update(f"{name}:{value!r:.100};".encode())
-        return digest.hexdigest()[:16]
 
 
 @dataclass
@@ -160,19 +150,22 @@ class Matching:
                     if self.processes.rank == 0:
                         stack.enter_context(lock_output(self.output) or nullcontext())
                         self._claim_output(self.output, identity)
+                        # What a run that was killed has left, and what this one will.
+                        self._remove_records()
+                        stack.callback(self._remove_records)
             stack.enter_context(evaluating(self.model))
             stack.enter_context(only_trainable(self.model, names))
             yield
 
-    def run(self, cache: str, limit: int | None = None) -> MatchingReport:
+    def run(self, cache: str) -> MatchingReport:
         """Train the layers that are not finished, in `prepared`; see [`match_layers`] for the arguments."""
         with StopSignals() as signals:
             with self.processes.together():
                 runs = [LayerTraining(layer, self.config, self._file(layer)) for layer in self.mine]
-            records: MemoryCache | None = MemoryCache()
+            records: Records | None = Records()
             if any(self.processes.all(any(not run.finished for run in runs))):
                 with self.processes.together():
-                    records = self._records(cache, limit, signals)
+                    records = self._records(cache, signals)
             with self.processes.together():
                 began = time.perf_counter()
                 # Records that are not kept serve all layers of a step.
@@ -180,11 +173,9 @@ class Matching:
                     self._train(group, records, signals)
                 self.report.seconds["training"] = time.perf_counter() - began
         self._exchange(runs)
-        if records is not None and (self.report.cache != "disk" or self.processes.rank == 0):
-            records.close()
         return self.report
 
-    def _train(self, runs: Sequence[LayerTraining], records: MemoryCache | None, signals: StopSignals) -> None:
+    def _train(self, runs: Sequence[LayerTraining], records: Records | None, signals: StopSignals) -> None:
         """Train some layers, one step of each at a time."""
         with ExitStack() as stack:
             for run in runs:
@@ -193,11 +184,11 @@ class Matching:
                 numbers = self._numbers(step)
                 # A process that was killed while it saved several layers left some of them ahead.
                 behind = [run for run in runs if len(run.losses) == step]
-                made = [self._record(number, self.names, self._rounded) for number in numbers if records is None]
+                made = [self._record(number, self._rounded) for number in numbers if records is None]
                 for run in behind:
                     name = run.layer.name
                     kept = (records.call(number, name) for number in numbers) if records is not None else ()
-                    run.take_step([each[name] for each in made] or kept, numbers)
+                    run.take_step([record[name] for record in made] or kept, numbers)
                     if self.progress is not None:
                         self.progress(name, step + 1, run.losses[-1])
                 # Layers that train one after another are saved when they are finished.
@@ -217,49 +208,43 @@ class Matching:
         """Numbers of the batches that a step learns from."""
         return [self.order.dataset_index(step * self.batch_size + number) for number in range(self.batch_size)]
 
-    def _records(self, cache: str, limit: int | None, signals: StopSignals) -> MemoryCache | None:
+    def _records(self, cache: str, signals: StopSignals) -> Records | None:
         """Record all batches that steps take; None where each step makes its records."""
         began = time.perf_counter()
         needed = sorted({number for step in range(self.steps) for number in self._numbers(step)})
-        disk = None if self.output is None else self.output / "activations"
-        if cache not in ("memory", "none") and any(self.processes.all(disk is not None and disk.is_dir())):
-            cache = "disk"
-        elif cache != "none":
-            size = total_size(pack(self._record(needed[0], keep=self._kept)).nbytes, self.data, needed)
-            cache, note = choose_cache(cache, size, limit, disk, len(self.mine) / len(self.layers))
-            # What has room in one process has to have it in all.
-            cache = max(self.processes.all(cache), key=CACHES.index)
-            self.report.cache_bytes = size
-            logger.log(logging.WARNING if cache == "none" else logging.INFO, "matching: %s", note)
+        if cache != "none":
+            calls = self._record(needed[0], self._kept)
+            size = sum(call.hidden_states.nbytes + call.output.nbytes for call in calls.values())
+            # The size of a record is proportional to the tokens of its batch.
+            tokens = [_count_tokens(self.data[number]) for number in needed]
+            sizes = self.processes.all(size * sum(tokens) // tokens[0])
+            self.report.cache_bytes = sum(sizes)
+            cache = choose_cache(cache, sizes, self.processes.all(free_room(self.output)))
+            logger.log(
+                logging.WARNING if cache == "none" else logging.INFO,
+                "matching: activations of %s %s",
+                format_bytes(self.report.cache_bytes),
+                "do not fit; they are recorded again in every step" if cache == "none" else f"are kept ({cache})",
+            )
         self.report.cache = cache
         if cache == "none":
             # The layers will change.
             self.teacher.keep(name for layer in self.layers for name in trained_names(layer, self.config.train))
             return None
-        records, mine = MemoryCache(), self.names
-        if cache == "disk":
-            assert disk is not None
-            records = DiskCache(disk)
-            # Each process writes some of the batches, for all layers.
-            mine, needed = [layer.name for layer in self.layers], self.processes.share_of(needed)
-        for index in needed:
-            if index in records:
-                continue
+        records = Records()
+        if cache == "disk" and self.output is not None:
+            records = Records(self.output / ACTIVATIONS / str(self.processes.rank))
+        for number in needed:
             if signals.received is not None:
-                raise TrainingStopped(
-                    "stopped recording activations; the same command continues"
-                    + (f" from there (saved in {self.output})" if cache == "disk" else " from the beginning"),
-                    signals.received,
-                )
-            records.put(index, pack(self._record(index, mine, self._kept)))
+                message = "stopped recording activations; the same command continues from the beginning"
+                raise TrainingStopped(message, signals.received)
+            records.put(number, self._record(number, self._kept))
         self.report.seconds["recording"] = time.perf_counter() - began
         return records
 
-    def _record(
-        self, index: int, only: Sequence[str] | None = None, keep: Callable[[torch.Tensor], torch.Tensor] = torch.clone
-    ) -> dict[str, LayerCall]:
+    def _record(self, number: int, keep: Callable[[torch.Tensor], torch.Tensor]) -> Record:
         with autocast(self.data.device, self.config.mixed_precision):
-            return self.teacher.record(self.layers, self.data[index], only, keep)
+            return self.teacher.record(self.layers, self.data[number], self.names, keep)
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("cpu", self.dtype, copy=True).contiguous()
@@ -273,6 +258,10 @@ class Matching:
             return None
         return self.output / "layers" / f"{self.layers.index(layer):03d}.safetensors"
 
+    def _remove_records(self) -> None:
+        if self.output is not None and (self.output / ACTIVATIONS).is_dir():
+            remove_directory(self.output / ACTIVATIONS)
+
     def _exchange(self, runs: Sequence[LayerTraining]) -> None:
         """Send the weights and losses of all layers to all processes."""
         mine = {run.layer.name: run.losses for run in runs}
@@ -285,16 +274,14 @@ class Matching:
 
     def _identity(self) -> dict[str, Any]:
         """What an earlier run in the output must agree in."""
-        originals = hashlib.sha256()
-        for name, value in sorted(self.teacher.weights.items()):
-            originals.update(f"{name};".encode())
-            add_tensor(originals, value, samples=64)
         return {
             **{name: getattr(self.config, name) for name in _IDENTITY},
             "steps": self.steps,
             "batch_size": self.batch_size,
             "cache_dtype": str(self.dtype),
-            "model or data": f"{model_fingerprint(self.model)}-{originals.hexdigest()[:8]}-{self.data.fingerprint()}",
+            "model or data": "-".join(
+                (model_fingerprint(self.model), model_fingerprint(self.teacher), samples_fingerprint(self.data, 16))
+            ),
         }
 
     def _claim_output(self, output: Path, identity: Mapping[str, Any]) -> None:
@@ -304,7 +291,7 @@ class Matching:
             ValueError: If the output holds another run.
         """
         record = output / "matching.json"
-        for folder in (output, output / "activations", output / "layers"):
+        for folder in (output, output / "layers"):
             remove_leftovers(folder)
         if not record.is_file():
             write_json(record, dict(identity))
@@ -316,6 +303,13 @@ class Matching:
                 f"output {output} holds a matching run with another {', '.join(changed)}; use the same, or choose "
                 "another output."
             )
+
+
+def _count_tokens(batch: Mapping[str, Any]) -> int:
+    """Return a number that grows with the tokens of a batch."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    named = [tensors[name] for name in _TOKEN_INPUTS if name in tensors]
+    return max(1, *(value.numel() for value in named[:1] or tensors.values()))
 
 
 def layers_with_projections(model: nn.Module, batch: Batch) -> list[AttentionLayer]:
@@ -331,7 +325,6 @@ def match_layers(
     steps: int = 600,
     num_batches: int | None = None,
     teacher: nn.Module | SharedTeacher | None = None,
-    original_parameters: Mapping[str, torch.Tensor] | None = None,
     batch_size: int = 1,
     learning_rate: float = 3e-3,
     mhla_learning_rate: float = 5e-3,
@@ -340,7 +333,6 @@ def match_layers(
     max_grad_norm: float = 1.0,
     mixed_precision: str = "no",
     cache: str = "auto",
-    cache_limit: int | str | None = None,
     cache_dtype: str | torch.dtype = "bfloat16",
     device: torch.device | str | None = None,
     output: str | Path | None = None,
@@ -352,7 +344,7 @@ def match_layers(
 
     The original is the model itself, run with its original attention and its pretrained weights, which the model keeps
     where calibration or matching replaced them. Of a model that was trained, or calibrated before it was loaded, give
-    `teacher` or `original_parameters`.
+    `teacher`.
 
     Dropout is off throughout. Afterwards the model is in the mode it was in, and what required gradients does again.
     With several processes of `torch.distributed`, each trains its share of the layers and all get the result, which is
@@ -365,8 +357,8 @@ def match_layers(
             that an `attention_mask` leaves out do not count.
         steps: Optimizer steps of each layer.
         num_batches: Number of batches; only for a function.
-        teacher: The original, of the class that transformers or diffusers has; or a `SharedTeacher` of the model.
-        original_parameters: Values of the changed parameters in the original, by name.
+        teacher: The original, of the class that transformers or diffusers has; or a `SharedTeacher` of the model, made
+            with the original values of changed parameters.
         batch_size: Batches that one step learns from.
         learning_rate: Peak learning rate of projections, norms and output projections.
         mhla_learning_rate: That of the parameters of `mhla`; for mixing weights, above 5e-3, times the mean weight
@@ -375,10 +367,8 @@ def match_layers(
         warmup_steps: Steps in which the learning rate rises; then it falls to zero along a cosine.
         max_grad_norm: Gradients of a layer are clipped to this norm; 0 switches clipping off.
         mixed_precision: `"bf16"` or `"fp16"` for autocast, `"no"` for none. Weights are in fp32 while they train.
-        cache: Where records are kept: `"memory"`, `"disk"` (in `output`), `"none"` to make them again for each step,
-            or `"auto"` for the first of these that they fit in.
-        cache_limit: Most bytes of records, such as `"20GB"`; by default half of the free memory, and nearly all of
-            the free disk.
+        cache: Where records are kept: `"memory"` (at most half of what is free), `"disk"` (in `output`), `"none"` to
+            make them again for each step, or `"auto"` for the first of these that has room.
         cache_dtype: Type in which hidden states and outputs are kept.
         device: Where a layer trains, while the model stays where it is; by default where it is. Without a cache all
             layers train where they are.
@@ -400,7 +390,7 @@ def match_layers(
     """
     for name, number in (("steps", steps), ("batch_size", batch_size)):
         check_count(name, number)
-    check_choice("cache", cache, CACHES)
+    check_choice("cache", cache, TRANSFER_CACHES)
     if cache == "disk" and output is None:
         raise ValueError("cache='disk' needs output, the directory to keep the records in.")
     config = TrainingConfig(
@@ -418,16 +408,15 @@ def match_layers(
         weight_decay=0.0,
         checkpointing_steps=save_every,
     )
-    limit, dtype = parse_size(cache_limit, "cache_limit"), parse_dtype(cache_dtype)
+    dtype = parse_dtype(cache_dtype)
     assert dtype is not None
     _check_not_offloaded(model)
-    check_mhla(model)
     matching = Matching(
         model=model,
-        data=Batches.of(batches, num_batches, _input_device(model)),
+        data=Batches(batches, num_batches, _input_device(model)),
         config=config,
         batch_size=batch_size,
-        teacher=_teacher(model, teacher, original_parameters),
+        teacher=shared_teacher(model, teacher),
         output=None if output is None else Path(output),
         progress=progress,
         dtype=dtype,
@@ -440,7 +429,7 @@ def match_layers(
             if parameter.requires_grad
         }
         try:
-            return matching.run(cache, limit)
+            return matching.run(cache)
         finally:
             record_step(model, "matched", before)
 
@@ -505,7 +494,6 @@ def matching_losses(
     batch: Batch,
     *,
     teacher: nn.Module | SharedTeacher | None = None,
-    original_parameters: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, float]:
     """Compute the matching loss of each MHLA layer on one batch, given the original's hidden states.
 
@@ -513,27 +501,16 @@ def matching_losses(
         model: A model with MHLA layers.
         batch: Keyword arguments of its `forward`.
         teacher: See [`match_layers`].
-        original_parameters: See [`match_layers`].
 
     Returns:
         Loss of each layer, by the name of its attention module; 0 is a perfect match, 1 what the mean would score.
     """
-    original = _teacher(model, teacher, original_parameters)
-    batch = Batches.of([batch], None, _input_device(model))[0]
+    original = shared_teacher(model, teacher)
+    batch = Batches([batch], None, _input_device(model))[0]
     layers = layers_with_projections(model, batch)
     calls = original.record(layers, batch)
     with torch.no_grad(), evaluating(model):
         return {layer.name: layer_loss(layer, calls[layer.name]).item() for layer in layers}
-
-
-def _teacher(
-    model: nn.Module, teacher: nn.Module | SharedTeacher | None, original_parameters: Mapping[str, torch.Tensor] | None
-) -> SharedTeacher:
-    if original_parameters is None:
-        return shared_teacher(model, teacher)
-    if teacher is not None:
-        raise ValueError("give teacher or original_parameters, not both.")
-    return SharedTeacher(model, {original_name(name): value for name, value in original_parameters.items()})
 
 
 def _check_not_offloaded(model: nn.Module) -> None:
@@ -541,8 +518,8 @@ def _check_not_offloaded(model: nn.Module) -> None:
     for layer in mhla_layers(model):
         if any(parameter.is_meta for parameter in layer.attention.parameters()):
             raise ValueError(
-                f"{layer.name} is offloaded: load the model on the CPU, without a device map, and give device, where "
-                "one layer at a time is."
+                f"{layer.name} is offloaded, and what trains of it would be lost: load the model on the CPU, without "
+                "a device map, and give device, where one layer at a time is."
             )
 
 

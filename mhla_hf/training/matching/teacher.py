@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -14,9 +13,6 @@ from torch.func import functional_call
 
 from ...layers.original import original_name, original_values, values_of_original
 from .layers import AttentionLayer, Batch, LayerCall, base_model, evaluating, mhla_layers, original_heads, record_calls
-
-
-logger = logging.getLogger(__name__)
 
 
 class SharedTeacher:
@@ -58,16 +54,6 @@ class SharedTeacher:
     def config(self) -> Any:
         """The model's configuration."""
         return self.model.config
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size of the weights that are stored for the teacher alone."""
-        return _bytes(self.weights.values())
-
-    @property
-    def shared_bytes(self) -> int:
-        """Size of the weights that teacher and student share."""
-        return _bytes(self._parameters().values()) - self.stored_bytes
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The teacher's weights, by the names that they have in the original model."""
@@ -170,10 +156,6 @@ class _Call(nn.Module):
         return function(self.model)
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 @contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[None]:
     """Switch the adapters of a model off, if it has any."""
@@ -229,21 +211,6 @@ def compute_with(teacher: Teacher, function: Callable[[Any], Any]) -> Any:
         return teacher.compute(function)
     with torch.no_grad():
         return function(teacher)
-
-
-def memory_of(teacher: Teacher) -> dict[str, int]:
-    """Bytes of a teacher's weights: `stored` for it alone, and `shared` with the model."""
-    if isinstance(teacher, SharedTeacher):
-        memory = {"stored": teacher.stored_bytes, "shared": teacher.shared_bytes}
-    else:
-        stored = sum(parameter.numel() * parameter.element_size() for parameter in teacher.parameters())
-        memory = {"stored": stored, "shared": 0}
-    logger.info(
-        "distill: the teacher stores %.1f MB of weights and shares %.1f MB with the model",
-        memory["stored"] / 1e6,
-        memory["shared"] / 1e6,
-    )
-    return memory
 
 
 def _entries(model: nn.Module) -> Mapping[str, Any]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training objectives of diffusion models: the interface, flow matching for Wan and SANA, noise prediction for DiT.
+"""Objectives of diffusion models, and stages that train on predictions: distillation and fine-tuning.
 
-Objectives know tensors and a model. In flow matching a clean latent x_0 and noise eps are joined by a straight line,
-x_t = (1 - sigma) x_0 + sigma eps, and the model predicts its direction eps - x_0 (Lipman et al., "Flow Matching for
-Generative Modeling", 2023). Noise levels are logit-normal (Esser et al., "Scaling Rectified Flow Transformers", 2024),
-then shifted as the sampler shifts them. See `noise_prediction` for DiT's functions.
+Objectives know tensors and a model. In flow matching (Wan and SANA) a clean latent x_0 and noise eps are joined by a
+straight line, x_t = (1 - sigma) x_0 + sigma eps, and the model predicts its direction eps - x_0 (Lipman et al., "Flow
+Matching for Generative Modeling", 2023). Noise levels are logit-normal (Esser et al., "Scaling Rectified Flow
+Transformers", 2024), then shifted as the sampler shifts them. See `noise_prediction` for DiT's functions.
 
 Shapes: B batch, C channels, then F frames (videos only), H height and W width of latents.
 """
@@ -14,17 +14,21 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import send_to_device
+from accelerate import Accelerator
 from torch import nn
 
+from ...utils.compat import unsplit_classes
+from ..config import TrainingConfig
+from ..matching.teacher import Teacher
+from ..parameters import trainable_names
 from . import noise_prediction
 from .noise_prediction import NoiseSchedule
 
@@ -162,8 +166,7 @@ def flow_matching_loss(prediction: torch.Tensor, latents: torch.Tensor, noise: t
     return F.mse_loss(prediction.float(), flow_matching_target(latents, noise).float())
 
 
-@dataclass(frozen=True)
-class LatentBatch:
+class LatentBatch(NamedTuple):
     """A micro-batch of clean latents with the noise to add to them.
 
     Attributes:
@@ -171,18 +174,12 @@ class LatentBatch:
         noise: Standard normal, same shape, fp32.
         levels: Noise levels `[B]`, as the objective draws them.
         condition: Captions or classes, each `[B, ...]`: fp32, or int64 for integers.
-        indices: Where in the data set the samples come from, for messages.
     """
 
     latents: torch.Tensor
     noise: torch.Tensor
     levels: torch.Tensor
     condition: dict[str, torch.Tensor]
-    indices: tuple[int, ...] = ()
-
-    def to(self, device: torch.device | str) -> LatentBatch:
-        """The batch on another device."""
-        return LatentBatch(**send_to_device(vars(self), device, non_blocking=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,10 +257,6 @@ class Objective(ABC):
         """
         return (prediction.float() - target.float()).square().flatten(1).mean(1)
 
-    def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context to train the model in; restores the model afterwards."""
-        return nullcontext()
-
     def predict(self, model: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> torch.Tensor:
         """Run the model on noisy latents; arguments as in `model_inputs`."""
         return model(**self.model_inputs(model.config, noisy, levels, condition))[0]
@@ -298,14 +291,8 @@ class Objective(ABC):
             null_condition: The condition of a sample without caption or class, if there is one.
 
         Raises:
-            ValueError: If a tensor is missing, or has values that do not fit.
+            ValueError: If a tensor has values that do not fit.
         """
-        wanted = [(name, sample) for name in ("latents", *cls.condition_names)]
-        wanted += [(name, null_condition) for name in cls.condition_names if null_condition is not None]
-        for name, tensors in wanted:
-            if name not in tensors:
-                what = "null_condition" if tensors is null_condition else "a sample"
-                raise ValueError(f"{what} must have {', '.join(cls.condition_names)}; it lacks {name}")
         if not sample["latents"].is_floating_point():
             raise ValueError(f"the latents of the samples must be floating-point, got {sample['latents'].dtype}")
 
@@ -445,6 +432,134 @@ class DiTObjective(Objective):
         """Return the mean squared error to the teacher's noise, plus the divergence from its learned variances."""
         return noise_prediction.noise_distillation_losses(prediction, target, noisy, batch.levels, self.schedule)
 
-    def fine_tuning(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Drop classes by the seed of the sample alone, not also in every block."""
-        return noise_prediction.no_label_dropout(model)
+
+class Stage(ABC):
+    """Fine-tuning on the model's own task or, with a teacher, distillation towards its predictions.
+
+    Args:
+        config: The options.
+        model: The model.
+        objective: The objective of the model.
+        make_batch: Makes a micro-batch on the CPU from the data order of this process, the step and the micro-step.
+        get_teacher: Returns the teacher when the stage runs; None for fine-tuning.
+
+    Attributes:
+        name: One of `checkpoints.STAGES`.
+        steps: Number of optimizer steps.
+        learning_rate: Peak learning rate.
+        mhla_learning_rate: Peak learning rate of the MHLA parameters.
+        validates: True if the stage generates validation samples.
+        teacher_share: Weight of the distance to the teacher in the loss; the rest is the weight of the task's loss.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model: Any,
+        objective: Any,
+        make_batch: Callable[[Any, int, int], Any],
+        get_teacher: Callable[[], Teacher] | None = None,
+    ) -> None:
+        self.config, self.model, self.objective, self.make_batch = config, model, objective, make_batch
+        self.get_teacher = get_teacher
+        self.name, self.steps, self.teacher_share = "finetune", config.max_steps, 0.0
+        own_rate = None
+        if get_teacher is not None:
+            self.name, self.steps, self.teacher_share = "distill", config.distill_steps, config.distill_ratio
+            own_rate = config.distill_learning_rate
+        self.learning_rate = own_rate or config.learning_rate
+        # The more particular option wins, as in the matching stage.
+        self.mhla_learning_rate = own_rate or config.mhla_learning_rate or config.learning_rate
+        # Fine-tuning generates them later, for the same steps.
+        self.validates = get_teacher is None or not config.max_steps
+
+    def trainable_names(self) -> list[str]:
+        """Names of the parameters that train."""
+        return trainable_names(self.model, self.config.train)
+
+    @cached_property
+    def teacher(self) -> Teacher | None:
+        """The teacher; the trainer releases it after the stage."""
+        return None if self.get_teacher is None else self.get_teacher()
+
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """The module that accelerate wraps, which shares its parameters with the model."""
+
+    @abstractmethod
+    def loss(self, module: nn.Module, batch: Any, accelerator: Any) -> torch.Tensor:
+        """Compute the loss of a micro-batch, a scalar.
+
+        Args:
+            module: The wrapped module.
+            batch: A micro-batch, on the device.
+            accelerator: The processes.
+        """
+
+    @abstractmethod
+    def context(self) -> AbstractContextManager[None]:
+        """Context of the stage's steps."""
+
+
+class Computed(nn.Module):
+    """A model within the function that a stage computes with it.
+
+    Accelerate changes the forward method of what it wraps; wrapping this leaves the model as it was. Everything that
+    needs the model's parameters runs within `forward`, as sharding and distributed training require.
+
+    Args:
+        model: The model.
+        compute: Called with the model and the arguments.
+        sharded_classes: Names of classes that sharding gathers separately, besides those that the model names.
+    """
+
+    def __init__(self, model: nn.Module, compute: Callable[..., Any], sharded_classes: Iterable[str] = ()) -> None:
+        super().__init__()
+        self.model, self.compute = model, compute
+        # Sharding refuses names that no module has.
+        there = {type(module).__name__ for module in model.modules()}
+        self._no_split_modules = sorted({*unsplit_classes(model), *sharded_classes} & there)
+
+    def forward(self, *args: Any) -> Any:
+        """Compute."""
+        return self.compute(self.model, *args)
+
+
+class DiffusionStage(Stage):
+    """The family's objective, or the distance to the teacher's prediction of the same noisy latents."""
+
+    def module(self) -> nn.Module:
+        return Computed(self.model, self._predict, self.objective.sharded_classes)
+
+    def _predict(
+        self, model: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, condition: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """See `Objective.predict`; fractional `levels` come as int32.
+
+        The loss is not in here: sharding under mixed precision casts arguments, and the targets are better in fp32.
+        """
+        levels = levels.view(torch.float32) if levels.dtype == torch.int32 else levels
+        return self.objective.predict(model, noisy, levels, condition)
+
+    def loss(self, module: nn.Module, batch: LatentBatch, accelerator: Accelerator) -> torch.Tensor:
+        """Compute the distance to the teacher's prediction, the objective's loss, or a mixture of both."""
+        objective, share = self.objective, self.teacher_share
+        noisy = objective.add_noise(batch.latents, batch.noise, batch.levels)
+        if share:
+            with torch.no_grad(), accelerator.autocast():
+                target = objective.predict(self.teacher, noisy, batch.levels, batch.condition)
+        # Sharding under mixed precision rounds floating-point arguments: the model would be conditioned on other noise
+        # levels than those of its input.
+        levels = batch.levels.view(torch.int32) if batch.levels.dtype == torch.float32 else batch.levels
+        prediction = module(noisy, levels, batch.condition)
+        if not share:
+            return objective.losses_of(prediction, noisy, batch).mean()
+        loss = objective.distillation_losses(prediction, target, noisy, batch).mean()
+        if share < 1:
+            loss = share * loss + (1 - share) * objective.losses_of(prediction, noisy, batch).mean()
+        return loss
+
+    def context(self) -> AbstractContextManager[None]:
+        """Drop classes of DiT by the seed of the sample alone, not also in every block."""
+        is_dit = isinstance(self.objective, DiTObjective)
+        return noise_prediction.no_label_dropout(self.model) if is_dit else nullcontext()

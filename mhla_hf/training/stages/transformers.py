@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -23,11 +23,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _LANGUAGE_MODELS
 
 from ..config import TrainingConfig
-from ..data.batches import DataOrder
-from ..matching.layers import evaluating, without_dropout
+from ..data.batches import BatchSource, DataOrder
+from ..matching.layers import evaluating, only_trainable, without_dropout
 from ..matching.teacher import Teacher, compute_with
-from ..parameters import set_trainable
-from .prediction import Computed, Stage
+from .objectives import Computed, Stage
 
 
 IGNORED = -100
@@ -40,43 +39,17 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states `[N, D]` to logits `[N, V]`."""
 
 
-class BatchesByStep(Protocol):
-    """Source of batches, such as a `mhla_hf.training.data.batches.BatchSource`.
-
-    A batch holds keyword arguments of the model's `forward`.
-    """
-
-    def __len__(self) -> int: ...
-
-    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Mapping[str, Any]:
-        """Return the batch of a step, on the CPU; a pure function."""
-
-
-@dataclass(frozen=True)
-class ModelBatch:
-    """Keyword arguments of a model's `forward`.
-
-    Attributes:
-        inputs: The arguments.
-        indices: Numbers of the samples in the order of the stage.
-    """
-
-    inputs: dict[str, Any]
-    indices: tuple[int, ...] = ()
-
-    def to(self, device: torch.device | str) -> ModelBatch:
-        """The batch on another device."""
-        return ModelBatch(send_to_device(self.inputs, device, non_blocking=True), self.indices)
+def model_batch(source: BatchSource, order: DataOrder, step: int, micro_step: int) -> dict[str, Any]:
+    """Make the keyword arguments of the model's `forward` for a micro-batch, on the CPU."""
+    number = step * order.accumulation_steps + micro_step
+    return dict(source.batch(order.stage, number, order.batch_size, order.rank, order.world_size))
 
 
 class TransformersStage(Stage):
-    """The model's own task, or the distance to the teacher's logits or hidden states.
-
-    The task is the next token for language models, and the loss of the model's class on batches with labels for
-    others.
+    """The next token of language models, or the distance to the teacher's logits or hidden states.
 
     Raises:
-        ValueError: If labels are missing.
+        ValueError: If a model that is no language model is to train on a task of its own.
     """
 
     def __init__(
@@ -84,75 +57,64 @@ class TransformersStage(Stage):
         config: TrainingConfig,
         model: nn.Module,
         objective: TransformersObjective,
-        batches: BatchesByStep,
+        make_batch: Callable[[DataOrder, int, int], dict[str, Any]],
         get_teacher: Callable[[], Teacher] | None = None,
     ) -> None:
-        super().__init__(config, model, objective, batches, get_teacher)
-        has_task = self.teacher_share == 1 or objective.predicts_tokens
-        if not has_task and "labels" not in batches.batch(self.name, 0, 1):
+        super().__init__(config, model, objective, make_batch, get_teacher)
+        if self.teacher_share < 1 and not objective.predicts_tokens:
             option = "distill_ratio must be 1" if self.name == "distill" else "max_steps must be 0"
-            raise ValueError(f"{option} for a {type(model).__name__} whose batches have no labels: no task")
-
-    @property
-    def _by_tokens(self) -> bool:
-        """True if losses are computed for some tokens at a time."""
-        return self.objective.predicts_tokens and (self.objective.target == "logits" or not self.teacher_share)
+            raise ValueError(
+                f"{option} for a {type(model).__name__}, which is no language model; train it on labels with "
+                "transformers.Trainer"
+            )
 
     @property
     def _part(self) -> Any:
-        """The part of the model that runs: without its head where the loss does not need it."""
-        needs_head = self.objective.target == "logits" or self.teacher_share < 1
-        return self.model if needs_head else self.model.base_model
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        matches_states = self.teacher_share and self.objective.target != "logits"
-        options: dict[str, Any] = {"output_hidden_states": True} if matches_states else {}
-        return {**options, "use_cache": False} if self.objective.predicts_tokens else options
-
-    def make_batch(self, order: DataOrder, step: int, micro_step: int) -> ModelBatch:
-        number = step * order.accumulation_steps + micro_step
-        inputs = self.batches.batch(self.name, number, order.batch_size, order.rank, order.world_size)
-        return ModelBatch(dict(inputs), tuple(order.sample_numbers(step, micro_step)))
+        """The part of the model that runs: without its head where hidden states are matched."""
+        return self.model if self.objective.target == "logits" else self.model.base_model
 
     def trainable_names(self) -> list[str]:
-        """Names of the parameters that train, without those that no loss reaches, such as an unused pooler's."""
-        return super().trainable_names() if self._by_tokens else self._reached
+        """Names of the parameters that train, without those that no loss reaches, such as heads and mask tokens."""
+        return super().trainable_names() if self.objective.target == "logits" else self._reached
 
-    def _wrapped(self) -> nn.Module:
-        if self._by_tokens:
+    @cached_property
+    def _reached(self) -> list[str]:
+        """The parameters that the last hidden state depends on, found by running one sample."""
+        names = super().trainable_names()
+        batch = self.make_batch(DataOrder(dataset_size=1, batch_size=1, seed=0, stage=self.name), 0, 0)
+        inputs = send_to_device(batch, next(self.model.parameters()).device)
+        inputs.pop("labels", None)
+        trained = [self.model.get_parameter(name) for name in names]
+        with evaluating(self.model), only_trainable(self.model, names), torch.enable_grad():
+            total = self._part(**inputs).last_hidden_state.float().sum()
+            gradients = torch.autograd.grad(total, trained, allow_unused=True)
+        return [name for name, gradient in zip(names, gradients, strict=True) if gradient is not None]
+
+    def module(self) -> nn.Module:
+        if self.objective.predicts_tokens:
             return Computed(self.model, partial(_token_losses, temperature=self.objective.temperature))
-        return Computed(self._part, lambda model, inputs: model(**inputs, **self._options))
+        return Computed(self._part, lambda model, inputs: model(**inputs))
 
-    def loss(self, module: nn.Module, batch: ModelBatch, accelerator: Accelerator) -> torch.Tensor:
+    def loss(self, module: nn.Module, batch: dict[str, Any], accelerator: Accelerator) -> torch.Tensor:
         """Compute the distance to the teacher and the loss of the task, means over the tokens of all processes."""
-        inputs, share = batch.inputs, self.teacher_share
-        if self._by_tokens:
-            return self._token_loss(module, inputs, accelerator)
-        output = module(self._inputs(inputs))
-        losses = []
-        if share:
-            target = self._target(inputs, accelerator)
-            errors = divergences if self.objective.target == "logits" else relative_errors
-            options = {"temperature": self.objective.temperature} if self.objective.target == "logits" else {}
-            means = [
-                _mean(errors(mine, theirs, **options).sum(), len(mine), accelerator)
-                for mine, theirs in zip(matched_states(self.objective.target, output, inputs), target, strict=True)
-            ]
-            losses.append(share * torch.stack(means).mean())
-        if share < 1:
-            losses.append((1 - share) * output.loss.float())
-        return torch.stack(losses).sum()
+        if self.objective.predicts_tokens:
+            return self._token_loss(module, batch, accelerator)
+        # Labels would cost a loss that nobody asks for.
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        assert self.teacher is not None
+        with accelerator.autocast():
+            whole = self._part is self.model
+            target = compute_with(self.teacher, lambda model: (model if whole else model.base_model)(**inputs))
+        mine, theirs = (self._matched(output, inputs) for output in (module(inputs), target))
+        if self.objective.target == "logits":
+            errors = divergences(mine, theirs, self.objective.temperature)
+        else:
+            errors = relative_errors(mine, theirs)
+        return _mean(errors.sum(), len(mine), accelerator)
 
     def context(self) -> AbstractContextManager[None]:
         """No dropout in distillation: the teacher has none, and runs are short."""
         return without_dropout(self.model) if self.name == "distill" else nullcontext()
-
-    def _inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Drop labels that the loss does not need: they cost the logits of all tokens."""
-        if self.teacher_share < 1:
-            return inputs
-        return {name: value for name, value in inputs.items() if name != "labels"}
 
     def _token_loss(self, module: nn.Module, inputs: dict[str, Any], accelerator: Accelerator) -> torch.Tensor:
         share, teacher = self.teacher_share, self.teacher
@@ -165,38 +127,18 @@ class TransformersStage(Stage):
         total = share * divergence + (1 - share) * entropy
         return _mean(total, int(next_tokens(inputs)[0].sum()), accelerator)
 
-    def _target(self, inputs: dict[str, Any], accelerator: Accelerator) -> list[torch.Tensor]:
-        """The teacher's output in the places that count."""
-        teacher, objective, options = self.teacher, self.objective, self._options
-        assert teacher is not None
-        wanted = {name: value for name, value in inputs.items() if name != "labels"}
-
-        def output(model: Any) -> Any:
-            return (model if self._part is self.model else model.base_model)(**wanted, **options)
-
-        with accelerator.autocast():
-            return matched_states(objective.target, compute_with(teacher, output), inputs)
-
-    @cached_property
-    def _reached(self) -> list[str]:
-        """The parameters that a loss reaches, found by running one sample."""
-        names = super().trainable_names()
-        device = next(self.model.parameters()).device
-        inputs = send_to_device(dict(self.batches.batch(self.name, 0, 1)), device)
-        there = dict(self.model.named_parameters())
-        takes_gradients = {parameter: parameter.requires_grad for parameter in there.values()}
-        set_trainable(self.model, names)
-        try:
-            with evaluating(self.model), torch.enable_grad():
-                output = self._part(**self._inputs(inputs), **self._options)
-                states = matched_states(self.objective.target, output, inputs) if self.teacher_share else []
-                total = torch.stack([each.float().sum() for each in states]).sum() if states else output.loss
-                total = total if self.teacher_share in (0, 1) else total + output.loss
-                gradients = torch.autograd.grad(total, [there[name] for name in names], allow_unused=True)
-        finally:
-            for parameter, takes in takes_gradients.items():
-                parameter.requires_grad_(takes)
-        return [name for name, gradient in zip(names, gradients, strict=True) if gradient is not None]
+    def _matched(self, output: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Select the part of a model's output that is matched, `[N, D]`, without tokens of padding."""
+        states = output.logits if self.objective.target == "logits" else output.last_hidden_state
+        # A logit for each sample, or feature maps of an image.
+        if states.dim() < 3:
+            return states
+        if states.dim() == 4:
+            states = states.flatten(2).transpose(1, 2)
+        mask = inputs.get("attention_mask")
+        if mask is not None and mask.shape == states.shape[:2]:
+            return states[mask.bool()]
+        return states.flatten(0, 1)
 
 
 def _token_losses(
@@ -338,8 +280,8 @@ class TransformersObjective:
 
     Attributes:
         predicts_tokens: True for a language model, whose logits are computed for some tokens at a time.
-        target: Output that distillation matches: `logits`; `last_hidden_state`; `hidden_states` of all layers; or
-            `pooled`, the mean of the last hidden states of a text, or the pooled output of a vision model.
+        target: Output that distillation matches: `logits` of language models and classifiers, else
+            `last_hidden_state`.
         temperature: Of logits.
     """
 
@@ -348,30 +290,13 @@ class TransformersObjective:
     temperature: float = 1.0
 
     @classmethod
-    def of(cls, model: nn.Module, target: str | None = None, temperature: float = 1.0) -> TransformersObjective:
-        """Choose the objective of a model.
-
-        Args:
-            model: Of transformers.
-            target: See the class; None takes the logits of language models and of classifiers, and else the last
-                hidden state.
-            temperature: See the class.
-
-        Raises:
-            ValueError: If the model does not give that target.
-        """
+    def of(cls, model: nn.Module, temperature: float = 1.0) -> TransformersObjective:
+        """Choose the objective of a model of transformers."""
         # Sharding replaces the class of a model by a subclass.
         names = {base.__name__ for base in type(model).__mro__}
         predicts_tokens = not names.isdisjoint(_LANGUAGE_MODELS.values())
-        classifies = any("Classification" in name for name in names)
-        has_logits = predicts_tokens or classifies or model.get_output_embeddings() is not None  # type: ignore[operator]
-        if target is None:
-            target = "logits" if predicts_tokens or classifies else "last_hidden_state"
-        if target == "logits" and not has_logits:
-            raise ValueError(
-                f"distill_target='logits' needs a model with logits, but {type(model).__name__} has none; use "
-                "last_hidden_state, hidden_states or pooled"
-            )
+        has_logits = predicts_tokens or any("Classification" in name for name in names)
+        target = "logits" if has_logits else "last_hidden_state"
         return cls(predicts_tokens=predicts_tokens, target=target, temperature=temperature)
 
     def to_dict(self) -> dict[str, Any]:
@@ -405,49 +330,8 @@ def head_of(model: Any) -> Head:
             logits = model(input_ids=tokens, use_cache=False).logits[0]
         if not calls:
             raise ValueError(
-                f"the logits of {type(model).__name__} cannot be matched: it computes them without its decoder; use "
-                "distill_target='last_hidden_state'"
+                f"the logits of {type(model).__name__} cannot be matched: it computes them without its decoder"
             )
         return logits
 
     return head
-
-
-def matched_states(target: str, output: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Select the part of a model's output that is matched: one tensor `[N, D]`, or one for each layer.
-
-    Tokens of padding are left out.
-
-    Args:
-        target: See `TransformersObjective`.
-        output: Of the model; for anything but logits with `hidden_states`.
-        inputs: The arguments of that call.
-    """
-    mask = inputs.get("attention_mask")
-    mask = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-
-    def rows(states: torch.Tensor) -> torch.Tensor:
-        # A logit for each sample, or feature maps of an image.
-        if states.dim() < 3:
-            return states
-        if states.dim() == 4:
-            states = states.flatten(2).transpose(1, 2)
-        if mask is not None and mask.shape == states.shape[:2]:
-            return states[mask]
-        return states.flatten(0, 1)
-
-    if target == "logits":
-        return [rows(output.logits)]
-    last = output.get("last_hidden_state")
-    last = output.hidden_states[-1] if last is None else last
-    if target == "last_hidden_state":
-        return [rows(last)]
-    if target == "hidden_states":
-        return [rows(states) for states in (*output.hidden_states[1:-1], last)]
-    pooled = output.get("pooler_output") if mask is None else None
-    if pooled is not None:
-        return [pooled]
-    if mask is None:
-        return [last.flatten(2).mean(-1) if last.dim() == 4 else last.mean(1)]
-    weights = mask.unsqueeze(-1).to(last)
-    return [(last * weights).sum(1) / weights.sum(1).clamp(min=1)]

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
@@ -157,6 +158,15 @@ def unsplit_classes(model: Any) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
+def set_process_timeout(timeout: timedelta) -> None:
+    """Set how long the processes of `torch.distributed` wait for one another from now on (torch 2.6 to 2.15)."""
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._set_pg_timeout(timeout)
+    # NCCL exchanges its id through the store at the first collective.
+    distributed_c10d._get_default_store().set_timeout(timeout)
+
+
 def installed_versions(*packages: str) -> dict[str, str | None]:
     """Return versions of packages by name; `None` for those that are not installed."""
     versions: dict[str, str | None] = dict.fromkeys(packages)
@@ -211,6 +221,11 @@ def extend(
                 otherwise(module, error)
 
     after_import(name, extend_supported)
+
+
+def wrap_on_import(library: str, module: str, owner: str, name: str, around: Callable[..., Any]) -> None:
+    """As [`wrap`] for a method of a class, now or as soon as the class's module is imported; see [`extend`]."""
+    extend(library, module, lambda imported: wrap(library, getattr(imported, owner), name, around))
 
 
 class _PostImportFinder(MetaPathFinder):

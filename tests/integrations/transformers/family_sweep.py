@@ -24,9 +24,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from mhla_hf.integrations.transformers import modules
 from mhla_hf.integrations.transformers.attaching import _attentions
 from mhla_hf.integrations.transformers.configuration import towers_of
-from mhla_hf.integrations.transformers.modules import settings_without_windows
 from mhla_hf.models.registry import TRANSFORMERS_DATA
 
 from .mhla_models import mhla_modules, unsettle
@@ -141,7 +141,7 @@ def _asked(kind: str, model_class: Any, config: Any, softmax: Any, rope: str) ->
     try:
         model = _build(model_class, config)
     except ValueError as error:
-        settings = _settings(model_class, softmax) if "Load it with" in str(error) else {}
+        settings = _settings(model_class, softmax) if "sliding_window=None" in str(error) else {}
         if not settings:
             raise
         config = copy.deepcopy(softmax)
@@ -225,11 +225,36 @@ def _attends(part: Any) -> bool:
 
 
 def _settings(model_class: Any, config: Any) -> dict[str, Any]:
-    """What the refusal says that one should set."""
+    """What one should set so that layers within sliding windows attend to the whole text."""
     with torch.device("meta"):
         model = model_class(copy.deepcopy(config))
     return next((found for module in model.modules() if hasattr(module, "config") and not hasattr(module, "base_model")
-                 and (found := settings_without_windows(module))), {})  # fmt: skip
+                 and (found := _without_windows(module))), {})  # fmt: skip
+
+
+def _without_windows(module: Any) -> dict[str, Any]:
+    """Settings of one attention module; empty where it has no window, or where more than that would change."""
+    config: Any = copy.deepcopy(module.config)
+    types = getattr(config, "layer_types", None)
+    settings: dict[str, Any] = {"sliding_window": None} if getattr(config, "sliding_window", None) else {}
+    if isinstance(types, (list, tuple)):
+        condition = " and ".join(modules._rotation_conditions(module))
+        # Where no layer may have a window, the model must not make a mask for such layers either.
+        made_when_used = '"sliding_attention" in self.config.layer_types'
+        rotates_anyway = "sliding_window is None" in condition and made_when_used in modules.source_of(
+            modules._file_of(module)
+        )
+        if "sliding_attention" not in types or ("sliding" in condition and not rotates_anyway):
+            return {}
+        full = ["full_attention" if kind == "sliding_attention" else kind for kind in types]
+        settings = {**({"sliding_window": None} if "sliding" in condition else {}), "layer_types": full}
+    try:
+        for name, value in settings.items():
+            setattr(config, name, value)
+    except Exception:
+        # Some configurations do not allow a model without windows.
+        return {}
+    return settings
 
 
 def _passes(check: Callable[[Any], bool], model: Any) -> bool | Exception:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import continuous_api
 
 from .mhla_models import mhla_model
@@ -77,9 +78,8 @@ def test_rows_that_have_ended_do_not_disturb_the_others(llama):
 def test_continuous_batching_is_refused(start, layers, monkeypatch):
     # Where flash attention is installed, transformers switches models that can use it.
     monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
+    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, **_: name)
     model = mhla_model("llama", layers=layers)
-    with pytest.raises(ValueError, match="mhla is not supported for continuous batching"):
+    with pytest.raises(ValueError, match="has MHLA layers: they switch to 'sdpa' or 'eager' alone"):
         start(model)
     assert model.config._attn_implementation == "mhla"
-    model.set_attn_implementation("sdpa")
-    assert model._supports_flash_attn and model.model._supports_flash_attn

@@ -227,7 +227,7 @@ def test_a_failed_conversion_leaves_the_model_as_it_was():
 
 
 def test_softmax_of_a_trained_mhla_checkpoint_is_refused(mhla_directory):
-    with pytest.raises(ValueError, match="Cannot use softmax attention: this LlamaForCausalLM was trained before"):
+    with pytest.raises(ValueError, match="Cannot use softmax attention: .* it was trained before"):
         AutoModelForCausalLM.from_pretrained(mhla_directory, attn_implementation="sdpa")
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches of latents: what is in them, resuming, locks, hostile `cache.json`, damaged samples and encoders."""
 
-import dataclasses
 import json
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,17 +11,16 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from mhla_hf.models.directory import ModelDirectory
-from mhla_hf.training import DiffusionTrainer, LatentDataset, TrainingConfig
+from mhla_hf.training import LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
-from mhla_hf.training.data import cache as caching
-from mhla_hf.training.data.cache import CachePlan, build_cache, finish_cache, make_cache, start_cache
+from mhla_hf.training.data import latent_cache as caching
 from mhla_hf.training.data.folders import DataSample, UnusableSampleError
 from mhla_hf.training.data.images import fit, to_tensor
+from mhla_hf.training.data.latent_cache import CachePlan, build_cache, finish_cache, is_finished, make_cache
 from mhla_hf.training.families import encode_videos
-from mhla_hf.utils.destinations import take_lock
+from mhla_hf.utils.destinations import lock_output
 from mhla_hf.utils.files import write_json
 
 from ... import tiny
@@ -61,15 +60,10 @@ def make(source, videos, cache):
     return make_cache(config, options, Accelerator(cpu=True), ModelDirectory.open(source))
 
 
-def metadata(path):
-    with safe_open(path, framework="pt") as file:
-        return file.metadata()
-
-
 class TestContent:
     def plan(self, source):
         config = CacheConfig(data="digits", sizes="16,16,5", max_sequence_length=48)
-        return CachePlan.make(ModelDirectory.open(source), config)
+        return CachePlan(ModelDirectory.open(source), config)
 
     def samples(self, count=3):
         def load(number):
@@ -85,9 +79,11 @@ class TestContent:
         ]
 
     def build(self, directory, pipeline, source, samples, **options):
-        plan = dataclasses.replace(self.plan(source), samples=samples)
-        work = start_cache(directory, plan.settings(), samples, write=True)
+        plan = self.plan(source)
+        plan.samples = samples
+        work = not is_finished(directory, plan.settings(), samples)
         if work:
+            write_json(directory / "cache.json", {"settings": plan.settings(), "complete": False})
             build_cache(directory, plan, pipeline, progress=False, **options)
         return work
 
@@ -96,7 +92,7 @@ class TestContent:
         assert self.build(tmp_path, pipeline, source, samples)
         with pytest.raises(ValueError, match="unfinished"):
             LatentDataset(tmp_path)
-        finish_cache(tmp_path, samples)
+        finish_cache(tmp_path, self.plan(source).settings(), samples)
         dataset = LatentDataset(tmp_path)
         # The second video cannot be used: it is left out and named.
         assert len(dataset) == 2 and dataset.manifest["skipped"] == ["square 1"]
@@ -123,64 +119,41 @@ class TestContent:
         (tmp_path / "samples" / "000009.safetensors").write_bytes(b"left from a larger run")
         self.build(tmp_path, pipeline, source, counted)
         assert loads[2:] == ["square 1", "square 2"]
-        finish_cache(tmp_path, counted)
+        finish_cache(tmp_path, self.plan(source).settings(), counted)
         assert len(LatentDataset(tmp_path)) == 2
         assert sorted(os.listdir(tmp_path / "samples")) == ["000000.safetensors", "000002.safetensors"]
 
     def test_a_cache_of_other_settings_is_refused(self, source, tmp_path):
         settings = self.plan(source).settings()
-        start_cache(tmp_path, settings, [], write=True)
+        write_json(tmp_path / "cache.json", {"settings": settings, "complete": False})
         with pytest.raises(ValueError, match="sizes '16,16,5' not '64,64,5'"):
-            start_cache(tmp_path, {**settings, "sizes": "64,64,5"}, [], write=True)
+            is_finished(tmp_path, {**settings, "sizes": "64,64,5"}, [])
         with pytest.raises(ValueError, match="none of the 3 samples"):
-            finish_cache(tmp_path, self.samples())
+            finish_cache(tmp_path, settings, self.samples())
         with pytest.raises(ValueError, match="does not exist"):
             LatentDataset(tmp_path / "none")
-        (tmp_path / "cache.json").write_text('{"format_version": 99}')
-        with pytest.raises(ValueError, match="format 99"):
-            LatentDataset(tmp_path)
 
 
-class TestLock:
-    @pytest.fixture(autouse=True)
-    def impatient(self, monkeypatch):
-        monkeypatch.setattr(caching, "PATIENCE_SECONDS", 0.3)
-
-    def test_a_cache_in_the_making_is_refused(self, source, videos, tmp_path):
-        (tmp_path / "cache").mkdir()
-        held = take_lock(tmp_path / "cache" / ".lock", "")
-        with pytest.raises(ValueError, match="cache .* is in use by another run; wait for it or choose another cache"):
+class TestMaking:
+    def test_a_cache_in_the_making_is_refused(self, source, videos, tmp_path, monkeypatch):
+        monkeypatch.setattr(caching, "lock_output", partial(lock_output, patience=0.3))
+        with (
+            lock_output(tmp_path / "cache"),
+            pytest.raises(ValueError, match="cache is in use by another run; wait for it or choose another"),
+        ):
             make(source, videos, tmp_path / "cache")
         assert os.listdir(tmp_path / "cache") == [".lock"]
-        held.close()
         make(source, videos, tmp_path / "cache")
 
-    def test_training_keeps_its_cache_from_changing(self, source, videos, tmp_path):
+    def test_a_caption_that_changed_is_encoded_again(self, source, videos, tmp_path):
         cache = make(source, videos, tmp_path / "cache")
-        opened = LatentDataset(cache)
-        config = TrainingConfig(
-            model=str(source), cache=str(cache), output=str(tmp_path / "run"), mhla="none", max_steps=1,
-            progress=False, device="cpu", checkpointing_steps=0,
-        )  # fmt: skip
-        seen = []
-
-        def callback(*step):
-            # Another run may read along, but none may change it.
-            opened.lock().close()
-            assert make(source, videos, cache) == cache
-            (videos / "red.txt").write_text("changed while it is trained on")
-            with pytest.raises(ValueError, match="in use by another run"):
-                make(source, videos, cache)
-            seen.append(step)
-
-        run = DiffusionTrainer(config)
-        run.callback = callback
-        run.run()
-        assert len(seen) == 1
+        before = LatentDataset(cache).fingerprint()
+        assert make(source, videos, cache) == cache and LatentDataset(cache).fingerprint() == before
+        (videos / "red.txt").write_text("changed")
         make(source, videos, cache)
-        assert "changed while" in metadata(cache / "samples" / "000000.safetensors")["condition"]
-        with pytest.raises(ValueError, match="has changed since it was opened; start again"):
-            opened.lock()
+        assert LatentDataset(cache).fingerprint() != before
+        with safe_open(cache / "samples" / "000000.safetensors", framework="pt") as file:
+            assert file.metadata()["condition"] == "changed"
 
 
 class TestHostileFiles:
@@ -192,14 +165,15 @@ class TestHostileFiles:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"settings": {"max_sequence_length": 10**400}}, "'max_sequence_length' must be from 1 to"),
-            ({"settings": {"max_sequence_length": 3}}, "does not fit max_sequence_length 3"),
+            (
+                {"settings": {"max_sequence_length": 10**400}},
+                "max_sequence_length=1.* must be a whole number of at",
+            ),
             ({"settings": {"sizes": "x"}}, "'sizes' must be like"),
-            ({"settings": []}, "'settings' must be an object"),
+            ({"settings": []}, "'settings' must be dict"),
             ({"samples": ["../../secret.safetensors"]}, "which is no path inside"),
             ({"samples": ["absent.safetensors"], "buckets": [0]}, "absent.safetensors cannot be read"),
-            ({"latent_shapes": [[16, -2, "x"]]}, r"has latents of shape \[16, 2, 4, 4\], cache.json says"),
-            ({"buckets": [0, [1]]}, "'buckets' must give each sample an entry"),
+            ({"buckets": [0, [1]]}, "'buckets' must give each sample a number"),
         ],
     )
     def test_a_manifest_is_checked(self, changes, message, cache):
@@ -214,16 +188,6 @@ class TestHostileFiles:
 
     def test_damaged_samples_are_named(self, cache):
         path = cache / "samples" / "000001.safetensors"
-        tensors, content = load_file(path), path.read_bytes()
-        path.write_bytes(content[:-1])
+        path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(ValueError, match=r"000001\.safetensors cannot be read .*; remove it"):
             LatentDataset(cache)[1]
-        for damaged, message in (
-            ({"prompt_embeds": torch.zeros(2, 3)}, "has latents of shape None"),
-            ({**tensors, "prompt_embeds": torch.tensor(1.0)}, r"has prompt_embeds of shape \(\)"),
-            # Their noise levels would be rounded to whole numbers.
-            ({**tensors, "latents": tensors["latents"].int()}, "has latents of type int32, not floating-point"),
-        ):
-            save_file(damaged, path)
-            with pytest.raises(ValueError, match=message):
-                LatentDataset(cache)[1]

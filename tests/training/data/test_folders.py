@@ -27,17 +27,6 @@ def gif_header(width: int, height: int) -> bytes:
     return screen + b"\x2c" + bytes(4) + size + b"\x00" + b"\x02\x02\x44\x01\x00\x3b"
 
 
-def problem_of(samples, name):
-    """What reading the sample says whose key or error names a file."""
-    for sample in samples:
-        try:
-            sample.load()
-        except UnusableSampleError as error:
-            if name in str(error):
-                return str(error)
-    raise AssertionError(f"{name} can be read")
-
-
 class TestImages:
     def test_extreme_sizes_are_refused_before_decoding(self, tmp_path, monkeypatch):
         image(tmp_path / "long.png", (30_000, 1))
@@ -61,7 +50,7 @@ class TestFolders:
     def samples(self, folder):
         return captioned_images(folder, [Bucket(8, 8)])
 
-    def test_special_files_and_links_out_are_left_out(self, folder, tmp_path):
+    def test_special_files_and_links_out_are_left_out(self, folder, tmp_path, caplog):
         os.mkfifo(folder / "pipe.png")
         secret = image(tmp_path / "secret" / "key.png")
         (folder / "out.png").symlink_to(secret)
@@ -74,15 +63,15 @@ class TestFolders:
         for name in ("out", "inside", "nowhere", "pipe"):
             (folder / f"{name}.txt").write_text(name)
         samples = self.samples(folder)
-        assert [sample.condition for sample in samples if sample.condition] == ["good", "inside"]
-        for name, reason in (
-            ("out.png", "is a link out of"),
-            ("nowhere.png", "does not exist"),
-            ("pipe.png", "is not a regular file"),
-            ("elsewhere", "is a link to a folder"),
-            ("private.png", "private.txt is a link out of"),
+        assert [sample.condition for sample in samples] == ["good", "inside"]
+        for reason in (
+            "out.png is a link out of",
+            "nowhere.png does not exist",
+            "pipe.png does not exist or is not a regular file",
+            "elsewhere is a link to a folder",
+            "private.txt is a link out of",
         ):
-            assert reason in problem_of(samples, name)
+            assert reason in caplog.text
 
 
 class TestCaptions:
@@ -106,7 +95,7 @@ class TestCaptions:
             ("metadata.csv", b'file_name,text\na.png,"' + b"x\n" * 100_000, "field larger than field limit"),
             ("metadata.csv", b'file_name,text\na.png,"open\nb.png,x\n', "unexpected end of data"),
             ("metadata.jsonl", bytes(2_000_000), "line 1 of .* is not valid JSON"),
-            ("metadata.jsonl", b'[{"file_name": "a.png"}]', "line 1 of .* is not a JSON object but a list"),
+            ("metadata.jsonl", b'[{"file_name": "a.png"}]', "line 1 of .* is not a JSON object but list"),
         ],
         ids=lambda value: value[:20] if isinstance(value, str) else "",
     )

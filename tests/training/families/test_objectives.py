@@ -13,6 +13,7 @@ from mhla_hf.training.data.batches import DataOrder, make_batch
 from mhla_hf.training.matching.layer_training import layer_loss
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.stages.noise_prediction import no_label_dropout
 
 from ... import tiny_images
 from ..cases import CASES, CLASSES
@@ -95,7 +96,7 @@ class TestLosses:
             model.zero_grad()
             if checkpointing:
                 model.enable_gradient_checkpointing()
-            with case.objective.fine_tuning(model):
+            with no_label_dropout(model):
                 losses = case.objective.losses(model.train(), batch)
             losses.mean().backward()
             assert losses.shape == (3,) and losses.dtype == torch.float32

@@ -55,7 +55,7 @@ def kill_at(event):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["disk", "none"])
+@pytest.mark.parametrize("cache", ["memory", "disk", "none"])
 def test_killed_at_any_moment_it_goes_on_to_the_same_loss(cache, tmp_path):
     whole = run(tmp_path / "whole", cache=cache)
     event, killed = 4, 0
@@ -72,7 +72,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_loss(cache, tmp_path):
             break
         killed += 1
         # Moments all over the run, each in another place of what is written again and again.
-        event += 9
+        event += 4
     assert killed >= 4
 
 
@@ -114,7 +114,7 @@ def in_two_processes(tmp_path, action):
     return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
 
 
-@pytest.mark.parametrize("cache", ["disk", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cache", ["memory", "disk", pytest.param("none", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(cache, tmp_path):
     whole = run(tmp_path / "whole", cache=cache)
 

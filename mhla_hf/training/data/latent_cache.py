@@ -13,11 +13,10 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,12 +26,12 @@ from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
 from ...models.directory import ModelDirectory
-from ...utils.destinations import PATIENCE_SECONDS, remove_leftovers, share_lock, take_lock
+from ...utils.destinations import lock_output, remove_leftovers
 from ...utils.files import atomic_file, check_fields, path_inside, read_json, write_json
 from ...utils.locations import download_pipeline
-from ...utils.messages import shorten_text, shorten_value
+from ...utils.messages import check_count, shorten_text, shorten_value
 from ..config import DIGITS, GENERATED, LONGEST_TEXT, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
-from ..families import GUIDANCE_LABEL, Family, SampleSizes, family_of_class, load_encoders
+from ..families import GUIDANCE_LABEL, Family, family_of_class, load_encoders
 from ..processes import Processes
 from .batches import folder_fingerprint, stable_seed
 from .digits import digit_images, digit_videos
@@ -43,21 +42,14 @@ from .videos import captioned_videos
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 4
 MANIFEST = "cache.json"
-LOCK = ".lock"
 NULL_CONDITION = "null_condition.safetensors"
 # Stored without their padding.
 _PADDED = ("prompt_embeds", "prompt_attention_mask")
-_FLOATS = ("latents", "prompt_embeds")
 # Settings that are fingerprints of parts of the pipeline.
-_ENCODERS = ("vae", "text_encoder", "tokenizer")
-_FIELDS: dict[str, Any] = {"settings": dict, "complete": bool}
-_FINISHED: dict[str, Any] = {
-    **dict.fromkeys(("samples", "skipped", "latent_shapes", "buckets"), list),
-    "samples_digest": str,
-    "classes": dict,
-}
+ENCODERS = ("vae", "text_encoder", "tokenizer")
+_FINISHED: dict[str, Any] = {"samples": list, "buckets": list, "samples_digest": str, "classes": dict}
+_SETTINGS: dict[str, Any] = {"sizes": str, "max_sequence_length": (int, type(None))}
 # Captions often repeat: all digits have ten between them.
 _REMEMBERED_CONDITIONS = 64
 _MADE_COUNT = 256
@@ -78,32 +70,35 @@ class LatentDataset:
         buckets: Number of each sample's bucket; None where all have one size.
 
     Raises:
-        ValueError: If the cache does not exist, is unfinished, of another format, or its first sample cannot be read.
+        ValueError: If the cache does not exist or is unfinished, or a field of its `cache.json` is out of bounds.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.manifest = read_manifest(self.directory)
-        if not self.manifest["complete"] or not self.manifest["samples"]:
-            raise ValueError(f"cache {directory} is unfinished or empty: run the cache step again")
         where = f"cache file {self.directory / MANIFEST}"
-        names = self.manifest["samples"]
+        self.manifest = _read_manifest(self.directory)
+        if not self.manifest["complete"]:
+            raise ValueError(
+                f"cache {directory} does not exist or is unfinished: run the cache step first, or pass data"
+            )
+        names = check_fields(self.manifest, where, required=_FINISHED)["samples"]
+        length = check_fields(self.settings, f"{where}: 'settings'", required=_SETTINGS)["max_sequence_length"]
+        # It decides how much memory the padding takes.
+        if length is not None:
+            check_count(f"{where}: max_sequence_length", length, 1, LONGEST_TEXT)
         self.files = [path_inside(self.directory / "samples", name, f"{where}: 'samples'") for name in names]
         self.sizes: tuple[Bucket, ...] = parse_sizes(self.settings["sizes"], name=f"{where}: 'sizes'")
-        self._shapes, self._numbers = self.manifest["latent_shapes"], self.manifest["buckets"]
-        in_range = all(type(number) is int and 0 <= number < len(self._shapes) for number in self._numbers)
-        if len(self._numbers) != len(self.files) or not in_range:
-            raise ValueError(f"{where}: 'buckets' must give each sample an entry of 'latent_shapes'")
-        self.buckets: list[int] | None = self._numbers if len(self._shapes) > 1 else None
+        buckets = self.manifest["buckets"]
+        if len(buckets) != len(names) or not all(type(number) is int for number in buckets):
+            raise ValueError(f"{where}: 'buckets' must give each sample a number")
+        self.buckets: list[int] | None = buckets if len(set(buckets)) > 1 else None
         self.null_condition = self._read(self.directory / NULL_CONDITION)
-        # A cache that another program wrote is wrong from its first sample on.
-        self[0]
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._read(self.files[index], self._shapes[self._numbers[index]])
+        return self._read(self.files[index])
 
     def sample_name(self, index: int) -> str:
         """Describe a sample in messages: number, file and source."""
@@ -116,81 +111,39 @@ class LatentDataset:
         """The options of the cache step that made it, and hashes of the encoders."""
         return self.manifest["settings"]
 
-    def lock(self) -> IO[str] | None:
-        """Keep the cache step of other processes from changing the cache while it is read.
-
-        Returns:
-            Lock shared with other readers, to be kept open; `None` without support for locks or without write access.
-
-        Raises:
-            ValueError: If the cache is being changed, or has changed since it was opened.
-        """
-        taken = f"cache {self.directory} is being changed by another run; wait for it"
-        lock = share_lock(self.directory / LOCK, taken)
-        if read_manifest(self.directory) != self.manifest:
-            if lock is not None:
-                lock.close()
-            raise ValueError(f"cache {self.directory} has changed since it was opened; start again")
-        return lock
-
     def fingerprint(self) -> str:
         """Hash that identifies the samples of the cache.
 
         It covers the settings and the identities of all samples: encoding the same data again gives the same
         fingerprint, also on a GPU that rounds differently.
         """
-        settings = {name: value for name, value in self.settings.items() if name not in _ENCODERS}
+        settings = {name: value for name, value in self.settings.items() if name not in ENCODERS}
         parts = [settings, self.manifest["samples_digest"], [path.name for path in self.files]]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
-    def _read(self, path: Path, shape: Any = None) -> dict[str, torch.Tensor]:
-        """Read a file, check it against the manifest and pad its text."""
-        length, problem = self.settings.get("max_sequence_length") or 0, ""
+    def _read(self, path: Path) -> dict[str, torch.Tensor]:
+        """Read a file and pad its text."""
         try:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
-            tensors, problem = {}, f"cannot be read ({shorten_text(str(error))})"
-        for name, tensor in tensors.items():
-            if name in _FLOATS and not tensor.is_floating_point():
-                problem = f"has {name} of type {str(tensor.dtype).removeprefix('torch.')}, not floating-point"
-            elif name in _PADDED and (tensor.ndim == 0 or len(tensor) > length):
-                problem = f"has {name} of shape {tuple(tensor.shape)}, which does not fit max_sequence_length {length}"
-            elif name in _PADDED:
-                tensors[name] = torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
-        found = list(tensors["latents"].shape) if "latents" in tensors else None
-        if not problem and shape is not None and found != shape:
-            problem = f"has latents of shape {found}, {MANIFEST} says {shorten_value(shape)}"
-        if problem:
-            raise ValueError(f"cache file {path} {problem}; remove it and run the cache step again")
+            reason = shorten_text(str(error))
+            raise ValueError(
+                f"cache file {path} cannot be read ({reason}); remove it and run the cache step again"
+            ) from error
+        for name in _PADDED:
+            if name in tensors:
+                tensor = tensors[name]
+                missing = (self.settings["max_sequence_length"] or 0) - len(tensor)
+                tensors[name] = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
         return tensors
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Read `cache.json`.
-
-    Raises:
-        ValueError: If there is none, its format is another one, or a field is of the wrong type or out of bounds.
-    """
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    """Read `cache.json`, which need not be there."""
     path = directory / MANIFEST
     if not path.is_file():
-        raise ValueError(f"cache {directory} does not exist: run the cache step first, or pass data")
-    manifest = read_json(path, "cache file", required={"format_version": int})
-    if manifest["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"cache {directory} has format {manifest['format_version']}, this version reads {FORMAT_VERSION}; "
-            "remove it and run the cache step again"
-        )
-    where = f"cache file {path}"
-    check_fields(manifest, where, required=_FIELDS)
-    if manifest["complete"]:
-        check_fields(manifest, where, required=_FINISHED)
-    fields: dict[str, Any] = {"sizes": str, "max_sequence_length": (int, type(None))}
-    length = check_fields(manifest["settings"], f"{where}: 'settings'", required=fields)["max_sequence_length"]
-    # It decides how much memory the padding takes.
-    if length is not None and not 1 <= length <= LONGEST_TEXT:
-        shown = shorten_value(length)
-        raise ValueError(f"{where}: 'max_sequence_length' must be from 1 to {LONGEST_TEXT}, and is {shown}.")
-    return manifest
+        return {"settings": None, "complete": False}
+    return read_json(path, "cache file", required={"settings": dict, "complete": bool})
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -281,49 +234,36 @@ def drawn_samples(
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class CachePlan:
     """The samples of a cache, listed without reading or drawing one, and what encodes them.
 
+    Args:
+        directory: The pipeline to train.
+        config: The options.
+        seed: Seed of samples that the original draws.
+        device: Where it draws them.
+        teacher: The original, if it was given.
+
     Attributes:
-        directory: The pipeline.
+        family: The model's family.
         config: The options, with every size given.
-        sizes: Constraints of the pipeline.
+        num_classes: Number of classes of the model; 0 for text-conditional models.
         samples: The samples.
         teacher: The original pipeline, if it draws them.
-        seed: Seed of samples that it draws.
+
+    Raises:
+        ValueError: If the data are not there, have no captions or classes, or options or data do not fit the pipeline.
     """
 
-    directory: ModelDirectory
-    config: CacheConfig
-    sizes: SampleSizes
-    samples: Sequence[DataSample]
-    teacher: Path | None = None
-    seed: int = 0
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         directory: ModelDirectory,
         config: CacheConfig,
         *,
         seed: int = 0,
         device: torch.device | str = "cpu",
         teacher: str | None = None,
-    ) -> CachePlan:
-        """List the samples.
-
-        Args:
-            directory: The pipeline to train.
-            config: The options.
-            seed: Seed of samples that the original draws.
-            device: Where it draws them.
-            teacher: The original, if it was given.
-
-        Raises:
-            ValueError: If the data are not there, have no captions or classes, or options or data do not fit the
-                pipeline.
-        """
+    ) -> None:
         family = family_of_class(directory.class_name)
         check_options(config, family.name)
         sizes = family.sizes(directory)
@@ -347,17 +287,12 @@ class CachePlan:
             samples = class_images(folder, buckets, known_labels=labels, num_classes=num_classes)
         else:
             samples = captioned_images(folder, buckets)
-        samples = samples[: config.num_samples]
-        return cls(directory=directory, config=config, sizes=sizes, samples=samples, teacher=root, seed=seed)
-
-    @property
-    def family(self) -> Family:
-        """The model's family."""
-        return family_of_class(self.directory.class_name)
+        self.directory, self.config, self.family, self.seed = directory, config, family, seed
+        self.num_classes, self.teacher, self.samples = num_classes, root, samples[: config.num_samples]
 
     def settings(self) -> dict[str, Any]:
         """Return what the cache depends on besides its samples; encoders are identified by hashes of their files."""
-        settings = {**self.config.to_dict(), "num_classes": self.sizes.num_classes}
+        settings = {**self.config.to_dict(), "num_classes": self.num_classes}
         # The identities of the samples cover the prompts, wherever their file is.
         del settings["prompts"]
         if self.config.data not in (DIGITS, GENERATED):
@@ -371,40 +306,30 @@ class CachePlan:
         return settings
 
 
-def start_cache(directory: Path, settings: dict[str, Any], samples: Sequence[DataSample], *, write: bool) -> bool:
-    """Open a cache for writing.
+def is_finished(directory: Path, settings: dict[str, Any], samples: Sequence[DataSample]) -> bool:
+    """Return whether a finished cache of these samples is there.
 
     Args:
         directory: The cache.
-        settings: See `cache_settings`.
-        samples: Samples to encode. A finished cache of different samples is reopened and keeps the unchanged ones.
-        write: Write the manifest.
-
-    Returns:
-        `False` if a finished cache of the same settings and samples exists, `True` if there are samples to encode.
+        settings: See `CachePlan.settings`.
+        samples: The samples. A cache of others keeps those that are unchanged when it is built again.
 
     Raises:
         ValueError: If a cache made with other settings is there; the error names them.
     """
-    manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, "settings": settings}
-    if (directory / MANIFEST).is_file():
-        manifest = read_manifest(directory)
-        old = manifest["settings"]
-        different = sorted(name for name in {*settings, *old} if settings.get(name) != old.get(name))
-        if different:
-            changes = ", ".join(f"{name} {old.get(name)!r} not {settings.get(name)!r}" for name in different)
-            raise ValueError(f"cache {directory} was made with {changes}; remove it or choose another cache")
-        if manifest["complete"]:
-            if manifest["samples_digest"] == _digest(samples):
-                return False
-            logger.info("cache: the samples or captions of %s have changed; encoding what is new", directory)
-    if write:
-        write_json(directory / MANIFEST, {**manifest, "complete": False})
-    return True
+    manifest = _read_manifest(directory)
+    old = manifest["settings"]
+    if old is None:
+        return False
+    different = sorted(name for name in {*settings, *old} if settings.get(name) != old.get(name))
+    if different:
+        changes = ", ".join(f"{name} {old.get(name)!r} not {settings.get(name)!r}" for name in different)
+        raise ValueError(f"cache {directory} was made with {changes}; remove it or choose another cache")
+    return manifest["complete"] and manifest.get("samples_digest") == _digest(samples)
 
 
-def finish_cache(directory: Path, samples: Sequence[DataSample]) -> None:
-    """Mark a cache complete, once every process has built its share.
+def finish_cache(directory: Path, settings: dict[str, Any], samples: Sequence[DataSample]) -> None:
+    """Mark a cache complete, once every process has built its share; arguments as in `is_finished`.
 
     Raises:
         ValueError: If none of the samples could be used.
@@ -426,16 +351,16 @@ def finish_cache(directory: Path, samples: Sequence[DataSample]) -> None:
         )  # fmt: skip
     shapes = [_latent_shape(path) for path in present]
     every = sorted(map(list, {*map(tuple, shapes)}))
-    finished = {
+    manifest = {
+        "settings": settings,
         "samples": [path.name for path in present],
         "skipped": skipped,
-        "latent_shapes": every,
         "buckets": [every.index(shape) for shape in shapes],
         "classes": {sample.class_name: sample.condition for sample in samples if sample.class_name is not None},
         "samples_digest": _digest(samples),
         "complete": True,
     }
-    write_json(directory / MANIFEST, {**read_manifest(directory), **finished})
+    write_json(directory / MANIFEST, manifest)
 
 
 def make_cache(
@@ -457,22 +382,18 @@ def make_cache(
     """
     path = Path(config.cache) if config.cache is not None else Path(str(config.output)) / "cache"
     with accelerator.main_process_first():
-        plan = CachePlan.make(
-            directory, cache_config, seed=config.seed, device=accelerator.device, teacher=config.teacher
-        )
-    settings, samples, side = plan.settings(), plan.samples, plan.sizes.own_size
-    if plan.sizes.num_classes and plan.config.sizes != f"{side},{side}":
-        logger.warning("sizes: the pipeline of this model makes images of %dx%d only", side, side)
+        plan = CachePlan(directory, cache_config, seed=config.seed, device=accelerator.device, teacher=config.teacher)
+    settings, samples = plan.settings(), plan.samples
     with ExitStack() as locks:
         work = [False]
         with Processes().together():
             # A finished cache is not locked: several runs can train on it.
-            if accelerator.is_main_process and start_cache(path, settings, samples, write=False):
-                path.mkdir(parents=True, exist_ok=True)
-                taken = f"cache {path} is in use by another run; wait for it or choose another cache"
-                locks.enter_context(take_lock(path / LOCK, taken, PATIENCE_SECONDS) or nullcontext())
+            if accelerator.is_main_process and not is_finished(path, settings, samples):
+                locks.enter_context(lock_output(path) or nullcontext())
                 # Another process may have written it while this one waited.
-                work = [start_cache(path, settings, samples, write=True)]
+                work = [not is_finished(path, settings, samples)]
+                if work[0]:
+                    write_json(path / MANIFEST, {"settings": settings, "complete": False})
         if broadcast_object_list(work)[0]:
             pipeline = load_encoders(directory)
             if accelerator.device.type != "cpu" and "text_encoder" in pipeline.components:
@@ -488,7 +409,7 @@ def make_cache(
             )
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
-                finish_cache(path, samples)
+                finish_cache(path, settings, samples)
             accelerator.wait_for_everyone()
             del pipeline
             if torch.cuda.is_available():
@@ -503,7 +424,7 @@ def build_cache(
     """Encode this process's share of the samples, skipping those already there; unusable ones are left out.
 
     Args:
-        directory: A cache that `start_cache` opened.
+        directory: The cache.
         plan: The samples.
         pipeline: The pipeline, without its transformer, on the device to encode on.
         rank: Number of this process; it takes every `world_size`-th sample.
@@ -514,7 +435,7 @@ def build_cache(
     family, length = plan.family, plan.config.max_sequence_length
     encode = lru_cache(_REMEMBERED_CONDITIONS)(lambda condition: family.encode_condition(pipeline, condition, length))
     if rank == 0:
-        null_condition = family.encode_null_condition(pipeline, length, plan.sizes.num_classes)
+        null_condition = family.encode_null_condition(pipeline, length, plan.num_classes)
         write_tensors(directory / NULL_CONDITION, null_condition)
     numbers = range(rank, len(plan.samples), world_size)
     for number in tqdm(numbers, desc="caching", unit="sample", disable=not progress):

@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from mhla_hf import BlockLayout, mhla_attention
-from mhla_hf.integrations.transformers import attention
+from mhla_hf.integrations.transformers import functions
 from mhla_hf.ops import FEATURE_MAPS, extend_mixing
 
 from .mhla_models import first_output, mhla_model, mhla_modules, served_names
@@ -66,8 +66,7 @@ def _dense_attention(module, query, key, value, attention_mask, scaling=None, **
     return output.to(query.dtype), None
 
 
-AttentionInterface.register("dense_for_tests", _dense_attention)
-AttentionMaskInterface.register("dense_for_tests", AttentionMaskInterface()["sdpa"])
+DENSE = (_dense_attention, AttentionMaskInterface()["sdpa"])
 
 
 @pytest.fixture
@@ -99,15 +98,17 @@ def record_plain() -> Iterator:
 def compare(model, given) -> None:
     """Output and the gradient of every parameter under both attention functions."""
     results = []
-    for name in ("mhla", "dense_for_tests"):
-        model.config._attn_implementation = name
+    ours = AttentionInterface()["mhla"], AttentionMaskInterface()["mhla"]
+    # The last ones stay.
+    for attend, mask in (ours, DENSE, ours):
+        AttentionInterface.register("mhla", attend)
+        AttentionMaskInterface.register("mhla", mask)
         model.zero_grad()
         output = first_output(model, **given)
         output.square().sum().backward()
         grads = {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
         results.append((output.detach(), grads))
-    model.config._attn_implementation = "mhla"
-    (output, gradients), (expected, expected_gradients) = results
+    (output, gradients), (expected, expected_gradients), _ = results
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=2e-5)
     assert gradients.keys() == expected_gradients.keys()
     for key, gradient in expected_gradients.items():
@@ -159,7 +160,7 @@ def test_rotations_are_undone_and_applied_again(name):
 @pytest.mark.parametrize("name", ["llama", "llama_yarn", "phi", "gpt_neox"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_angles_are_undone(name, dtype, monkeypatch):
-    monkeypatch.setattr(attention, "_CHECKED", set())
+    monkeypatch.setattr(functions, "_CHECKED", set())
     model = mhla_model(name)
     given = inputs(name, length=23)
     expected = first_output(model, **given)
@@ -214,3 +215,13 @@ def test_vision_models_against_the_dense_form(name):
         query, key = (query * root).relu(), (key * root).relu()
         expected = mhla_attention(query, key, value, module.mixing_matrix(layout), layout, backend="naive")
         torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_forward_may_be_called_in_place_of_the_model(name):
+    model = mhla_model(name)
+    given = inputs(name)
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    given["attention_mask"][0, -3:] = 0
+    assert torch.equal(model.forward(**given)[0], model(**given)[0])

@@ -359,6 +359,17 @@ class LayerInputs:
     model: ModelInputs | None
 
 
+def _check_softmax(attention: Any, cache: Any, index: int) -> None:
+    """Refuse softmax attention where the weights may have been fitted for MHLA, and with a cache of summaries."""
+    record = attention.mhla.record
+    if record is None or record[0].fitted is None:
+        raise ValueError(
+            f"{type(attention).__name__} has an MHLA layer and cannot use {attention_of(attention.config)!r} "
+            "attention: switch with model.set_attn_implementation, which restores the softmax weights."
+        )
+    check_softmax_cache(cache, index)
+
+
 class ModelInputsHook:
     """Forward pre-hook of a model: hands [`ModelInputs`] down to its attention modules."""
 
@@ -411,7 +422,7 @@ class LayerInputsHook:
         caches = [given.get(name) for name in ("past_key_values", "layer_past", "past_key_value")]
         cache = next((cache for cache in caches if cache is not None), None)
         if attention_of(attention.config) != NAME:
-            check_softmax_cache(cache, self.layer_index)
+            _check_softmax(attention, cache, self.layer_index)
             return None
         layer = None
         if cache is not None:
@@ -437,7 +448,8 @@ class LayerInputsHook:
 def _inputs_of_layer(attention: Any, given: dict[str, Any], cache: Any, kwargs: dict[str, Any]) -> ModelInputs | None:
     """The model's inputs as far as its layers are given them, for calls of `model.forward`, which run no hooks.
 
-    `None` where that may not be everything: the size of images, and positions that could tell packed documents.
+    sentence-transformers calls models so. `None` where that may not be everything: the size of images, and positions
+    that could tell packed documents.
     """
     config, positions = attention.mhla.config, given.get("position_ids")
     if not config.is_sequence or (config.causal and positions is None):

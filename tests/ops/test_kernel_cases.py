@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of kernels before their first use: what it finds, what it says, and what it remembers."""
+"""The test of kernels before their first use: what it finds, what it says, and what it remembers."""
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
@@ -11,50 +10,41 @@ import torch
 
 from mhla_hf import MHLA, MHLAConfig, ops
 from mhla_hf.layers.state import TokenSequence
-from mhla_hf.ops import backends, choose_backend, kernel_cases, kernel_check
-from mhla_hf.ops.kernel_check import VerdictFile, cache_directory, kernel_failure, kernels_pass
+from mhla_hf.ops import backends, choose_backend, kernel_cases
+from mhla_hf.ops.backends import kernel_failure, kernels_pass
 
 from .triton_checks import DEVICES
 
 
 pytest.importorskip("triton")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels here")
-CPU = torch.device("cpu")
 WIDTH = 8
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    """A process without verdicts, an empty folder, and checks on the CPU, where kernels are interpreted."""
+    """A process without verdicts, an empty folder, and tests on the CPU, where kernels are interpreted."""
     monkeypatch.setenv("MHLA_HF_HOME", str(tmp_path))
-    monkeypatch.delenv("MHLA_HF_KERNEL_CHECK", raising=False)
-    monkeypatch.setattr(kernel_check, "UNCHECKED_DEVICES", ())
+    monkeypatch.setattr(backends, "needs_test", lambda device: True)
     monkeypatch.setattr(backends, "INTERPRETED", True)
-    restart(monkeypatch)
-
-
-def restart(monkeypatch) -> None:
-    """Forgets what a process knows, as a new one would."""
-    monkeypatch.setattr(kernel_check, "_verdicts", {})
-    monkeypatch.setattr(kernel_check, "_warned", set())
+    backends._test_kernels.cache_clear()
+    yield
+    backends._test_kernels.cache_clear()
 
 
 @pytest.fixture
 def checks(monkeypatch):
-    """The checks that have run: family and direction. Their errors are those set for them, by default none."""
+    """The tests that have run: family and direction. They find what is set for them, by default nothing."""
     seen: list[tuple[str, bool]] = []
-    errors: dict[str, float | Exception] = {}
+    failures: dict[tuple[str, bool], str] = {}
 
-    def kernel_errors(family, device, dtype, width, value_width, *, backward):
+    def compare_kernels(family, device, dtype, width, value_width, *, backward):
         seen.append((family, backward))
-        outcome = errors.get(family, 0.0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return {"output": outcome}
+        return {}, failures.get((family, backward), "")
 
-    monkeypatch.setattr(ops, "kernel_errors", kernel_errors, raising=False)
-    kernel_errors.seen, kernel_errors.errors = seen, errors
-    return kernel_errors
+    monkeypatch.setattr(ops, "compare_kernels", compare_kernels, raising=False)
+    compare_kernels.seen, compare_kernels.failures = seen, failures
+    return compare_kernels
 
 
 def tokens(*shape: int) -> list[torch.Tensor]:
@@ -71,14 +61,22 @@ def choose(family: str = "block") -> str:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernels_pass(device, family, backward):
     assert kernel_failure(family, torch.device(device), torch.float32, WIDTH, WIDTH, backward) == ""
-    (path,) = (cache_directory() / "kernel_checks").iterdir()
-    verdicts = json.loads(path.read_text())["verdicts"]
-    assert set(verdicts.values()) == {""} and len(verdicts) == 1 + backward
 
 
 def test_each_family_is_checked_once(checks):
     assert [choose("block"), choose("block"), choose("causal")] == ["triton"] * 3
     assert checks.seen == [("block", False), ("causal", False)]
+
+
+def test_what_passes_is_remembered_for_the_device_and_the_releases(checks, monkeypatch):
+    checks.failures["causal", False] = "wrong"
+    for _ in range(2):
+        assert [choose("block"), choose("causal")] == ["triton", "torch"]
+        # The next process.
+        backends._test_kernels.cache_clear()
+    assert checks.seen == [("block", False), ("causal", False), ("causal", False)]
+    monkeypatch.setattr(torch, "__version__", "another")
+    assert choose("block") == "triton" and checks.seen[3:] == [("block", False)]
 
 
 def test_gradients_are_checked_where_they_may_be_wanted(checks):
@@ -104,31 +102,39 @@ def test_wrong_numbers_lead_to_plain_torch(monkeypatch, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     message = record.getMessage()
-    for part in ("block kernels", "forward, float32", "output is off by 0.1 ", torch.__version__, "triton", "doctor"):
+    for part in ("block kernels", "forward, torch.float32", "output is off by 0.1 ", "doctor"):
         assert part in message
 
 
-@pytest.mark.parametrize(
-    "fault", [RuntimeError("out of resource: shared memory\nthe rest"), float("nan")], ids=["exception", "nan"]
-)
-def test_a_family_that_fails_is_reported_once_and_remembered(fault, checks, caplog, monkeypatch):
-    checks.errors["block"] = fault
-    expected = (
-        "RuntimeError: out of resource: shared memory" if isinstance(fault, Exception) else "output is not finite"
-    )
-    for _ in range(2):
-        caplog.clear()
-        with caplog.at_level(logging.INFO, logger="mhla_hf"):
-            assert [choose(), choose(), choose("causal")] == ["torch", "torch", "triton"]
-        assert len(caplog.records) == 1 and expected in caplog.text and "the rest" not in caplog.text
-        # The next process reads what this one found.
-        restart(monkeypatch)
+def test_a_family_that_fails_is_reported_once(checks, caplog):
+    checks.failures["block", False] = "out of resource"
+    with caplog.at_level(logging.INFO, logger="mhla_hf"):
+        assert [choose(), choose(), choose("causal")] == ["torch", "torch", "triton"]
+    assert len(caplog.records) == 1 and "out of resource" in caplog.text
     assert checks.seen == [("block", False), ("causal", False)]
+
+
+@pytest.mark.parametrize(
+    "fault, expected",
+    [
+        (RuntimeError("out of resource: shared memory\nthe rest"), "RuntimeError: out of resource: shared memory"),
+        (float("nan"), "output is off by nan of its size"),
+    ],
+    ids=["exception", "nan"],
+)
+def test_what_is_wrong_with_kernels(fault, expected, monkeypatch):
+    def kernel_errors(*arguments):
+        if isinstance(fault, Exception):
+            raise fault
+        return {"output": fault, "gradient of key": 1e-6}
+
+    monkeypatch.setattr(kernel_cases, "_kernel_errors", kernel_errors)
+    assert kernel_failure("block", torch.device("cpu"), torch.float32, WIDTH, WIDTH, False) == expected
 
 
 @on_cpu
 def test_a_layer_falls_back_from_one_family_to_the_next(checks):
-    checks.errors["fused"] = RuntimeError("no")
+    checks.failures["fused", False] = "no"
     layer = MHLA(MHLAConfig(blocks=(2, 2), backend="triton"), hidden_size=8, num_heads=2, head_dim=WIDTH)
     with torch.no_grad():
         layer(*tokens(1, 15, 2, WIDTH), grid=(3, 5))
@@ -144,49 +150,25 @@ def test_a_layer_falls_back_from_one_family_to_the_next(checks):
     assert checks.seen[2:] == [("causal", False)]
 
 
-def test_failing_gradients_leave_inference_to_the_kernels(checks, monkeypatch):
-    monkeypatch.setattr(kernel_check, "judge", lambda errors, dtype: "wrong" if checks.seen[-1][1] else "")
+def test_failing_gradients_leave_inference_to_the_kernels(checks):
+    checks.failures["block", True] = "wrong"
     query, _, value = tokens()
     assert not kernels_pass("block", query, value)
     with torch.no_grad():
         assert kernels_pass("block", query, value)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.cuda.OutOfMemoryError("full"),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
-        PermissionError("cannot write to the cache of compiled kernels"),
-    ],
-    ids=["torch", "triton", "file"],
-)
-def test_what_may_pass_is_no_lasting_verdict(error, checks, monkeypatch):
-    checks.errors["block"] = error
-    assert choose() == choose() == "torch"
-    restart(monkeypatch)
-    del checks.errors["block"]
-    assert choose() == "triton"
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"verdicts": 3}', '{"verdicts": {"a": 1}}', "\0" * 100])
-def test_damaged_files_are_ignored_and_replaced(content, checks):
-    path = VerdictFile(CPU).path
-    path.parent.mkdir(parents=True)
-    path.write_text(content)
-    assert choose() == "triton"
-    assert list(VerdictFile(CPU).read().values()) == [""]
-
-
 @pytest.mark.parametrize("value", ["0", "off", "False"])
-def test_the_check_can_be_turned_off(value, checks, monkeypatch):
+def test_the_test_can_be_turned_off(value, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("MHLA_HF_KERNEL_CHECK", "1")
+    assert backends.needs_test(torch.device("cuda")) and not backends.needs_test(torch.device("cpu"))
     monkeypatch.setenv("MHLA_HF_KERNEL_CHECK", value)
-    checks.errors["block"] = RuntimeError("no")
-    assert choose() == "triton" and not checks.seen
+    assert not backends.needs_test(torch.device("cuda"))
 
 
 def test_nothing_is_checked_while_a_graph_is_captured(checks, monkeypatch):
-    checks.errors["block"] = RuntimeError("no")
+    checks.failures["block", False] = "no"
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -198,11 +180,11 @@ def test_gradients_are_computed_in_the_thread_of_the_check(monkeypatch):
     """The autograd thread of a GPU may be waiting for the check, in the backward pass of a checkpointed layer."""
     found = []
 
-    def kernel_errors(*args, **options):
+    def kernel_errors(*arguments):
         found.append(torch._C._is_multithreading_enabled())
         return {}
 
-    monkeypatch.setattr(ops, "kernel_errors", kernel_errors, raising=False)
+    monkeypatch.setattr(kernel_cases, "_kernel_errors", kernel_errors)
     query, _, value = tokens()
     assert kernels_pass("block", query, value)
     assert found == [False, False] and torch._C._is_multithreading_enabled()
@@ -210,7 +192,7 @@ def test_gradients_are_computed_in_the_thread_of_the_check(monkeypatch):
 
 def test_compiled_code_is_checked_while_it_is_traced(checks):
     """Also for widths that are symbols by then."""
-    checks.errors["causal"] = RuntimeError("no")
+    checks.failures["causal", False] = "no"
     torch.compiler.reset()
 
     @torch.compile(backend="eager", fullgraph=True, dynamic=True)
