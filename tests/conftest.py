@@ -27,14 +27,14 @@ else:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of each test of interpreted kernels, the first case is a fast test, and the last one where there are several."""
+    """Of each test of interpreted kernels, the first case is a fast test."""
     cases = defaultdict(list)
     for item in items:
         callspec = getattr(item, "callspec", None)
         if callspec is not None and "interpreted" in callspec.id.split("-"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for group in cases.values():
-        for item in group[1 : -1 if len(group) > 2 else None]:
+        for item in group[1:]:
             item.add_marker(pytest.mark.slow)
 
 

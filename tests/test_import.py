@@ -61,6 +61,7 @@ REPORT = """
 """
 
 
+@pytest.mark.slow
 def test_diffusers_is_the_same_but_for_the_new_names():
     imported_last = run(
         f"""

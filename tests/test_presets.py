@@ -23,6 +23,9 @@ TINY = {
     "vocab_size": 32,
     "max_position_embeddings": 64,
 }
+# One of each kind is fast enough; the others differ by size.
+FAST = ("deit-t", "vlt-t", "dit-s-2-256", "sana-0.6b")
+BY_SPEED = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PRESETS]
 
 
 def tiny_model(**overrides):
@@ -99,7 +102,7 @@ def forward_and_backward(model, inputs):
     return output
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", BY_SPEED)
 def test_forward_and_backward_at_full_size(name):
     with torch.device("meta"):
         model = make_model(name)
@@ -112,7 +115,7 @@ def test_forward_and_backward_at_full_size(name):
     assert all(parameter.is_meta and parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", BY_SPEED)
 def test_a_shallow_one_runs_saves_and_reloads(name, tmp_path):
     model = shallow(name)
     inputs = example_inputs(model, tokens=100, latents=(3, 10, 20))

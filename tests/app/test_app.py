@@ -253,6 +253,7 @@ def test_models_that_generate_nothing_from_a_prompt_are_refused(tmp_path):
         app.create_app(model, device="cpu")
 
 
+@pytest.mark.slow
 def test_without_a_model_the_demo_is_converted_and_calibrated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with app.demo_model() as (directory, original):

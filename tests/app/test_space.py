@@ -20,6 +20,7 @@ def metadata(folder) -> dict:
     return SpaceCard.load(folder / "README.md").data.to_dict()
 
 
+@pytest.mark.slow
 def test_the_program_of_a_space_builds_its_page(tmp_path, monkeypatch):
     folder = tmp_path / "space"
     result = CliRunner().invoke(app, ["app", "--export-space", str(folder)])

@@ -124,6 +124,7 @@ def test_runs_take_other_inputs():
     assert len(set(queries)) > 1
 
 
+@pytest.mark.slow
 def test_what_fails_is_a_row_and_the_others_go_on(monkeypatch):
     def explode(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.")

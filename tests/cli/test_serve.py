@@ -91,6 +91,7 @@ def expected(directory, messages):
     return characters.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.slow
 @needs_server
 def test_answers_are_those_of_the_model(client, model_directory):
     options = {"model": str(model_directory), "temperature": 0, "max_tokens": TOKENS}

@@ -159,6 +159,7 @@ def test_gradients_match_torch(options, seed, device, fused_calls):
         torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5 * max(1.0, size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2)])
 def test_gradients_of_blocks_and_shares_of_several_tiles(heads, kv_heads, device, monkeypatch, fused_calls):
@@ -178,6 +179,7 @@ def test_gradients_of_blocks_and_shares_of_several_tiles(heads, kv_heads, device
         torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5 * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(
@@ -249,6 +251,7 @@ def test_gradients_in_half_precision_are_no_more_than_twice_as_wrong_as_those_of
         assert kernel <= 2 * torchs, f"{name}: {kernel:.2e} against {torchs:.2e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -271,6 +274,7 @@ def test_activation_checkpointing_changes_no_gradient(dtype, reentrant, device, 
         assert torch.equal(actual[name if name in actual else f"layer.{name}"], reference), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_through_one_compiled_graph(device):
     layer, tokens, arguments = make_layer(device, output_gate=True, output_norm=True)
@@ -291,6 +295,7 @@ def test_rotary_tables_that_learn_take_the_other_path(device, fused_calls):
     assert not fused_calls and cosine.grad is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_float16_keeps_its_gradients_where_tf32_is_allowed(device, monkeypatch):
     """Gradients of its outputs are float32, which must not go through TF32 for that."""
@@ -318,6 +323,7 @@ def test_norms_with_hooks_are_called(device, fused_calls):
     torch.testing.assert_close(output, in_torch(layer, tokens, arguments), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @torch.no_grad()
 def test_compiles_in_one_graph(device):

@@ -42,7 +42,11 @@ class CompileChecks(ModelCase):
             assert gradient_error(compiled_gradients, gradients) < 1e-4
 
     @pytest.mark.parametrize(
-        "options, sizes", [("default", (0, 1)), ("everything", (2,))], ids=["default-two_grids", "everything-ragged"]
+        "options, sizes",
+        [
+            pytest.param("default", (0, 1), id="default-two_grids"),
+            pytest.param("everything", (2,), id="everything-ragged", marks=pytest.mark.slow),
+        ],
     )
     def test_traces_without_graph_breaks(self, options, sizes):
         """Capture and differentiation of the whole graph; code generation is tested by the slow tests below."""

@@ -237,6 +237,7 @@ def compare(found: dict[str, Any], case: str, dtype: torch.dtype) -> None:
         assert (found[name] - gradient).norm() < limit, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), RUNS)
 def test_two_processes_compute_what_one_does(results, case, dtype):
     compare(results[0][f"{case} {dtype}"], case, dtype)

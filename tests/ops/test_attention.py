@@ -53,6 +53,7 @@ def test_block_query_matches_naive(grid, blocks, per_head, rotated):
     assert_same(output_and_gradients(inputs, layout, normalizer="block_query"), expected, 1e-10)
 
 
+@pytest.mark.slow
 def test_the_wan_grid_that_its_blocks_do_not_divide():
     layout = BlockLayout((3, 30, 52), blocks=(3, 5, 10))
     inputs = {name: tensor[:1] for name, tensor in make_inputs(layout, dtype=torch.float32, rotated=False).items()}

@@ -112,6 +112,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lines, case", GROUPED.values(), ids=GROUPED)
 def test_groups_of_lines_change_nothing(lines, case, device, monkeypatch):
@@ -135,6 +136,7 @@ def test_groups_of_lines_change_nothing(lines, case, device, monkeypatch):
         assert name == "gradient of mixing" or torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lines", [1, 4])
 def test_groups_of_lines_of_padded_rows(lines, device, monkeypatch):
@@ -208,6 +210,7 @@ def test_padding_is_neither_read_nor_left_unwritten(device):
         assert tensor[~valid].abs().max() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_buffers_full_of_nan_are_written_completely(device):
     """Every element of what the kernels allocate is written: allocations filled with NaN change nothing."""
@@ -262,6 +265,7 @@ def test_float16_does_not_overflow(device):
     assert (output.mean() - expected.mean()).abs() / expected.mean() < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rotated", [False, True])
 def test_operators_are_what_torch_expects(rotated, device):
@@ -293,6 +297,7 @@ def test_gradients_have_the_type_of_their_tensors(device):
     assert [gradient.dtype for gradient in gradients[:5]] == [torch.bfloat16] * 3 + [torch.float32] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiles_in_one_graph(device):
     layout = BlockLayout((5, 7), blocks=(2, 3))
@@ -311,6 +316,7 @@ def test_compiles_in_one_graph(device):
         torch.testing.assert_close(gradient, expected[f"gradient of {name}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_survives_activation_checkpointing(device):
     layout = BlockLayout((5, 4), blocks=(2, 2))

@@ -141,6 +141,7 @@ def test_padding_is_neither_read_nor_left_unwritten(device):
     assert_kernels_equal_torch(inputs, layout, valid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_bad_tokens_spoil_their_head_and_document_from_there_on(device):
     """In packed documents; what is spoilt has no part in the gradients of the rest."""

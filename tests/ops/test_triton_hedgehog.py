@@ -126,6 +126,7 @@ def test_values_and_gradients(grid, case, seed, device):
     assert_same(actual, expected, 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["grouped heads", "grouped heads, shared weights", "no normaliser"])
 @pytest.mark.parametrize("lines", [1, 3])
@@ -236,6 +237,7 @@ def test_gradients_of_weights_over_several_programs(device, monkeypatch):
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_operators_are_what_torch_expects(device):
     from mhla_hf.ops.triton import hedgehog, hedgehog_map

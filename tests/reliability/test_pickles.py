@@ -32,6 +32,7 @@ def output(model, given):
         return model(**given)[0]
 
 
+@pytest.mark.slow
 def test_pickles_import_the_package(tmp_path):
     for name in ("wan", "sana", "llama"):
         model, given = CASES[name]()

@@ -113,6 +113,7 @@ def test_the_lowest_versions_are_the_lower_bounds():
     assert len(bounds) == len(declared) and {name: Version(version) for name, version in pins} == bounds
 
 
+@pytest.mark.slow
 def test_unsupported_transformers_refuse_mhla_and_leave_diffusers(tmp_path):
     report, warnings = run(
         f"""

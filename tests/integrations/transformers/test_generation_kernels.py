@@ -19,6 +19,7 @@ for kernels in ("prompt", "decode"):
     pytest.importorskip(f"mhla_hf.ops.triton.{kernels}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "padded, options",

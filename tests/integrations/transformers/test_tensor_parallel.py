@@ -134,6 +134,7 @@ def results(tmp_path_factory):
     return path, torch.load(path / "results.pt", weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_compute_what_one_does(results, case):
     path, seen = results

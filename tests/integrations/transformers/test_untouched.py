@@ -50,7 +50,13 @@ REPORT = """
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("order", ["import transformers\nimport mhla_hf", "import mhla_hf\nimport transformers"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param("import transformers\nimport mhla_hf", id="transformers_first"),
+        pytest.param("import mhla_hf\nimport transformers", id="package_first", marks=pytest.mark.slow),
+    ],
+)
 def test_other_models_are_as_they_were(order):
     tail = "\nimport json\nprint(json.dumps(report()))"
     program = textwrap.dedent(REPORT)
