@@ -65,6 +65,7 @@ def convert(client, destination, source="user/softmax", *options, **variables):
     return lines[0] if lines else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODEL_FILES)
 def test_what_the_libraries_push(kind, client, hub, pushed):
     repository = hub.repositories[f"user/{kind}"]

@@ -231,6 +231,7 @@ def test_gradients_without_norms_and_rotary_embeddings(device, fused_calls):
         torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("normalizer", ["query", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -243,6 +243,7 @@ def test_two_processes_compute_what_one_does(results, case, dtype):
     compare(results[0][f"{case} {dtype}"], case, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LAYERS)
 def test_layers_are_exact(results, case):
     found, expected = results[1][case], observe_layer(case)
@@ -251,6 +252,7 @@ def test_layers_are_exact(results, case):
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
 
 
+@pytest.mark.slow
 def test_one_sum_of_block_summaries_travels_for_each_layer(results):
     # M · H · K · (V + 1) numbers in both layers, in half precision where nothing is trained.
     count = 12 * 2 * 12 * 13
@@ -271,6 +273,7 @@ def test_three_processes_compute_what_one_does(tmp_path):
             torch.testing.assert_close(layers[case][name], tensor, rtol=1e-10, atol=1e-10, msg=name)
 
 
+@pytest.mark.slow
 def test_pipelines_and_checkpointing(results):
     others = results[2]
     torch.testing.assert_close(others["video"], make_video(), rtol=1e-4, atol=1e-4)
@@ -280,6 +283,7 @@ def test_pipelines_and_checkpointing(results):
         torch.testing.assert_close(others["checkpointed"][name], gradient, rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 def test_other_splits_are_refused(results):
     assert results[2]["plan"] == (
         "This process holds tokens 0 to 12 of 24, but query has 24. Split the sequence as the model's own plan for "

@@ -39,7 +39,8 @@ def make_arguments(device, dtype, everything, *, per_head=False):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("everything", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operator_is_what_torch_expects(dtype, everything, device):
     from mhla_hf.ops.triton import fused
 

@@ -144,6 +144,7 @@ def test_groups_of_lines(lines, case, device, monkeypatch):
     assert_same(actual, expected, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["grouped heads", "norms and rotary embeddings"])
@@ -171,6 +172,7 @@ def test_exponents_do_not_overflow(device):
     assert (actual["output"] - expected["output"]).norm() <= 1e-3 * expected["output"].norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("per_head", [True, False])
 def test_padded_and_packed_sequences(per_head, device):

@@ -146,6 +146,7 @@ def test_two_processes_compute_what_one_does(results, case):
         assert found["cache"] == [(2, 1, LENGTH + 5, 8)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_saved_checkpoint_is_whole(results, case):
     path, _ = results
@@ -155,6 +156,7 @@ def test_the_saved_checkpoint_is_whole(results, case):
     assert all(torch.equal(again[name], saved[name]) for name in again)
 
 
+@pytest.mark.slow
 def test_every_process_holds_its_own_heads(results):
     _, seen = results
     part = {name.partition(".mhla.")[2]: shape for name, shape in seen["grouped"]["local"].items() if ".0." in name}
@@ -176,6 +178,7 @@ def test_every_process_holds_its_own_heads(results):
     assert seen["image"]["local"]["layers.0.attention.mhla.lepe.weight"] == (16, 1, 3, 3)
 
 
+@pytest.mark.slow
 def test_heads_that_cannot_be_split_are_refused_before_loading(results):
     _, seen = results
     assert seen["few"] == (
@@ -184,6 +187,7 @@ def test_heads_that_cannot_be_split_are_refused_before_loading(results):
     )
 
 
+@pytest.mark.slow
 def test_a_split_model_is_not_converted_in_place(results):
     _, seen = results
     assert "Convert the checkpoint first (mhla-hf convert)" in seen["converted"]
