@@ -53,7 +53,7 @@ _SIZE = {"height": 64, "width": 64, "num_frames": 17}
 _DRAWS, _ENCODE_BATCH, _CHECKPOINT_EVERY = 2, 8, 50
 
 TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
-STAGE_TITLES = {stage: STATES[stage] for stage in ("converted", "calibrate", "match", "distill")}
+STAGE_TITLES = {stage: STATES[stage] for stage in ("converted", "calibrate", "match", "blocks", "distill")}
 
 _TEMPLATE = Path(__file__).parent / "templates" / "report.md.jinja"
 _FRAMES_PER_SECOND, _SCALE = 8, 4

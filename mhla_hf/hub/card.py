@@ -49,7 +49,7 @@ _PIPELINE_TASKS = {
 # Entries of configurations that hold the number of layers.
 _LAYER_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depth")
 _MHLA_LAYER = re.compile(r"(.+)\.mhla\.")
-_TRAINED_STAGES = ("match", "distill", "finetune")
+_TRAINED_STAGES = ("match", "blocks", "distill", "finetune")
 _TRAINING_OPTIONS = (
     "train", "transfer_steps", "distill_steps", "max_steps", "learning_rate", "mhla_learning_rate", "batch_size",
     "gradient_accumulation_steps", "mixed_precision", "seed",

@@ -270,6 +270,7 @@ class MHLA(nn.Module):
         scaling: float | None = None,
         identity: bool = False,
         shard: TokenShard | None = None,
+        attended_alone: bool = False,
     ) -> AttentionParts:
         """Attend, and return the parts of the output.
 
@@ -291,6 +292,7 @@ class MHLA(nn.Module):
             shard: With `grid`, which of its tokens this process holds under context parallelism: T are those, the
                 rotary embedding is theirs. Not for windows. Computed in plain torch, whatever the backend. Summaries
                 travel in float32, but in bfloat16 for bfloat16 tokens in evaluation mode.
+            attended_alone: Leave window and convolution out.
 
         Returns:
             The parts, in the dtype of `value` or a wider one.
@@ -320,12 +322,14 @@ class MHLA(nn.Module):
             )  # fmt: skip
         call = Call(query, key, value, layout, sequence, gate, rotary, norms, scaling, identity, shard, backend)
         windowed = None
-        if self.window_gain is not None and not identity:
+        if self.window_gain is not None and not identity and not attended_alone:
             call, windowed = self._with_windowed(call)
         path = next(path for path in PATHS if path.serves(self, call))
         output, state = path.attend(self, call)
         if not path.is_finished:
             output = self._finish(output, call)
+        if attended_alone:
+            return AttentionParts(output, None, None, state)
         window = None
         if windowed is not None:
             window, state = self._attend_window(windowed, state)

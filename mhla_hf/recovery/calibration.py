@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration: the linear parts of a converted model are fitted to the original in closed form, without training.
+"""Calibration: a converted model is fitted to its original layer by layer, in closed form and by a short training.
 
-Every layer gets the inputs that it has in the original model. The probe runs once for the layers' own parameters
-(the temperatures of hedgehog feature maps on its first samples before), and once more for the output projections,
-which have to know them. Nothing is written before all layers are solved.
+Every layer gets the inputs that it has in the original model. The probe runs once for as many layers as have room in
+memory for their queries, keys, values and heads. Nothing is written before all layers are solved.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -39,25 +39,27 @@ from ..training.matching.layers import (
     run,
     swapped_parameters,
 )
+from ..training.matching.ridge import ProjectionFit, ProjectionSolution
 from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, list_files, read_json, write_json
-from ..utils.messages import shorten_text
+from ..utils.messages import check_count, shorten_text
 from ..utils.tensor_files import FLOATS, read_entries
 from .data import open_probe
-from .fits import HeadsCall, HeadsFit, ProjectionFit, TemperatureFit
+from .fits import HeadsCall, TemperatureFit, fit_heads
+from .own_weights import fit_own_weights, trained_weights
 
 
 Progress = Callable[[int, int], None]
-"""Called with the number of batches that were run and of all."""
+"""Called with the number of batches and steps so far and of all."""
 
-_Fit = TemperatureFit | HeadsFit | ProjectionFit
-
-# Layers whose sums do not fit together are fitted one group after the other, each with its own passes over the probe.
-_MEMORY_FOR_SUMS = 4 * 10**9
+FIT_STEPS = 300
+"""Steps of the fit of a layer's own weights, where nothing else is said."""
 # One batch in so many is held out, or one sample where there are fewer batches.
 _HELD_OUT = 4
-# Temperatures are few numbers: so many samples are enough for them.
-_TEMPERATURE_SAMPLES = 16
+# Temperatures are few numbers: so many calls are enough for them.
+_TEMPERATURE_CALLS = 16
+# One to fit and one to measure the error.
+_LEAST_BATCHES = 2
 # Relative errors below this are rounding.
 _NEGLIGIBLE = 1e-7
 
@@ -71,7 +73,7 @@ class LayerCalibration:
         error_before: Squared error of the layer's output on held-out samples, relative to the variance of the
             original's; with the weights as they were.
         error_after: The same with the weights as they are written.
-        changed: Changed parts: `"temperature"`, `"gains"`, `"lepe"`, `"projection"`.
+        changed: Changed parts: `"feature_map"`, `"mixing"`, `"gains"`, `"lepe"`, `"projection"`.
         projection_ridge: Strength of the ridge that the projection was fitted with.
         tokens: Tokens that were fitted.
         held_out_tokens: Tokens that the errors were measured on.
@@ -131,17 +133,18 @@ def calibrate(
     model_or_pipeline: Any,
     batches: Iterable[Batch] | Mapping[str, Iterable[Batch]] | None = None,
     *,
+    fit_steps: int = FIT_STEPS,
     progress: Progress | None = None,
     **probe_options: Any,
 ) -> CalibrationReport:
-    """Fit the linear parts of a converted model to its original in closed form, in place and without training.
+    """Fit a converted model to its original layer by layer, in place, in seconds.
 
     The projections of a freshly converted model are those of its original, so the model itself provides the outputs of
-    its softmax attention. For each layer, from sums over a small probe: the temperature of a hedgehog feature map,
-    the convolution of the values (`lepe_kernel`), the gains of a window, and the output projection, by ridge
-    regression towards its present value. A quarter of the batches (of the samples, if there are fewer than four
-    batches) is held out; strengths are chosen by the error on them, and a layer whose error does not fall is left
-    alone.
+    its softmax attention. Each layer is fitted to those on a small probe: the temperature of a hedgehog feature map;
+    then feature map and mixing weights by a short training on recorded queries, keys and values; in closed form the
+    convolution of the values (`lepe_kernel`), the gains of a window, and the output projection, by ridge regression
+    towards its present value. A quarter of the batches (of the samples, if there are fewer than four batches) is held
+    out; strengths are chosen by the error on them, and a layer whose error does not fall is left alone.
 
     Args:
         model_or_pipeline: A converted model of transformers or diffusers, or a pipeline with one. What an earlier
@@ -151,7 +154,8 @@ def calibrate(
             samples at least; some dozens are better. Of a pipeline with several MHLA models a dict of such by
             component. A pipeline needs none: what its models see while it makes samples with their original attention
             is the probe.
-        progress: Called with the number of batches that were run and of all.
+        fit_steps: Steps of the short training of each layer; 0 leaves it out, and only closed forms are fitted.
+        progress: Called with the number of batches and steps so far and of all.
         **probe_options: How the samples of a pipeline are made: `samples`, `prompts`, `steps`, `seed` and arguments of
             the pipeline's call; see [`pipeline_batches`][mhla_hf.training.data.probes.pipeline_batches].
 
@@ -169,7 +173,7 @@ def calibrate(
     if probe_options and (batches is not None or isinstance(model_or_pipeline, nn.Module)):
         raise ValueError(f"{', '.join(probe_options)}: only for pipelines without batches.")
     if isinstance(model_or_pipeline, nn.Module):
-        return calibrate_model(model_or_pipeline, batches, progress=progress)  # type: ignore[arg-type]
+        return calibrate_model(model_or_pipeline, batches, fit_steps=fit_steps, progress=progress)  # type: ignore[arg-type]
     from ..training.data.probes import mhla_components, pipeline_batches
 
     models = mhla_components(model_or_pipeline)
@@ -181,18 +185,27 @@ def calibrate(
         raise ValueError(f"batches must be a dict by component for this pipeline: {', '.join(models)}.")
     total = CalibrationReport()
     for name, own in batches.items():
-        total.add(calibrate_model(models[name], own, progress=progress), f"{name}.")
+        total.add(calibrate_model(models[name], own, fit_steps=fit_steps, progress=progress), f"{name}.")
     return total
 
 
 def calibrate_model(
-    model: nn.Module, batches: Iterable[Batch], *, progress: Progress | None = None
+    model: nn.Module, batches: Iterable[Batch], *, fit_steps: int = FIT_STEPS, progress: Progress | None = None
 ) -> CalibrationReport:
     """Calibrate one model in place; arguments and errors are those of [`calibrate`][mhla_hf.calibrate]."""
     started = time.monotonic()
+    check_count("fit_steps", fit_steps, minimum=0)
     batches = check_batches(batches)
     layers = mhla_layers(model)
     report, changes = CalibrationReport(batches=len(batches)), {}
+    done, total = 0, 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, max(done, total))
+
     parameters = base_parameters(model)
     # Starts from the original's values of what an earlier calibration or matching has changed.
     originals: Changes = {
@@ -202,15 +215,17 @@ def calibrate_model(
     with evaluating(model), swapped_parameters(originals):
         layers = find_projections(model, layers, on_device(batches[0], model))
         _check_weights(layers)
-        # One fit of the projection to the layer as it is, and up to two to fitted parameters.
-        size = max(1, _MEMORY_FOR_SUMS // (3 * max(map(ProjectionFit.nbytes, layers))))
-        groups = [layers[start : start + size] for start in range(0, len(layers), size)]
-        passes = sum(1 + any(map(HeadsFit.applies, group)) for group in groups)
-        probe = _Probe(model, layers, batches, progress, passes * len(batches))
+        groups, count = _groups(model, layers, batches)
+        probe, total = _Probe(model, layers, batches, advance), len(groups) * count + len(layers) * fit_steps
         for group in groups:
-            for solved, new in _calibrate_group(probe, group):
+            calls = probe.calls([layer.name for layer in group], count)
+            for layer in group:
+                solved, new = _calibrate_layer(layer, calls.pop(layer.name), fit_steps, advance)
                 report.layers.append(solved)
                 changes.update(new)
+        # Of layers that had nothing to train.
+        if progress is not None and done < total:
+            progress(total, total)
         before = {name: parameter.clone() for name, parameter in parameters.items() if parameter in changes}
     new = {**originals, **changes}
     present = {parameter: parameter.detach().clone() for parameter in new}
@@ -226,24 +241,29 @@ def calibrate_model(
 
 @dataclass
 class _Probe:
-    """The batches, run through the model with its original attention."""
+    """The batches, run through the model with its original attention.
+
+    Attributes:
+        model: The model.
+        layers: Its MHLA layers.
+        batches: The batches.
+        advance: Called after every batch.
+    """
 
     model: nn.Module
     layers: Sequence[AttentionLayer]
     batches: Sequence[Batch]
-    progress: Progress | None
-    total: int
-    done: int = 0
+    advance: Callable[[], None]
 
     @torch.no_grad()
-    def show(self, fits: Mapping[str, Sequence[_Fit]], most_samples: int | None = None) -> None:
-        """Pass the calls of each layer to its fits, over all batches or at least `most_samples` samples."""
-        seen = dict.fromkeys(fits, 0)
+    def calls(self, names: Sequence[str], count: int | None = None) -> dict[str, list[HeadsCall]]:
+        """Record the calls of some layers, in the first `count` batches."""
+        found: dict[str, list[HeadsCall]] = {name: [] for name in names}
 
         def observe(
             layer: AttentionLayer, args: Any, kwargs: dict[str, Any], output: torch.Tensor, heads: torch.Tensor
         ) -> None:
-            if layer.name not in fits:
+            if layer.name not in found:
                 return
             for tensor, which in ((heads, "its original attention"), (output, "MHLA")):
                 if not torch.isfinite(tensor).all():
@@ -251,61 +271,51 @@ class _Probe:
                         f"layer {layer.name}: {which} gives numbers that are not finite for batch {index} of "
                         "the probe. The model is unchanged; check that batch, or calibrate in float32."
                     )
-            numbers = torch.arange(seen[layer.name], seen[layer.name] + len(output), device=output.device)
-            seen[layer.name] += len(output)
+            # Of one batch in so many all samples are held out, of few batches one sample in so many.
+            seen = sum(len(call.heads) for call in found[layer.name])
+            numbers = torch.arange(seen, seen + len(output), device=output.device)
             if len(self.batches) >= _HELD_OUT:
                 numbers = torch.full_like(numbers, index)
-            call = HeadsCall(args, kwargs, output, heads, numbers % _HELD_OUT == 1)
-            for fit in fits[layer.name]:
-                fit.observe(call)
+            found[layer.name].append(HeadsCall(args, kwargs, heads, numbers % _HELD_OUT == 1))
 
-        for index, batch in enumerate(self.batches):
+        for index, batch in enumerate(self.batches[:count]):  # noqa: B007 (observe reads it)
             with original_heads(self.model, self.layers, observe):
                 run(self.model, on_device(batch, self.model))
-            if most_samples is None:
-                self.done += 1
-                if self.progress is not None:
-                    self.progress(self.done, self.total)
-            elif index and min(seen.values()) >= most_samples:
-                break
+            self.advance()
+        return found
 
 
-def _calibrate_group(probe: _Probe, group: Sequence[AttentionLayer]) -> Iterator[tuple[LayerCalibration, Changes]]:
-    """Solve a group of layers without changing the model."""
-    temperatures = {layer.name: TemperatureFit(layer) for layer in group if TemperatureFit.applies(layer)}
-    if temperatures:
-        probe.show({name: [fit] for name, fit in temperatures.items()}, _TEMPERATURE_SAMPLES)
-    # The best temperature of MHLA by itself need not be that of MHLA with what is fitted to it: both are followed up.
-    candidates: dict[str, list[Changes]] = {layer.name: [{}] for layer in group}
-    for name, fit in temperatures.items():
-        candidates[name] += [changes] if (changes := fit.solve()) else []
-    heads = {
-        layer.name: [HeadsFit(layer, changes) for changes in candidates[layer.name]]
-        for layer in group
-        if HeadsFit.applies(layer)
-    }
-    if heads:
-        probe.show(heads)
-    for name, fits in heads.items():
-        candidates[name] = [{}, *({**changes, **fit.solve().changes} for changes, fit in zip(candidates[name], fits))]
-    del heads
-    projections = {
-        layer.name: [ProjectionFit(layer, changes) for changes in candidates[layer.name]] for layer in group
-    }
-    probe.show(projections)
-    for layer in group:
-        yield _solved(layer, projections.pop(layer.name))
+def _groups(
+    model: nn.Module, layers: Sequence[AttentionLayer], batches: Sequence[Batch]
+) -> tuple[list[Sequence[AttentionLayer]], int]:
+    """Layers whose calls fit into memory together, and how many batches do where one layer's calls do not."""
+    sample = _Probe(model, layers, batches, lambda: None).calls([layer.name for layer in layers], 1)
+    nbytes = max(1, *(sum(map(_nbytes, calls)) for calls in sample.values()))
+    room = _room(next(model.parameters()).device)
+    count = min(len(batches), max(_LEAST_BATCHES, room // nbytes))
+    size = max(1, room // (nbytes * count))
+    return [layers[start : start + size] for start in range(0, len(layers), size)], count
 
 
-def _solved(layer: AttentionLayer, fits: Sequence[ProjectionFit]) -> tuple[LayerCalibration, Changes]:
-    """Choose the new values of a layer: none if they would not lower the held-out error.
+def _nbytes(call: HeadsCall) -> int:
+    """Memory of a call, without what it shares with others."""
+    return sum(value.nbytes for value in (*call.args, *call.kwargs.values(), call.heads) if torch.is_tensor(value))
 
-    Args:
-        layer: The layer.
-        fits: The fits of the projection to the candidates; the first is to the layer as it is.
-    """
+
+def _room(device: torch.device) -> int:
+    """Bytes that calls may take."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return free // 2
+
+
+def _calibrate_layer(
+    layer: AttentionLayer, calls: list[HeadsCall], fit_steps: int, advance: Callable[[], None]
+) -> tuple[LayerCalibration, Changes]:
+    """Choose new values for a layer without changing it: none if they would not lower the held-out error."""
     report = LayerCalibration(layer.name)
-    report.tokens, report.held_out_tokens = fits[0].counts
+    for held_out in (False, True):
+        count = sum(len(call.rows(call.heads, held_out)) for call in calls)
+        report.tokens, report.held_out_tokens = (report.tokens, count) if held_out else (count, 0)
     if not report.tokens:
         report.note = "the probe does not reach it"
         return report, {}
@@ -313,11 +323,22 @@ def _solved(layer: AttentionLayer, fits: Sequence[ProjectionFit]) -> tuple[Layer
         raise ValueError(
             "batches must hold at least 2 samples, one to fit and one to measure the error; the more, the better."
         )
-    solutions = [fit.solve() for fit in fits]
-    best = min(range(len(fits)), key=lambda index: solutions[index].error)
+    starts: list[Changes] = [{}]
+    if TemperatureFit.applies(layer):
+        temperatures = TemperatureFit(layer)
+        for call in calls[:_TEMPERATURE_CALLS]:
+            temperatures.observe(call)
+        starts += [changes] if (changes := temperatures.solve()) else []
+    # The best temperature of MHLA by itself need not be that of MHLA with what is fitted to it: both are followed up.
+    candidates = [{**start, **fit_heads(layer, calls, start)} for start in (starts[-1:] if fit_steps else starts)]
+    if fit_steps and trained_weights(layer):
+        candidates.append(fit_own_weights(layer, calls, candidates[0], fit_steps, advance))
+    candidates = [{}, *filter(None, candidates)]
+    solutions = [_project(layer, calls, own) for own in candidates]
+    best = min(range(len(candidates)), key=lambda index: solutions[index].error)
     solution, scale = solutions[best], max(solutions[0].scale, torch.finfo(torch.float32).tiny)
     report.error_before = report.error_after = solutions[0].error_before / scale
-    changes = {**fits[best].own, **solution.changes}
+    changes = {**candidates[best], **solution.changes}
     if report.error_before <= _NEGLIGIBLE:
         report.note = "computes what the original does already"
         return report, {}
@@ -327,13 +348,27 @@ def _solved(layer: AttentionLayer, fits: Sequence[ProjectionFit]) -> tuple[Layer
     report.error_after, report.projection_ridge = solution.error / scale, solution.strength
     mhla, projection = layer.mhla, layer.projection
     fitted = {
-        "temperature": getattr(mhla.feature_map_key, "weight", None),
+        "feature_map": getattr(mhla.feature_map_key, "weight", None),
+        "mixing": mhla.mixing,
         "gains": mhla.window_gain,
         "lepe": getattr(mhla.lepe, "weight", None),
         "projection": getattr(projection, "weight", None),
     }
     report.changed = [name for name, parameter in fitted.items() if parameter in changes]
     return report, changes
+
+
+@torch.no_grad()
+def _project(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -> ProjectionSolution:
+    """Fit the output projection to a layer with other values for parameters of `mhla`."""
+    fit = ProjectionFit(layer)
+    with swapped_parameters(own):
+        for call in calls:
+            heads = layer.mhla(*call.args, **call.kwargs)
+            for held_out in (False, True):
+                mine, theirs = (call.rows(tokens.flatten(2), held_out) for tokens in (heads, call.heads))
+                fit.add(mine, layer.project(theirs), held_out)
+    return fit.solve()
 
 
 def check_batches(batches: Iterable[Batch] | None) -> list[Batch]:
@@ -365,6 +400,7 @@ def calibrate_directory(
     output: str | Path | None = None,
     force: bool = False,
     overwrite: bool = False,
+    fit_steps: int = FIT_STEPS,
     progress: Callable[[int, int], None] | None = None,
     **probe: Any,
 ) -> CalibrationReport:
@@ -378,6 +414,7 @@ def calibrate_directory(
         output: Another directory to write.
         force: Take a model that has been trained or calibrated for one that has not.
         overwrite: Replace `output`.
+        fit_steps: See [`calibrate`][mhla_hf.calibrate].
         progress: See [`calibrate`][mhla_hf.calibrate].
         **probe: The probe; arguments of [`open_probe`][mhla_hf.recovery.data.open_probe].
 
@@ -404,7 +441,7 @@ def calibrate_directory(
         for name, model in models.items():
             if force:
                 record_weights(model)
-            own = calibrate(model, batches[name], progress=progress)
+            own = calibrate(model, batches[name], fit_steps=fit_steps, progress=progress)
             report.add(own, f"{name}." if len(models) > 1 else "")
         with claimed.staging() as staging:
             write_models(parts[0], staging, models, {"calibration": report.to_dict()})

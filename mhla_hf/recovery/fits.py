@@ -10,6 +10,7 @@ L weights of the convolution for each channel. Of sums: C sets of rows (one for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,110 +21,14 @@ from torch import nn
 from ..layers.mhla import MHLA
 from ..ops.tables import repeat_heads
 from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters
+from ..training.matching.ridge import Moments, solve_ridge, sums_device
 
 
 TEMPERATURES = (1.0, 0.63, 1.6, 2.5, 4.0, 6.3, 10.0)
 """Factors on the weights of a hedgehog feature map that are tried; the first is what it is."""
 HEADS_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
-PROJECTION_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 # Rows with their neighbours are many times what the values are: so many numbers are made at a time.
 _ROW_NUMBERS = 2**23
-# Products of this many rows are summed in fp32 before they join the sums in float64.
-_CHUNK_ROWS = 4096
-
-
-class Moments:
-    """Means and products of the columns of rows that come in parts, in float64.
-
-    The rows are shifted by the mean of the first part: products of numbers far from zero would lose digits in fp32.
-
-    Args:
-        sets: C.
-        columns: P.
-        device: Where the sums are kept.
-    """
-
-    def __init__(self, sets: int, columns: int, device: torch.device | str = "cpu") -> None:
-        self._counts = torch.zeros(sets, 1, dtype=torch.float64, device=device)
-        self._shift = torch.zeros(sets, columns, dtype=torch.float64, device=device)
-        self._total = torch.zeros_like(self._shift)
-        self._products = torch.zeros(sets, columns, columns, dtype=torch.float64, device=device)
-
-    @torch.no_grad()
-    def add(self, rows: torch.Tensor, first: int = 0) -> None:
-        """Add rows.
-
-        Args:
-            rows: `[C, N, P]`, or those of some sets only.
-            first: The set that they begin with.
-        """
-        if not rows.shape[1]:
-            return
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        sets = slice(first, first + len(rows))
-        with torch.autocast(rows.device.type, enabled=False):
-            if not self._counts[first]:
-                self._shift[sets] = rows.mean(1).to(self._shift)
-            shift = self._shift[sets].to(rows)[:, None]
-            for part in rows.split(_CHUNK_ROWS, dim=1):
-                shifted = part - shift
-                self._total[sets] += shifted.sum(1).to(self._total)
-                self._products[sets] += (shifted.mT @ shifted).to(self._products)
-        self._counts[sets] += rows.shape[1]
-
-    @property
-    def count(self) -> int:
-        """N of all parts together."""
-        return int(self._counts[0])
-
-    @property
-    def mean(self) -> torch.Tensor:
-        """`[C, P]`."""
-        return self._shift + self._total / self._counts.clamp_min(1)
-
-    def products(self, centred: bool) -> torch.Tensor:
-        """Sums of products of two columns `[C, P, P]`, of their distances to the means if `centred`."""
-        offset = self._total / self._counts.clamp_min(1)
-        mean, counts = self.mean, self._counts[:, :, None]
-        products = self._products - counts * offset[:, :, None] * offset[:, None, :]
-        return products if centred else products + counts * mean[:, :, None] * mean[:, None, :]
-
-    def squared_sums(
-        self, coefficients: torch.Tensor, intercept: torch.Tensor, products: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Sums over the rows of (row · coefficients + intercept)².
-
-        Args:
-            coefficients: `[C, D, P]`, D linear maps of the rows of each set.
-            intercept: `[C, D]`.
-            products: `products(centred=True)`, where it has been computed.
-
-        Returns:
-            `[C, D]`.
-        """
-        products = self.products(centred=True) if products is None else products
-        spread = ((coefficients @ products) * coefficients).sum(-1)
-        mean = (coefficients @ self.mean[:, :, None])[..., 0] + intercept
-        # Rounding may leave a little less than nothing.
-        return (spread + self._counts * mean.square()).clamp_min(0.0)
-
-
-def solve_ridge(products: torch.Tensor, targets: torch.Tensor, strength: float) -> torch.Tensor:
-    """Solve (G + λ s I) X = Y, s the mean of the diagonal of G.
-
-    Args:
-        products: G `[..., P, P]`, symmetric and positive semidefinite.
-        targets: Y `[..., P, D]`.
-        strength: λ.
-
-    Returns:
-        X `[..., P, D]`.
-    """
-    scale = products.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None]
-    # Columns that are zero throughout have no scale, and a coefficient of zero.
-    ridge = (strength * scale).clamp_min(torch.finfo(products.dtype).tiny ** 0.5)
-    matrix = products + torch.diag_embed(ridge.expand(products.shape[:-1]))
-    return torch.linalg.solve(matrix, targets)
 
 
 @dataclass(frozen=True)
@@ -133,14 +38,12 @@ class HeadsCall:
     Attributes:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        output: Its result `[B, T, H, V]`.
-        heads: Heads of the original attention, same shape.
+        heads: Heads of the original attention `[B, T, H, V]`.
         held_out: Which samples are held out, BoolTensor `[B]`.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: torch.Tensor
     heads: torch.Tensor
     held_out: torch.Tensor
 
@@ -189,7 +92,7 @@ class TemperatureFit:
         weights = self._weights()
         for index, temperature in enumerate(TEMPERATURES):
             with swapped_parameters({weight: weight * temperature for weight in weights}):
-                attended = self.mhla.attention_parts(*call.args, **call.kwargs).attended
+                attended = self.mhla.attention_parts(*call.args, **call.kwargs, attended_alone=True).attended
             error = (attended - call.heads).float().square().sum(-1)
             for part in (0, 1):
                 rows = call.rows(error, bool(part)).unflatten(-1, (self.mhla.num_key_value_heads, -1))
@@ -245,7 +148,7 @@ class HeadsFit:
     def __init__(self, layer: AttentionLayer, own: Changes) -> None:
         self.mhla, self.own = layer.mhla, own
         columns, channels = self._columns(self.mhla), self._channels(self.mhla)
-        self._moments = [Moments(channels, columns, _sums_device(self.mhla.mixing.device)) for _ in range(2)]
+        self._moments = [Moments(channels, columns, sums_device(self.mhla.mixing.device)) for _ in range(2)]
 
     @staticmethod
     def applies(layer: AttentionLayer) -> bool:
@@ -263,7 +166,8 @@ class HeadsFit:
     def observe(self, call: HeadsCall) -> None:
         """Add the rows of one call."""
         with swapped_parameters(self.own):
-            parts = self.mhla.attention_parts(*call.args, **call.kwargs)
+            alone = self.mhla.window_gain is None
+            parts = self.mhla.attention_parts(*call.args, **call.kwargs, attended_alone=alone)
         # The convolution leaves tokens before the grid alone.
         start = self.mhla.num_prefix_tokens if self.mhla.lepe is not None else 0
         grid = call.kwargs.get("grid")
@@ -360,111 +264,22 @@ class HeadsFit:
         return float(self._moments[1].squared_sums(coefficients[:, None], intercept[:, None]).sum())
 
 
-@dataclass(frozen=True)
-class ProjectionSolution:
-    """Solution for an output projection.
-
-    Attributes:
-        error_before: Squared held-out error of the layer's output, with the projection as it is.
-        error: The smallest error, with the solution.
-        scale: Squared distance of the original's held-out output to its mean, what errors are relative to.
-        strength: Strength of the ridge with the smallest error; `None` for the projection as it is.
-        changes: Weight and bias for it; empty for `None`.
-    """
-
-    error_before: float
-    error: float
-    scale: float
-    strength: float | None
-    changes: Changes = field(repr=False)
-
-
-class ProjectionFit:
-    """The output projection, by ridge regression of what the original puts out, shrunk towards what it is.
-
-    The target is linear in the original's heads, so sums of products of MHLA's and the original's heads are all that
-    the fit and its errors need. A projection without bias is fitted without means.
+@torch.no_grad()
+def fit_heads(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -> Changes:
+    """New values for the convolution and the gains of a layer, where it has such and the held-out error falls.
 
     Args:
         layer: The layer.
+        calls: Its calls.
         own: Other values for parameters of `mhla`.
     """
-
-    def __init__(self, layer: AttentionLayer, own: Changes) -> None:
-        self.layer, self.own = layer, own
-        channels = layer.mhla.num_heads * layer.mhla.value_head_dim
-        self._moments = [Moments(1, 2 * channels, _sums_device(layer.mhla.mixing.device)) for _ in range(2)]
-
-    @staticmethod
-    def nbytes(layer: AttentionLayer) -> int:
-        """Memory of the sums."""
-        columns = 2 * layer.mhla.num_heads * layer.mhla.value_head_dim
-        return 2 * 8 * columns * (columns + 2)
-
-    def observe(self, call: HeadsCall) -> None:
-        """Add the rows of one call."""
-        output = call.output
-        if self.own:
-            with swapped_parameters(self.own):
-                output = self.layer.mhla.forward(*call.args, **call.kwargs)
-        for held_out, moments in zip((False, True), self._moments):
-            pair = [call.rows(tokens.flatten(2), held_out) for tokens in (output, call.heads)]
-            moments.add(torch.cat(pair, -1)[None])
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Tokens fitted and held out."""
-        return self._moments[0].count, self._moments[1].count
-
-    def solve(self) -> ProjectionSolution:
-        """The best strength by held-out error, and the projection for it."""
-        projection, (fitted, held) = self.layer.projection, self._moments
-        channels = fitted.mean.shape[1] // 2
-        mean = fitted.mean[0]
-        if projection is None:
-            weight = torch.eye(channels).to(mean)
-        else:
-            weight = as_matrix(projection).detach().to(mean)
-        zero = weight.new_zeros(1, len(weight))
-        held_products = held.products(centred=True)
-        target = torch.cat([torch.zeros_like(weight), weight], -1)
-        scale = float(((target @ held_products[0]) * target).sum())
-
-        def error(new: torch.Tensor, shift: torch.Tensor) -> float:
-            coefficients = torch.cat([-new, weight], -1)[None]
-            return float(held.squared_sums(coefficients, -shift, held_products).sum())
-
-        before = error(weight, zero)
-        best = ProjectionSolution(before, before, scale, None, {})
-        if projection is None:
-            return best
-        bias = getattr(projection, "bias", None)
-        products = fitted.products(centred=bias is not None)[0]
-        own = products[:channels, :channels]
-        left = products[:channels, channels:] - own
-        parameter = projection.weight
-        assert isinstance(parameter, nn.Parameter)
-        for strength in PROJECTION_STRENGTHS:
-            new = weight + weight @ solve_ridge(own, left, strength).T
-            stored = (new if isinstance(projection, nn.Linear) else new.T).to(parameter)
-            changes: Changes = {parameter: stored}
-            new = (stored if isinstance(projection, nn.Linear) else stored.T).to(mean)
-            shift = zero
-            if bias is not None:
-                wanted = weight @ mean[channels:] - new @ mean[:channels]
-                changes[bias] = (bias.detach().to(mean) + wanted).to(bias)
-                shift = (changes[bias].to(mean) - bias.detach().to(mean))[None]
-            found = error(new, shift)
-            if found < best.error:
-                best = ProjectionSolution(before, found, scale, strength, changes)
-        return best
-
-
-def as_matrix(projection: nn.Module) -> torch.Tensor:
-    """The weight of a linear map as `[D, C]`; the `Conv1D` of transformers stores its transpose."""
-    weight = projection.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight if isinstance(projection, nn.Linear) else weight.T
+    if not HeadsFit.applies(layer):
+        return {}
+    fit = HeadsFit(layer, own)
+    for call in calls:
+        fit.observe(call)
+    with swapped_parameters(own):
+        return fit.solve().changes
 
 
 def _patches(image: torch.Tensor, kernel: int) -> torch.Tensor:
@@ -482,8 +297,3 @@ def _patches(image: torch.Tensor, kernel: int) -> torch.Tensor:
     for axis in range(2, 2 + axes):
         patches = patches.unfold(axis, kernel, 1)
     return patches.transpose(0, 1)
-
-
-def _sums_device(device: torch.device) -> torch.device:
-    """Device of sums in float64, a type that Apple's GPUs do not have."""
-    return torch.device("cpu") if device.type == "mps" else device

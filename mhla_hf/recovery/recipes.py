@@ -72,24 +72,38 @@ class DataOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(Options):
-    """Closed-form calibration, without training."""
+    """Calibration of each layer, in closed form and by a short training of what MHLA adds."""
 
     batches: int = _count(24, "Batches that are run.", minimum=2)
     batch_size: int = _count(16, "Samples of a batch.", maximum=MOST_IN_BATCH)
+    fit_steps: int = _count(300, "Steps of the training of feature maps and mixing weights, a layer.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchOptions(Options):
     """Training of each layer on the output of the one it replaced, from recorded activations."""
 
-    steps: int = _count(600, "Optimizer steps of each layer.")
+    steps: int = _count(600, "Optimizer steps of a layer, on average: layers that matter more get more.")
     batches: int = _count(160, "Batches whose activations are kept.")
     batch_size: int = _count(1, "Samples of a batch.", maximum=MOST_IN_BATCH)
-    learning_rate: float = option(3e-3, "Peak rate of the layer's projections.", above=0)
-    mhla_learning_rate: float = option(5e-3, "Peak rate of the parameters that MHLA adds.", above=0)
+    optimizer: str = option("muon", "Optimizer of the projections' matrices.", choices=("muon", "adam"))
+    learning_rate: float = option(6e-3, "Peak rate of the layer's projections.", above=0)
+    mhla_learning_rate: float = option(2e-2, "Peak rate of the parameters that MHLA adds.", above=0)
     cache: str = option(
         "auto", "Where activations are kept; auto takes memory where they fit, else the disk.", choices=TRANSFER_CACHES
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksOptions(Options):
+    """Training of the blocks with MHLA, one after the other, on what the blocks before now give them."""
+
+    steps: int = _count(230, "Optimizer steps of a block, on average: blocks that matter more get more.")
+    batches: int = _count(320, "Batches whose hidden states are kept.")
+    batch_size: int = _count(1, "Samples of a batch.", maximum=MOST_IN_BATCH)
+    optimizer: str = option("muon", "Optimizer of the matrices.", choices=("muon", "adam"))
+    learning_rate: float = option(1e-3, "Peak rate.", above=0)
+    mhla_learning_rate: float = option(4e-3, "Peak rate of the parameters that MHLA adds.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +133,7 @@ class FinetuneOptions(Options):
 STAGES: dict[str, type[Options]] = {
     "calibrate": CalibrateOptions,
     "match": MatchOptions,
+    "blocks": BlocksOptions,
     "distill": DistillOptions,
     "finetune": FinetuneOptions,
 }
@@ -139,6 +154,7 @@ class Recipe:
         data: Amount and size of the data.
         calibrate: The stage, or `None` to leave it out; as are the following.
         match: The stage.
+        blocks: The stage.
         distill: The stage.
         finetune: The stage.
         name: Name in errors.
@@ -150,6 +166,7 @@ class Recipe:
     data: DataOptions = DataOptions()
     calibrate: CalibrateOptions | None = None
     match: MatchOptions | None = None
+    blocks: BlocksOptions | None = None
     distill: DistillOptions | None = None
     finetune: FinetuneOptions | None = None
     name: str = field(default="recipe", compare=False)
@@ -214,7 +231,7 @@ class Recipe:
         """
         if not 0 < factor <= MOST_STEPS:
             raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {factor!r:.100}")
-        trained = [name for name in ("match", "distill", "finetune") if getattr(self, name) is not None]
+        trained = [name for name in ("match", "blocks", "distill", "finetune") if getattr(self, name) is not None]
         changes = {f"{name}.steps": max(1, round(getattr(self, name).steps * factor)) for name in trained}
         return self.changed(changes)
 

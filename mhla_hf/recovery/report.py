@@ -19,6 +19,7 @@ TITLES = {
     "converted": "converted",
     "calibrate": "calibrated",
     "match": "matched",
+    "blocks": "blocks matched",
     "distill": "distilled",
     "finetune": "fine-tuned",
 }

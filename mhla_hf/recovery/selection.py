@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers.original import base_parameters, original_attention, original_values
+from ..layers.original import base_parameters, original_attention, original_name, original_values
 from ..models.directory import ModelDirectory
 from ..training.matching.layers import (
     AttentionLayer,
@@ -30,6 +30,7 @@ from ..training.matching.layers import (
     run,
     swapped_parameters,
 )
+from ..training.matching.teacher import SharedTeacher
 from ..utils.machine import synchronize
 from .calibration import CalibrationReport, calibrate_model, check_batches
 from .data import open_probe
@@ -154,7 +155,7 @@ def select_layers(
         layers = find_projections(model, layers, on_device(batches[0], model))
         originals = [_projection(layer) for layer in layers]
         reference = [_output(model, batch, layers) for batch in compared]
-        calibration = calibrate_model(model, batches, progress=lambda *_: advance())
+        calibration = calibrate_model(model, batches, fit_steps=0, progress=lambda *_: advance())
         report = SelectionReport(
             [
                 LayerScore(index, layer.name, done.error_after)
@@ -229,6 +230,50 @@ def select_layers_of(
         )
     models, batches, _ = open_probe([part], dict(mhla or {}), **(probe or {}))
     return select_layers(models[part.component], batches[part.component], **options)
+
+
+def importance(model: nn.Module, teacher: SharedTeacher, batches: Sequence[Batch]) -> list[float]:
+    """By how much each MHLA layer raises the relative squared error of the model's output.
+
+    Args:
+        model: The converted model.
+        teacher: Its original, with the values of all parameters of the layers.
+        batches: What the outputs are compared on.
+
+    Returns:
+        For each layer the part of the error that goes when it alone has its original attention and weights; 0 where
+        the error rises.
+    """
+    parameters = base_parameters(model)
+    with evaluating(model):
+        layers = find_projections(model, mhla_layers(model), on_device(batches[0], model))
+        reference = [teacher.compute(partial(_output, batch=batch, softmax=())) for batch in batches]
+
+        def error(*kept: AttentionLayer) -> float:
+            names = {original_name(name) for layer in kept for name in layer.parameters()}
+            own: Changes = {parameters[name]: teacher.weights[name] for name in names if name in teacher.weights}
+            with swapped_parameters(own):
+                return _relative_error([_output(model, batch, kept) for batch in batches], reference)
+
+        total = error()
+        return [max(0.0, total - error(layer)) for layer in layers]
+
+
+def steps_by_importance(steps: int, values: Sequence[float], least: float) -> list[int]:
+    """Divide steps among layers, in proportion to the square roots of what they cost the model's output.
+
+    Errors fall about with the inverse of the steps taken, and where they do that, roots are what makes their sum
+    smallest.
+
+    Args:
+        steps: Steps of a layer, on average.
+        values: See [`importance`].
+        least: What a layer gets at least, in parts of `steps`.
+    """
+    roots = [max(value, 0.0) ** 0.5 for value in values]
+    total = sum(roots) or 1.0
+    shares = [max(least, len(roots) * root / total) for root in roots]
+    return [round(steps * len(shares) * share / max(sum(shares), 1e-9)) for share in shares]
 
 
 def _projection(layer: AttentionLayer) -> Changes:

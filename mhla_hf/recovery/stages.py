@@ -18,14 +18,21 @@ from ..training.data.batches import BatchSource, Latents, RecordedCalls
 from ..training.data.texts import PackedText
 from ..training.evaluation import evaluate_batches
 from ..training.libraries import DiffusionTrainer, TransformersTrainer
+from ..training.matching.blocks import match_blocks
 from ..training.matching.layers import Batch, base_model, evaluating, mhla_layers, on_device, original_heads, run
 from ..training.matching.matching import match_layers, matching_bar
 from ..training.matching.teacher import SharedTeacher
+from ..utils.files import read_json, write_json
 from .calibration import calibrate_model
-from .recipes import CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions
+from .recipes import BlocksOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions
+from .selection import importance, steps_by_importance
 
 
 _WARMUP_STEPS = 10
+# What a layer gets at least of the steps of a stage, relative to the average; a block that would get less is left out.
+_LEAST_SHARE = 0.25
+# Batches that tell how much each layer matters.
+_TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 4, 4
 # As in matching: the runs are short.
 _SECOND_BETA = 0.99
 _BATCH_SIZE = 16
@@ -55,30 +62,76 @@ class StageSettings:
 def calibrate(
     model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: CalibrateOptions, settings: StageSettings
 ) -> dict[str, Any]:
-    """Fit the linear parts of the layers in closed form."""
-    return calibrate_model(model, data.batches("calibrate", options.batches, options.batch_size)).to_dict()
+    """Fit each layer in closed form, and what MHLA adds by a short training."""
+    batches = data.batches("calibrate", options.batches, options.batch_size)
+    return calibrate_model(model, batches, fit_steps=options.fit_steps).to_dict()
 
 
 def match(
     model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: MatchOptions, settings: StageSettings
 ) -> dict[str, Any]:
     """Train each layer towards the output of the one that it replaced."""
+    steps = _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings.folder)
     report = match_layers(
         model,
         lambda index: data.batch("match", index, options.batch_size),
         num_batches=options.batches,
-        steps=options.steps,
+        steps=steps,
         learning_rate=options.learning_rate,
         mhla_learning_rate=options.mhla_learning_rate,
+        optimizer=options.optimizer,
         # Calibration has changed projections; the original is recorded.
         teacher=teacher,
         cache=options.cache,
         output=settings.folder,
         save_every=settings.save_every,
         seed=settings.seed,
-        progress=matching_bar(settings.progress, len(mhla_layers(model)) * options.steps),
+        progress=matching_bar(settings.progress, sum(steps)),
     )
     return report.to_dict()
+
+
+def blocks(
+    model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: BlocksOptions, settings: StageSettings
+) -> dict[str, Any]:
+    """Train the blocks one after the other on what those before give them, towards the original's hidden states."""
+    steps = _steps(model, teacher, data, options.steps, 0.0, settings.folder)
+    steps = [count if count >= _LEAST_SHARE * options.steps else 0 for count in steps]
+    config = TrainingConfig(
+        max_steps=1,
+        learning_rate=options.learning_rate,
+        mhla_learning_rate=options.mhla_learning_rate,
+        transfer_optimizer=options.optimizer,
+        warmup_steps=_WARMUP_STEPS,
+        lr_schedule="cosine",
+        adam_beta2=_SECOND_BETA,
+        weight_decay=0.0,
+        seed=settings.seed,
+    )
+    report = match_blocks(
+        model,
+        lambda index: data.batch("blocks", index, options.batch_size),
+        num_batches=options.batches,
+        steps=steps,
+        teacher=teacher,
+        config=config,
+        output=settings.folder,
+        progress=matching_bar(settings.progress, sum(steps), "blocks"),
+    )
+    return {"blocks": report}
+
+
+def _steps(
+    model: nn.Module, teacher: SharedTeacher, data: BatchSource, steps: int, least: float, folder: Path
+) -> list[int]:
+    """Divide the steps of a stage among the layers; a run that is resumed keeps the division."""
+    file = folder / "steps.json"
+    if not file.is_file():
+        trial = data.batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
+        divided = steps_by_importance(steps, importance(model, teacher, trial), least)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"steps": divided})
+    return read_json(file, "the steps of each layer")["steps"]
 
 
 def distill(
@@ -106,6 +159,7 @@ def finetune(
 STAGES: dict[str, Callable[..., dict[str, Any]]] = {
     "calibrate": calibrate,
     "match": match,
+    "blocks": blocks,
     "distill": distill,
     "finetune": finetune,
 }

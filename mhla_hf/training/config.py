@@ -94,6 +94,9 @@ class TrainingConfig(Options):
 
     learning_rate: float = option(1e-4, "Peak learning rate.", above=0)
     mhla_learning_rate: float | None = option(None, "Peak rate of MHLA parameters. Default: learning_rate.", above=0)
+    transfer_optimizer: str = option(
+        "muon", "Optimizer of matching, for the matrices of projections; the rest has Adam.", choices=("muon", "adam")
+    )
     transfer_learning_rate: float | None = option(None, "Peak rate of matching. Default: learning_rate.", above=0)
     distill_learning_rate: float | None = option(None, "Peak rate of distillation. Default: learning_rate.", above=0)
     distill_ratio: float = option(

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from ..layers.mixing import effective_mixing, mixing_parameter_value
+
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Zero would stay zero under multiplicative steps.
+# Of mixing weights that take multiplicative steps.
 SMALLEST_WEIGHT = 1e-5
 MATRIX, ADAM, LOGARITHM = "matrix", "adam", "logarithm"
 
@@ -45,8 +47,9 @@ class Muon(torch.optim.Optimizer):
     bfloat16, which most CPUs emulate, and takes matrices alone; this one keeps the parameters' dtype, batches
     equal shapes, and orthogonalises the rows, or columns, of each head by themselves where a group has `heads`.
 
-    The `kind` of a group is `"matrix"` for Muon, `"adam"`, or `"logarithm"`: m ← m · exp(-lr · Adam(m · ∂L/∂m)), which
-    keeps positive weights positive and moves small and large ones at one rate.
+    The `kind` of a group is `"matrix"` for Muon, `"adam"`, or `"logarithm"` for mixing weights:
+    m ← m · exp(-lr · Adam(m · ∂L/∂m)) keeps positive weights positive and moves small and large ones at one rate.
+    Such a group has the layer's `config`, which says how the weights are stored.
 
     Args:
         parameters: As for any optimizer; of groups of kind `"matrix"` all must be matrices.
@@ -115,8 +118,15 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        weights = parameter
         if group["kind"] == LOGARITHM:
-            gradient = gradient * parameter
+            with torch.enable_grad():
+                stored = parameter.detach().requires_grad_()
+                weights = effective_mixing(group["config"], stored)
+                slope = torch.autograd.grad(weights.sum(), stored)[0]
+            # Zero would stay zero; weights that are not used, as those of later blocks, have no gradient.
+            weights = weights.detach().where((weights.abs() >= SMALLEST_WEIGHT) | (gradient == 0), SMALLEST_WEIGHT)
+            gradient = gradient / slope * weights
         state["step"] += 1
         step = float(state["step"])
         state["exp_avg"].lerp_(gradient, 1 - first)
@@ -124,6 +134,6 @@ class Muon(torch.optim.Optimizer):
         root = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - second**step)).add_(1e-10)
         change = state["exp_avg"].div(root).mul_(-group["lr"] / (1 - first**step))
         if group["kind"] == LOGARITHM:
-            parameter.mul_(change.clamp_(-1, 1).exp_())
+            parameter.copy_(mixing_parameter_value(group["config"], weights * change.clamp_(-1, 1).exp_()))
         else:
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)

@@ -9,8 +9,9 @@ import torch
 
 import mhla_hf
 from mhla_hf.recovery import calibration
-from mhla_hf.recovery.fits import HeadsFit, Moments, as_matrix
+from mhla_hf.recovery.fits import HeadsFit
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads, run
+from mhla_hf.training.matching.ridge import Moments, as_matrix
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 from tests.layers.test_original import DIFFUSERS
@@ -95,7 +96,7 @@ def test_projection_equals_a_dense_solution(name):
     batches = probe(example)
     layers, rows = output_errors(model, batches)
     before = {layer.name: as_matrix(layer.projection).clone() for layer in layers}
-    report = mhla_hf.calibrate(model, batches)
+    report = mhla_hf.calibrate(model, batches, fit_steps=0)
     checked = 0
     for layer, entry in zip(layers, report.layers, strict=True):
         if entry.projection_ridge is None:
@@ -160,7 +161,8 @@ def test_convolution_and_gains_equal_a_dense_solution(gains):
     layer, columns = dense_heads(model, batches)
     held = (torch.arange(len(batches)) % 4 == 1).repeat_interleave(len(columns) // len(batches))
     fit = HeadsFit(layer, {})
-    calibration._Probe(model, [layer], batches, None, 1).show({layer.name: [fit]})
+    for call in calibration._Probe(model, [layer], batches, lambda: None).calls([layer.name])[layer.name]:
+        fit.observe(call)
     solution = fit.solve()
     changes = {parameter: solution.changes[parameter] for parameter in fit._current()}
     rows = columns[~held].flatten(0, 1).transpose(0, 1)
@@ -226,7 +228,7 @@ def test_held_out_error_never_rises(name, dtype):
         for batch in probe(example, 6)
     ]  # fmt: skip
     before = state(model)
-    report = mhla_hf.calibrate(model, batches)
+    report = mhla_hf.calibrate(model, batches, fit_steps=30)
     assert [layer.name for layer in report.layers] == [layer.name for layer in mhla_layers(model)]
     assert any(layer.changed for layer in report.layers)
     for layer in report.layers:
@@ -243,17 +245,26 @@ def test_held_out_error_never_rises(name, dtype):
 def test_groups_of_layers_give_the_same(monkeypatch):
     model, example = converted("wan", lepe_kernel=3)
     other, batches, seen = copy.deepcopy(model), probe(example), []
-    together = mhla_hf.calibrate(model, batches)
-    monkeypatch.setattr(calibration, "_MEMORY_FOR_SUMS", 1)
-    apart = mhla_hf.calibrate(other, batches, progress=lambda *count: seen.append(count))
+    together = mhla_hf.calibrate(model, batches, fit_steps=20)
+    monkeypatch.setattr(calibration, "_nbytes", lambda call: 1)
+    monkeypatch.setattr(calibration, "_room", lambda device: len(batches))
+    apart = mhla_hf.calibrate(other, batches, fit_steps=20, progress=lambda *count: seen.append(count))
     assert together.layers == apart.layers
     assert_same_state(other, state(model))
-    count = 2 * len(together.layers) * len(batches)
+    count = len(together.layers) * (len(batches) + 20)
     assert seen == [(done, count) for done in range(1, count + 1)]
 
 
 class Stopped(BaseException):
     pass
+
+
+def test_batches_that_do_not_fit_are_left_out(monkeypatch):
+    model, example = converted("wan", lepe_kernel=3)
+    monkeypatch.setattr(calibration, "_nbytes", lambda call: 1)
+    monkeypatch.setattr(calibration, "_room", lambda device: 3)
+    report = mhla_hf.calibrate(model, probe(example, 6), fit_steps=0)
+    assert {layer.held_out_tokens / layer.tokens for layer in report.layers} == {0.5}
 
 
 @pytest.mark.parametrize("moment", [1, 8])
@@ -262,12 +273,12 @@ def test_interrupted(moment):
     before = state(model)
 
     def stop(done, count):
-        assert count == 8
+        assert count == 4 + 2 * len(mhla_layers(model))
         if done == moment:
             raise Stopped
 
     with pytest.raises(Stopped):
-        mhla_hf.calibrate(model, probe(example), progress=stop)
+        mhla_hf.calibrate(model, probe(example), fit_steps=2, progress=stop)
     assert_same_state(model, before)
 
 

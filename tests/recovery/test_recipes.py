@@ -135,7 +135,7 @@ def test_default_recipes(family):
         ),
         ({"family": "causal", "mhla": {"lepe_kernel": 3}}, "mhla.lepe_kernel must be None with causal=True"),
         ({"family": "encoder", "mhla": {"blocks": [4]}}, "mhla.blocks: it has no meaning for sequences of text"),
-        ({"match": None}, "it has no stage; give one of calibrate, match, distill, finetune"),
+        ({"match": None}, "it has no stage; give one of calibrate, match, blocks, distill, finetune"),
         ({"match": {"batch_size": 4096}}, "match.batch_size must be at most data.samples, 2048, got 4096"),
     ],
 )

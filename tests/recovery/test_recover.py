@@ -29,9 +29,12 @@ SMALL = {
     "data.held_out": 4,
     "calibrate.batches": 2,
     "calibrate.batch_size": 2,
+    "calibrate.fit_steps": 6,
     "match.steps": 6,
     "match.batches": 4,
     "match.batch_size": 1,
+    "blocks.steps": 4,
+    "blocks.batches": 4,
     "distill.steps": 4,
     "distill.batch_size": 2,
 }
@@ -97,7 +100,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_recover(kind, sources, tmp_path):
     report = recover(kind, sources, tmp_path / "out")
-    stages = ["calibrate", "match", "distill"]
+    stages = ["calibrate", "match", "blocks", "distill"]
     assert list(report.figures) == ["softmax", "converted", *stages]
     main = "above_softmax_percent" if kind in ("wan", "dit", "llama") else "cosine"
     assert all(main in report.figures[name] for name in ["converted", *stages])
@@ -138,7 +141,7 @@ def test_results_of_stages_are_kept_where_asked_for(sources, tmp_path, monkeypat
     distill, kept = module.STAGES["distill"], []
     monkeypatch.setitem(module.STAGES, "distill", look)
     recover("bert", sources, tmp_path / "out")
-    assert kept == [{"converted", "match"}]
+    assert kept == [{"converted", "blocks"}]
     monkeypatch.undo()
     recover("bert", sources, tmp_path / "kept", keep_stages=True)
     work = tmp_path / "kept" / "work"
@@ -183,7 +186,7 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
         calls.append(stage)
         return stage(*arguments)
 
-    for _ in range(3):
+    for _ in range(4):
         calls: list[str] = []
         with monkeypatch.context() as patched:
             for name, stage in module.STAGES.items():

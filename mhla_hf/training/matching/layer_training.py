@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -17,13 +18,19 @@ from torch import nn
 
 from ...utils.files import atomic_file
 from ..config import TrainingConfig
+from ..optimizers import ADAM, LOGARITHM, MATRIX, Muon
 from ..parameters import learning_rate_factor, set_learning_rate
 from .layers import AttentionLayer, LayerCall
+from .ridge import ProjectionFit
 
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# What measured best on the demo's Wan, whose 80 blocks give themselves 0.03 on average.
-_MIXING_RATE = 5e-3
+# Rates of mixing weights (of their logarithms) and convolutions, as multiples of that of feature maps; what measured
+# best on the demo's Wan.
+_MIXING_FACTOR, _CONVOLUTION_FACTOR = 2.5, 0.5
+# Smaller matrices, such as tables of few rows, are no maps to orthogonalise.
+_LEAST_SIDE = 8
+_WIDE = 256
 
 
 def autocast(device: torch.device, precision: str | None) -> torch.autocast:
@@ -73,30 +80,38 @@ def trained_names(layer: AttentionLayer, train: str) -> list[str]:
     ]
 
 
-def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over some parameters of a layer, with a learning rate of their own for mixing weights."""
-    parameters, ours = layer.parameters(), f"{layer.name}.mhla."
+def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: TrainingConfig) -> Muon:
+    """The optimizer of some parameters of a layer: Muon or Adam for matrices, multiplicative steps for mixing weights.
+
+    Matrices of wide models are orthogonalised head by head: few tokens overfit them otherwise.
+    """
+    parameters = layer.parameters()
     base = config.transfer_learning_rate or config.learning_rate
     # The more particular option wins: a rate for this stage over one for these parameters in every stage.
     highest = config.transfer_learning_rate or config.mhla_learning_rate or config.learning_rate
-    # A learning rate is a distance.
-    own_block = layer.mhla.mixing_matrix().detach().diagonal(dim1=-2, dim2=-1).mean().item()
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: list[dict[str, Any]] = []
     for name in names:
-        parameter, rate, decay = parameters[name], highest, 0.0
-        if not name.startswith(ours):
-            rate, decay = base, config.weight_decay if parameter.ndim >= 2 else 0.0
-        elif name == f"{ours}mixing":
-            rate = min(highest, max(highest * own_block, _MIXING_RATE))
-        groups.setdefault((rate, decay), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": members, "lr": rate, "peak_lr": rate, "weight_decay": decay}
-            for (rate, decay), members in groups.items()
-        ],
-        betas=(config.adam_beta1, config.adam_beta2),
-        fused=all(parameters[name].device.type in ("cpu", "cuda") for name in names),
-    )
+        parameter = parameters[name]
+        group: dict[str, Any] = {"params": [parameter], "kind": ADAM, "peak_lr": base, "weight_decay": 0.0}
+        if name.endswith(".mhla.mixing"):
+            group |= {"kind": LOGARITHM, "peak_lr": _MIXING_FACTOR * highest, "config": layer.mhla.config}
+        elif ".mhla." in name:
+            group["peak_lr"] = highest * (_CONVOLUTION_FACTOR if ".lepe." in name else 1)
+        elif parameter.ndim >= 2 and ".lora_" not in name:
+            group["weight_decay"] = config.weight_decay
+            if parameter.ndim == 2 and min(parameter.shape) >= _LEAST_SIDE and config.transfer_optimizer == "muon":
+                group |= {"kind": MATRIX, **_heads(layer, parameter)}
+        groups.append(group)
+    return Muon(groups, betas=(config.adam_beta1, config.adam_beta2))
+
+
+def _heads(layer: AttentionLayer, parameter: nn.Parameter) -> dict[str, Any]:
+    """How a matrix of a wide layer is divided into heads."""
+    by_columns = layer.projection is not None and parameter is layer.projection.weight
+    length, width = parameter.shape[1 if by_columns else 0], layer.mhla.head_dim
+    if max(parameter.shape) <= _WIDE or length % width or length > width * layer.mhla.num_heads:
+        return {}
+    return {"heads": length // width, "by_columns": by_columns}
 
 
 class LayerTraining:
@@ -106,14 +121,15 @@ class LayerTraining:
         layer: The layer, with its projection.
         config: The options.
         file: Where to save it; None for nowhere. What it holds is resumed from.
+        steps: Steps to take.
 
     Attributes:
         names: Names of the parameters that train.
         losses: Loss of every step so far.
     """
 
-    def __init__(self, layer: AttentionLayer, config: TrainingConfig, file: Path | None) -> None:
-        self.layer, self.config, self.file = layer, config, file
+    def __init__(self, layer: AttentionLayer, config: TrainingConfig, file: Path | None, steps: int) -> None:
+        self.layer, self.config, self.file, self.steps = layer, config, file, steps
         self.names = trained_names(layer, config.train)
         self.losses: list[float] = []
         if file is not None and file.is_file():
@@ -123,7 +139,7 @@ class LayerTraining:
     @property
     def finished(self) -> bool:
         """True once all steps are taken."""
-        return len(self.losses) >= self.config.transfer_steps
+        return len(self.losses) >= self.steps
 
     @contextmanager
     def prepared(self, device: torch.device | None) -> Iterator[None]:
@@ -174,7 +190,7 @@ class LayerTraining:
         """
         config, step = self.config, len(self.losses)
         factor = learning_rate_factor(
-            step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=config.transfer_steps
+            step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=self.steps
         )
         set_learning_rate(self.optimizer, factor)
         losses = []
@@ -200,6 +216,25 @@ class LayerTraining:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.losses.append(loss_value)
+
+    def observe(self, fit: ProjectionFit, call: LayerCall, held_out: bool) -> None:
+        """Show a call to a fit of the layer's projection."""
+        assert self.layer.projection is not None
+        rows: list[torch.Tensor] = []
+        hook = self.layer.projection.register_forward_pre_hook(lambda module, args: rows.append(args[0].detach()))
+        with torch.no_grad(), autocast(self.weight.device, self.config.mixed_precision):
+            call = send_to_device(call, self.weight.device)
+            self.layer(call.arguments, call.hidden_states.to(self.weight.dtype))
+        hook.remove()
+        heads, output = rows[0].flatten(2), call.output
+        valid = torch.ones_like(heads[..., 0], dtype=torch.bool) if call.valid is None else call.valid
+        fit.add(heads[valid], output[valid], held_out)
+
+    @property
+    def fits_projection(self) -> bool:
+        """Whether the output projection is a plain map that trains as a whole."""
+        projection = self.layer.projection
+        return projection is not None and f"{self.layer.projection_name}.weight" in self.names
 
     def save(self) -> None:
         """Save the weights; of a layer that is not finished the optimizer's moments, too."""

@@ -67,6 +67,10 @@ class AttentionLayer:
             output = self.projection(output)
         return output
 
+    def project(self, heads: torch.Tensor) -> torch.Tensor:
+        """The output projection of heads `[..., H·V]`; the heads themselves where there is none."""
+        return heads if self.projection is None else self.projection(heads)
+
     def modules(self) -> dict[str, nn.Module]:
         """The attention module and, where it is not part of that, the output projection, by name."""
         outside = {self.projection_name: self.projection} if self.projects_outside and self.projection else {}
@@ -276,7 +280,7 @@ def record_calls(
 
     def before(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            arguments, hidden_states = _take_hidden_states(args, kwargs)
+            arguments, hidden_states = take_hidden_states(args, kwargs)
             inputs[name] = arguments, keep(hidden_states)
 
         return hook
@@ -376,12 +380,18 @@ def run(model: nn.Module, batch: Batch) -> Any:
     return model(**{**options, **batch})
 
 
-def first_output(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The first output of a model for a batch; without padding, as rows `[N, D]`, where a mask says what that is."""
+def first_output(model: nn.Module, batch: Batch, padding: bool = False) -> torch.Tensor:
+    """The first output of a model for a batch; without padding, as rows `[N, D]`, where a mask says what that is.
+
+    Args:
+        model: The model.
+        batch: Keyword arguments of its forward.
+        padding: Leave padding in.
+    """
     output = run(model, batch)
     output = output if isinstance(output, torch.Tensor) else first(output[0])
     mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == output.shape[:2]:
+    if not padding and isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape == output.shape[:2]:
         return output[mask.bool()]
     return output
 
@@ -403,9 +413,12 @@ def first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def _take_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallArguments, torch.Tensor]:
-    """Split the arguments of an attention module; masks become `None`, for MHLA layers do not read them."""
-    kwargs = {name: None if name in ("attention_mask", "past_key_values") else kwargs[name] for name in kwargs}
+def take_hidden_states(
+    args: tuple[Any, ...], kwargs: dict[str, Any], masks: bool = False
+) -> tuple[CallArguments, torch.Tensor]:
+    """Split the arguments of a module; masks become `None` unless asked for, for MHLA layers do not read them."""
+    left_out = () if masks else ("attention_mask", "past_key_values")
+    kwargs = {name: None if name in left_out else kwargs[name] for name in kwargs}
     if "hidden_states" in kwargs:
         hidden_states = kwargs["hidden_states"]
         return CallArguments(args, {**kwargs, "hidden_states": None}, "hidden_states"), hidden_states.detach()

@@ -31,6 +31,7 @@ from ..processes import Processes, StopSignals, TrainingStopped
 from .layer_training import LayerTraining, autocast, layer_loss, trained_names
 from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable
 from .records import Record, Records, choose_cache, free_room
+from .ridge import ProjectionFit
 from .teacher import SharedTeacher, shared_teacher
 
 
@@ -42,8 +43,10 @@ ACTIVATIONS = "activations"
 # Options that a run must have been begun with.
 _IDENTITY = (
     *("learning_rate", "mhla_learning_rate", "transfer_learning_rate", "train", "warmup_steps", "max_grad_norm"),
-    *("mixed_precision", "seed", "lr_schedule", "weight_decay"),
+    *("mixed_precision", "seed", "lr_schedule", "weight_decay", "transfer_optimizer"),
 )
+# Records that a projection is fitted to in the end, and which of them are held out: one in so many.
+_FITTED_RECORDS, _HELD_OUT = 128, 4
 # At least so many draws of noise, however few samples.
 _LEAST_RECORDS = 128
 # Inputs with an entry for every token of every sample, in the order they are looked for.
@@ -111,13 +114,14 @@ class Matching:
     Attributes:
         model: The model.
         data: The batches.
-        config: The options; `transfer_steps` steps for each layer.
+        config: The options; `transfer_steps` steps for each layer where `steps_by_layer` is None.
         batch_size: Records of a step.
         teacher: The original.
         output: Directory of the run; None writes nothing.
         progress: Called after every step.
         dtype: Type in which hidden states and outputs are kept.
         device: Where a layer trains; None for where it is.
+        steps_by_layer: Steps of each layer.
     """
 
     model: nn.Module
@@ -129,13 +133,18 @@ class Matching:
     progress: Progress | None
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | None = None
+    steps_by_layer: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self.processes = Processes()
         self.layers = layers_with_projections(self.model, self.data[0])
         self.mine = self.processes.share_of(self.layers)
         self.names = [layer.name for layer in self.mine]
-        self.steps = self.config.transfer_steps
+        self.layer_steps = dict(zip([layer.name for layer in self.layers], self.steps_by_layer or ()))
+        self.layer_steps = self.layer_steps or dict.fromkeys(
+            [layer.name for layer in self.layers], self.config.transfer_steps
+        )
+        self.steps = max(self.layer_steps.values())
         self.order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.config.seed, stage=STAGE)
         self.report = MatchingReport(seconds={"recording": 0.0, "training": 0.0})
 
@@ -161,7 +170,10 @@ class Matching:
         """Train the layers that are not finished, in `prepared`; see [`match_layers`] for the arguments."""
         with StopSignals() as signals:
             with self.processes.together():
-                runs = [LayerTraining(layer, self.config, self._file(layer)) for layer in self.mine]
+                runs = [
+                    LayerTraining(layer, self.config, self._file(layer), self.layer_steps[layer.name])
+                    for layer in self.mine
+                ]
             records: Records | None = Records()
             if any(self.processes.all(any(not run.finished for run in runs))):
                 with self.processes.together():
@@ -180,10 +192,11 @@ class Matching:
         with ExitStack() as stack:
             for run in runs:
                 stack.enter_context(run.prepared(None if records is None else self.device))
-            for step in range(min((len(run.losses) for run in runs), default=self.steps), self.steps):
+            steps = max((run.steps for run in runs), default=0)
+            for step in range(min((len(run.losses) for run in runs), default=steps), steps):
                 numbers = self._numbers(step)
                 # A process that was killed while it saved several layers left some of them ahead.
-                behind = [run for run in runs if len(run.losses) == step]
+                behind = [run for run in runs if len(run.losses) == step < run.steps]
                 made = [self._record(number, self._rounded) for number in numbers if records is None]
                 for run in behind:
                     name = run.layer.name
@@ -191,27 +204,50 @@ class Matching:
                     run.take_step([record[name] for record in made] or kept, numbers)
                     if self.progress is not None:
                         self.progress(name, step + 1, run.losses[-1])
+                self._fit_projections([run for run in behind if run.finished], records)
                 # Layers that train one after another are saved when they are finished.
-                due = records is None and (step + 1) % (self.config.checkpointing_steps or self.steps) == 0
-                if due or step + 1 == self.steps or signals.received is not None:
-                    for run in behind:
+                due = records is None and (step + 1) % (self.config.checkpointing_steps or steps) == 0
+                for run in behind:
+                    if due or run.finished or signals.received is not None:
                         run.save()
                 if signals.received is not None:
                     way_on = "nothing was saved, for there is no output"
                     if self.output is not None:
                         way_on = f"the same command continues from there (saved in {self.output})"
                     name = runs[0].layer.name
-                    message = f"stopped matching {name} after step {step + 1} of {self.steps}; {way_on}"
+                    message = f"stopped matching {name} after step {step + 1} of {steps}; {way_on}"
                     raise TrainingStopped(message, signals.received)
+
+    def _fit_projections(self, runs: Sequence[LayerTraining], records: Records | None) -> None:
+        """Fit the output projections of layers that are trained once more in closed form, as calibration does."""
+        fits = {run.layer.name: ProjectionFit(run.layer) for run in runs if run.fits_projection}
+        if not fits:
+            return
+        for number in self._needed()[:_FITTED_RECORDS]:
+            made = self._record(number, self._rounded) if records is None else {}
+            for run in runs:
+                name = run.layer.name
+                if name in fits:
+                    call = made[name] if records is None else records.call(number, name)
+                    run.observe(fits[name], call, number % _HELD_OUT == 1)
+        for run in runs:
+            if run.layer.name in fits and min(fits[run.layer.name].counts):
+                with torch.no_grad():
+                    for parameter, value in fits[run.layer.name].solve().changes.items():
+                        parameter.copy_(value)
 
     def _numbers(self, step: int) -> list[int]:
         """Numbers of the batches that a step learns from."""
         return [self.order.dataset_index(step * self.batch_size + number) for number in range(self.batch_size)]
 
+    def _needed(self) -> list[int]:
+        """Numbers of all batches that steps learn from."""
+        return sorted({number for step in range(self.steps) for number in self._numbers(step)})
+
     def _records(self, cache: str, signals: StopSignals) -> Records | None:
         """Record all batches that steps take; None where each step makes its records."""
         began = time.perf_counter()
-        needed = sorted({number for step in range(self.steps) for number in self._numbers(step)})
+        needed = self._needed()
         if cache != "none":
             calls = self._record(needed[0], self._kept)
             size = sum(call.hidden_states.nbytes + call.output.nbytes for call in calls.values())
@@ -276,7 +312,7 @@ class Matching:
         """What an earlier run in the output must agree in."""
         return {
             **{name: getattr(self.config, name) for name in _IDENTITY},
-            "steps": self.steps,
+            "steps": list(self.layer_steps.values()),
             "batch_size": self.batch_size,
             "cache_dtype": str(self.dtype),
             "model or data": "-".join(
@@ -322,12 +358,13 @@ def match_layers(
     model: nn.Module,
     batches: Sequence[Batch] | Callable[[int], Batch],
     *,
-    steps: int = 600,
+    steps: int | Sequence[int] = 600,
     num_batches: int | None = None,
     teacher: nn.Module | SharedTeacher | None = None,
     batch_size: int = 1,
-    learning_rate: float = 3e-3,
-    mhla_learning_rate: float = 5e-3,
+    learning_rate: float = 6e-3,
+    mhla_learning_rate: float = 2e-2,
+    optimizer: str = "muon",
     train: str = "full",
     warmup_steps: int = 10,
     max_grad_norm: float = 1.0,
@@ -355,14 +392,15 @@ def match_layers(
         batches: Keyword arguments of the model's `forward`, or a function that makes those of a number, always the
             same. They are visited in an order that follows from `seed`, all of them before any comes again. Tokens
             that an `attention_mask` leaves out do not count.
-        steps: Optimizer steps of each layer.
+        steps: Optimizer steps of each layer, or of every layer its own, in the order of the model's modules.
         num_batches: Number of batches; only for a function.
         teacher: The original, of the class that transformers or diffusers has; or a `SharedTeacher` of the model, made
             with the original values of changed parameters.
         batch_size: Batches that one step learns from.
         learning_rate: Peak learning rate of projections, norms and output projections.
-        mhla_learning_rate: That of the parameters of `mhla`; for mixing weights, above 5e-3, times the mean weight
-            that a block gives to itself, but at least 5e-3.
+        mhla_learning_rate: That of the parameters of `mhla`; half of it for the convolution, and 2.5 times as much for
+            the logarithms of mixing weights.
+        optimizer: `"muon"` for the matrices of projections, with Adam for the rest; or `"adam"` for all.
         train: `"full"`, `"mhla"` for the parameters of `mhla` alone, or `"lora"` for adapters and these.
         warmup_steps: Steps in which the learning rate rises; then it falls to zero along a cosine.
         max_grad_norm: Gradients of a layer are clipped to this norm; 0 switches clipping off.
@@ -388,13 +426,17 @@ def match_layers(
         TrainingStopped: After Ctrl-C or SIGTERM, when a checkpoint is saved.
         OSError: If there is no room on the disk.
     """
-    for name, number in (("steps", steps), ("batch_size", batch_size)):
+    by_layer = None if isinstance(steps, int) else list(steps)
+    for name, number in (*(("steps", number) for number in by_layer or [steps]), ("batch_size", batch_size)):
         check_count(name, number)
+    if by_layer is not None and len(by_layer) != len(mhla_layers(model)):
+        raise ValueError(f"steps has {len(by_layer)} numbers, and the model {len(mhla_layers(model))} MHLA layers.")
     check_choice("cache", cache, TRANSFER_CACHES)
     if cache == "disk" and output is None:
         raise ValueError("cache='disk' needs output, the directory to keep the records in.")
     config = TrainingConfig(
-        transfer_steps=steps,
+        transfer_steps=max(by_layer) if by_layer else steps,
+        transfer_optimizer=optimizer,
         max_steps=0,
         learning_rate=learning_rate,
         mhla_learning_rate=mhla_learning_rate,
@@ -421,6 +463,7 @@ def match_layers(
         progress=progress,
         dtype=dtype,
         device=None if device is None else torch.device(device),
+        steps_by_layer=by_layer,
     )
     with matching.prepared():
         before = {
@@ -472,13 +515,13 @@ def match_stage(
         return matching.run(config.transfer_cache)
 
 
-def matching_bar(shown: bool, total: int) -> Progress | None:
+def matching_bar(shown: bool, total: int, name: str = "match") -> Progress | None:
     """Make a progress bar over the steps of all layers, to be given as `progress`; None unless it is shown."""
     if not shown:
         return None
     from tqdm.auto import tqdm
 
-    bar = tqdm(total=total, desc="match", unit="step")
+    bar = tqdm(total=total, desc=name, unit="step")
 
     def advance(layer: str, step: int, loss: float) -> None:
         bar.set_postfix(layer=layer, loss=f"{loss:.4f}", refresh=False)

@@ -218,19 +218,18 @@ def test_a_layer_trains_on_a_device_of_its_own(device, tmp_path):
     assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
-@pytest.mark.parametrize(("rate", "mixing"), [(1e-3, 1e-3), (1e-2, 5e-3), (0.5, None)])
-def test_mixing_weights_learn_at_a_rate_of_their_size(rate, mixing):
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_groups_of_the_optimizer(optimizer):
     student, _ = pair("bert")
     layer = find_projections(student, mhla_layers(student), batches("bert")[0])[0]
-    config = TrainingConfig(mhla_learning_rate=rate, learning_rate=7e-3)
-    optimizer = layer_optimizer(layer, trained_names(layer, "full"), config)
-    rates = {id(member): group["peak_lr"] for group in optimizer.param_groups for member in group["params"]}
-    own_block = layer.mhla.mixing_matrix().diagonal().mean().item()
-    assert 0.01 < own_block < 0.5
-    expected = rate * own_block if mixing is None else mixing
-    assert rates[id(layer.mhla.mixing)] == pytest.approx(expected)
-    assert rates[id(layer.attention.query.weight)] == rates[id(layer.projection.weight)] == 7e-3
-    assert rates[id(layer.mhla.feature_map_query.weight)] == rate
+    config = TrainingConfig(mhla_learning_rate=1e-2, learning_rate=7e-3, transfer_optimizer=optimizer)
+    groups = layer_optimizer(layer, trained_names(layer, "full"), config).param_groups
+    found = {id(member): (group["kind"], group["peak_lr"]) for group in groups for member in group["params"]}
+    matrix = "matrix" if optimizer == "muon" else "adam"
+    assert found[id(layer.mhla.mixing)] == ("logarithm", pytest.approx(2.5e-2))
+    assert found[id(layer.attention.query.weight)] == found[id(layer.projection.weight)] == (matrix, 7e-3)
+    assert found[id(layer.projection.bias)] == ("adam", 7e-3)
+    assert found[id(layer.mhla.feature_map_query.weight)] == ("adam", 1e-2)
 
 
 @pytest.mark.parametrize(
