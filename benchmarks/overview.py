@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery import COLORS, TITLES, points
+from benchmarks.recovery import COLORS, TITLES, points, stages_of
 from mhla_hf.utils.figures import new_figure, save_figure
 from mhla_hf.utils.files import read_json
 
@@ -31,7 +31,13 @@ ATTENTION = {"softmax": "softmax", "mhla": "MHLA", "linear": "linear"}
 
 _COLORS = {**COLORS, "softmax": "#444444"}
 _GREY = "#666666"
-_STAGES = ("converted", "calibrated", "layers matched", "distilled")
+_STAGES = {
+    "converted": "converted",
+    "calibrate": "calibrated",
+    "match": "layers matched",
+    "blocks": "blocks matched",
+    "distill": "distilled",
+}
 # Longest inputs, from which the growth of the time is fitted.
 _GROWTH_POINTS = 4
 # The README shows 1,440 pixels on about 900: letters of 14 points are as large there as the text around.
@@ -77,7 +83,8 @@ def draw(recovery: Mapping[str, Any], long_inputs: Mapping[str, Any], path: Path
     with rc_context({"font.size": _TEXT, "axes.titlesize": _TITLE, "axes.titleweight": "bold"}):
         figure = new_figure(_WIDTH, _HEIGHT)
         left, right = figure.subplots(1, 2)
-        _draw_recovery(left, recovery_lines(recovery))
+        stages = stages_of(next(run for name, run in recovery["results"].items() if name.startswith(f"{MODEL}/mhla/")))
+        _draw_recovery(left, recovery_lines(recovery), [_STAGES[stage] for stage in stages])
         _draw_times(right, time_lines(long_inputs))
         for axis in (left, right):
             axis.spines[["top", "right"]].set_visible(False)
@@ -93,7 +100,7 @@ def draw(recovery: Mapping[str, Any], long_inputs: Mapping[str, Any], path: Path
         save_figure(figure, path)
 
 
-def _draw_recovery(axis: Any, lines: Mapping[str, list[tuple[float, float]]]) -> None:
+def _draw_recovery(axis: Any, lines: Mapping[str, list[tuple[float, float]]], stages: list[str]) -> None:
     from matplotlib.ticker import NullLocator, PercentFormatter
 
     for variant, line in lines.items():
@@ -102,7 +109,7 @@ def _draw_recovery(axis: Any, lines: Mapping[str, list[tuple[float, float]]]) ->
         _label(axis, f"{TITLES[variant]}  +{quality[-1]:.1f} %", line[-1], _COLORS[variant])
     # The stages are named at the highest line.
     highest = max(lines.values(), key=lambda line: line[-1][1])
-    for place, stage in zip(highest[:-1], _STAGES):
+    for place, stage in zip(highest[:-1], stages):
         _label(axis, stage, place, _GREY, offset=(10, 7), fontsize=_SMALL, fontweight="normal")
     last = max(line[-1][0] for line in lines.values())
     best = min(line[-1][1] for line in lines.values())

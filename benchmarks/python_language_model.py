@@ -16,6 +16,7 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,13 +78,13 @@ def build_model() -> LlamaForCausalLM:
     )
 
 
-def main() -> None:
-    """Runs the training."""
+def main(options: Sequence[str] | None = None) -> None:
+    """Runs the training; `options` are those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--minutes", type=float, default=60.0, help="time for the training itself")
     parser.add_argument("--megabytes", type=float, default=40.0, help="how much text")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(options)
     tokenizer, tokens = prepare(arguments.directory, arguments.megabytes)
     model = build_model()
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]

@@ -26,10 +26,11 @@ class DigitCanvases:
         split: `"train"` or `"held_out"`; no scan is in both.
         image_size: Side of an image in pixels.
         digit_sizes: Sides in pixels that scans are enlarged to, one of them drawn for each image.
+        channels: Number of channels C, all alike.
     """
 
-    def __init__(self, split: str, image_size: int, digit_sizes: Sequence[int]) -> None:
-        self.split, self.image_size, self.digit_sizes = split, image_size, tuple(digit_sizes)
+    def __init__(self, split: str, image_size: int, digit_sizes: Sequence[int], *, channels: int = 1) -> None:
+        self.split, self.image_size, self.digit_sizes, self.channels = split, image_size, tuple(digit_sizes), channels
         self.scans = {size: load_scans(split, size)[0] for size in self.digit_sizes}
         self.labels = load_scans(split, self.digit_sizes[0])[1]
 
@@ -37,13 +38,13 @@ class DigitCanvases:
         """Images of one step, a function of seed and step alone, and their digits.
 
         Returns:
-            `[count, 1, image_size, image_size]` float32 in -1..1, and `[count]`.
+            `[count, C, image_size, image_size]` float32 in -1..1, and `[count]`.
         """
         random = np.random.default_rng([stable_seed(seed, "canvases", step)])
         return self._images(random.integers(len(self.labels), size=count), random)
 
     def probe(self, count: int) -> torch.Tensor:
-        """Images `[count, 1, image_size, image_size]` of the first scans, always the same."""
+        """Images `[count, C, image_size, image_size]` of the first scans, always the same."""
         return self._images(np.arange(count), np.random.default_rng([0]))[0]
 
     def evaluation_batches(self, copies: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -58,4 +59,4 @@ class DigitCanvases:
             size = int(random.choice(self.digit_sizes))
             row, column = random.integers(self.image_size - size + 1, size=2)
             image[row : row + size, column : column + size] = self.scans[size][index] * 2 - 1
-        return torch.from_numpy(images), torch.from_numpy(self.labels[chosen]).long()
+        return torch.from_numpy(images).expand(-1, self.channels, -1, -1), torch.from_numpy(self.labels[chosen]).long()
