@@ -108,7 +108,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
             train, held_out = digit_latents(config)
         results: dict[str, Any] = {}
         for variant in VARIANTS:
-            with _shown(console, f"Recover {variant}"):
+            with _shown(console, f"Recover {variant}"), _one_thread():
                 results[variant] = recover_variant(config, variant, train, held_out)
         videos, costs = {}, {}
         for name in ("softmax", *VARIANTS):
@@ -245,6 +245,19 @@ def _claimed(config: DemoConfig) -> Iterator[None]:
             raise ValueError(f"{output} is not empty and no output of a demo; choose another directory")
         write_json(record, options)
         yield
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A context in which torch computes with one thread."""
+    # Layers this small gain little from more. Where other programs keep the cores busy, each of thousands of short
+    # operations would wait, spinning, for a thread that is not running, and that costs many times the computation.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

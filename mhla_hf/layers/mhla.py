@@ -40,6 +40,7 @@ from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
 from ..ops.tables import FEATURE_MAPS, SEQUENCE_NORMALIZERS, repeat_heads
 from ..utils.messages import check_choice, shorten_value
+from .convolution import DepthwiseConv3d
 from .fused import (
     Call,
     HeadNorms,
@@ -71,7 +72,7 @@ from .window import (
 )
 
 
-_CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: DepthwiseConv3d}
 # SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output unchanged.
 GATE_IDENTITY_BIAS = 1.2784645427610738
 
