@@ -260,20 +260,16 @@ def importance(model: nn.Module, teacher: SharedTeacher, batches: Sequence[Batch
 
 
 def steps_by_importance(steps: int, values: Sequence[float], least: float) -> list[int]:
-    """Divide steps among layers, in proportion to the square roots of what they cost the model's output.
-
-    Errors fall about with the inverse of the steps taken, and where they do that, roots are what makes their sum
-    smallest.
+    """Divide steps among layers in proportion to what they cost the model's output.
 
     Args:
         steps: Steps of a layer, on average.
         values: See [`importance`].
-        least: What a layer gets at least, in parts of `steps`.
+        least: What a layer gets at least, relative to the average.
     """
-    roots = [max(value, 0.0) ** 0.5 for value in values]
-    total = sum(roots) or 1.0
-    shares = [max(least, len(roots) * root / total) for root in roots]
-    return [round(steps * len(shares) * share / max(sum(shares), 1e-9)) for share in shares]
+    mean = sum(values) / len(values) or 1.0
+    shares = [max(least, value / mean) for value in values]
+    return [round(steps * len(shares) * share / (sum(shares) or 1.0)) for share in shares]
 
 
 def _projection(layer: AttentionLayer) -> Changes:

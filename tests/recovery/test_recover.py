@@ -250,7 +250,14 @@ def test_pixart_needs_no_data(tmp_path):
     tiny_images.pixart_pipeline().save_pretrained(tmp_path / "pixart")
     with pytest.raises(ValueError, match="data have no effect on models of the family pixart"):
         mhla_hf.recover(tmp_path / "pixart", tmp_path / "out", "digits")
-    changes = {"data.samples": 6, "data.held_out": 2, "calibrate.batches": 4, "match.steps": 4, "match.batches": 4}
+    changes = {
+        "data.samples": 6,
+        "data.held_out": 2,
+        "calibrate.batches": 4,
+        "match.steps": 4,
+        "match.batches": 4,
+        "blocks.batches": 4,
+    }
     report = mhla_hf.recover(tmp_path / "pixart", tmp_path / "out", changes=changes, device="cpu", progress=False)
-    assert list(report.figures) == ["softmax", "converted", "calibrate", "match"]
-    assert report.figures["match"]["cosine"] > report.figures["converted"]["cosine"]
+    assert list(report.figures) == ["softmax", "converted", "calibrate", "match", "blocks"]
+    assert report.figures["blocks"]["cosine"] > report.figures["converted"]["cosine"]

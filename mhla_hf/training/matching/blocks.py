@@ -3,15 +3,16 @@
 
 Matching trains a layer on the original's inputs; in the converted model it meets those with the errors of the layers
 before. A block here gets the inputs that it has in the converted model, and aims at what the original has after that
-block. The last block of a model aims at its output, and what lies between trains along. A step computes one block.
+block; the last block of a model at the model's output. A step computes one block.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from .layers import (
     mhla_layers,
     on_device,
     only_trainable,
+    replaced_forward,
     take_hidden_states,
     trunk_for,
 )
@@ -51,7 +53,6 @@ class Block:
         attention: The block.
         mhla: Its MHLA layer.
         before: The blocks before it, of the last block of a model; `None` for others.
-        after: What comes after the last block, by name.
         model: Computes the model's output from a batch.
     """
 
@@ -59,7 +60,6 @@ class Block:
     attention: nn.Module
     mhla: MHLA
     before: Sequence[nn.Module] | None
-    after: Mapping[str, nn.Module]
     model: Callable[[Batch], torch.Tensor]
     projection: None = None
     projection_name: str = ""
@@ -78,22 +78,20 @@ class Block:
         def replace(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return take_hidden_states(args, kwargs, masks=True)[0].with_hidden_states(hidden_states)
 
-        with _skipped(self.before), ExitStack() as hooks:
+        with ExitStack() as stack:
+            for module in self.before:
+                stack.enter_context(replaced_forward(module, _skip))
             handle = self.attention.register_forward_pre_hook(replace, with_kwargs=True, prepend=True)
-            hooks.callback(handle.remove)
+            stack.callback(handle.remove)
             return self.model(arguments.kwargs)
 
     def modules(self) -> dict[str, nn.Module]:
-        """What trains, by name."""
-        return {self.name: self.attention, **self.after}
+        """The block, by its name."""
+        return {self.name: self.attention}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of `modules`, by their names in the model."""
-        return {
-            f"{name}.{own}": parameter
-            for name, module in self.modules().items()
-            for own, parameter in module.named_parameters()
-        }
+        """Its parameters, by their names in the model."""
+        return {f"{self.name}.{own}": parameter for own, parameter in self.attention.named_parameters()}
 
     def record(self, batch: Batch, teacher: SharedTeacher, dtype: torch.dtype) -> LayerCall:
         """The block's call in the model as it is, with the original's output.
@@ -103,9 +101,11 @@ class Block:
             teacher: The original.
             dtype: Type of the copies.
         """
-        arguments, hidden_states = self._inputs(batch)
+        before = partial(self.attention.register_forward_pre_hook, with_kwargs=True, prepend=True)
+        arguments, hidden_states = self._seen(batch, before, take_hidden_states)
         if self.before is None:
-            target = teacher.compute(lambda model: self._output(batch))
+            after = self.attention.register_forward_hook
+            target = teacher.compute(lambda model: self._seen(batch, after, lambda args, output: first(output)))
         else:
             arguments, target = CallArguments((), dict(batch), 0), teacher.compute(lambda model: self.model(batch))
         valid = batch.get("attention_mask")
@@ -113,22 +113,12 @@ class Block:
         copies = [tensor.detach().to("cpu", dtype, copy=True) for tensor in (hidden_states, target)]
         return LayerCall(arguments, copies[0], copies[1], valid)
 
-    def _inputs(self, batch: Batch) -> tuple[CallArguments, torch.Tensor]:
-        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            raise _Seen(take_hidden_states(args, kwargs))
+    def _seen(self, batch: Batch, register: Callable[..., Any], take: Callable[..., Any]) -> Any:
+        """What a hook of the block finds when the model runs, which ends there."""
 
-        return self._run_until(before, batch, lambda hook: self.attention.register_forward_pre_hook(
-            hook, with_kwargs=True, prepend=True
-        ))  # fmt: skip
+        def hook(module: nn.Module, *given: Any) -> None:
+            raise _Seen(take(*given))
 
-    def _output(self, batch: Batch) -> torch.Tensor:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            raise _Seen(first(output))
-
-        return self._run_until(after, batch, self.attention.register_forward_hook)
-
-    def _run_until(self, hook: Callable[..., None], batch: Batch, register: Callable[..., Any]) -> Any:
-        """Run the model until a hook has seen what it looks for."""
         handle = register(hook)
         try:
             with torch.no_grad():
@@ -144,23 +134,13 @@ class _Seen(Exception):
     """Ends a forward pass with what a hook has seen."""
 
 
-@contextmanager
-def _skipped(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """A context in which blocks return their hidden states."""
+def _skip(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward of a block that returns its hidden states."""
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
-    before = [module.__dict__.get("forward") for module in modules]
-    try:
-        for module in modules:
-            module.forward = forward  # type: ignore[method-assign]
-        yield
-    finally:
-        for module, own in zip(modules, before):
-            del module.forward
-            if own is not None:
-                module.forward = own  # type: ignore[method-assign]
+def _output(trunk: nn.Module, batch: Batch) -> torch.Tensor:
+    return first_output(trunk, batch, padding=True)
 
 
 def blocks_with_mhla(model: nn.Module, batch: Batch) -> list[Block]:
@@ -182,33 +162,9 @@ def blocks_with_mhla(model: nn.Module, batch: Batch) -> list[Block]:
         blocks, number = list(modules[match[1]]), int(match[2])  # type: ignore[call-overload]
         last = number == len(blocks) - 1
         found.append(
-            Block(
-                match[0], blocks[number], layer.mhla, blocks[:-1] if last else None,
-                _modules_after(model, trunk, blocks[-1], batch) if last else {},
-                lambda batch: first_output(trunk, batch, padding=True),
-            )
-        )  # fmt: skip
+            Block(match[0], blocks[number], layer.mhla, blocks[:-1] if last else None, partial(_output, trunk))
+        )
     return found
-
-
-def _modules_after(model: nn.Module, trunk: nn.Module, last: nn.Module, batch: Batch) -> dict[str, nn.Module]:
-    """Modules without others inside that run after the last block alone, with weights of their own."""
-    calls: list[nn.Module] = []
-    with ExitStack() as hooks, torch.no_grad():
-        for module in trunk.modules():
-            if module is last or not list(module.children()):
-                hooks.callback(module.register_forward_hook(lambda module, *_: calls.append(module)).remove)
-        first_output(trunk, batch)
-    place = calls.index(last)
-    before = {parameter for module in (*calls[:place], last) for parameter in module.parameters()}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if module in calls[place + 1 :]
-        and module not in calls[:place]
-        and before.isdisjoint(module.parameters())
-        and any(True for _ in module.parameters())
-    }
 
 
 def match_blocks(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -229,28 +230,26 @@ def original_heads(
     with ExitStack() as stack:
         for layer in layers:
             if observer is None:
-                stack.enter_context(_only_original(layer.mhla, linear))
+                # Reads none of its parameters.
+                forward = partial(original_attention, layer.mhla, linear=linear)
+                stack.enter_context(replaced_forward(layer.mhla, forward))
             else:
                 stack.callback(layer.mhla.register_forward_hook(replace(layer), with_kwargs=True).remove)
         yield
 
 
 @contextmanager
-def _only_original(mhla: MHLA, linear: bool) -> Iterator[None]:
-    """A context in which a module computes the original attention, and reads none of its parameters."""
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return original_attention(mhla, *args, **kwargs, linear=linear)
-
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a module has another forward."""
     # Libraries that move weights replace the method of the instance.
-    before = mhla.__dict__.get("forward")
-    mhla.forward = forward  # type: ignore[method-assign]
+    before = module.__dict__.get("forward")
+    module.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del mhla.forward
+        del module.forward
         if before is not None:
-            mhla.forward = before  # type: ignore[method-assign]
+            module.forward = before  # type: ignore[method-assign]
 
 
 @torch.no_grad()

@@ -140,11 +140,9 @@ class Matching:
         self.layers = layers_with_projections(self.model, self.data[0])
         self.mine = self.processes.share_of(self.layers)
         self.names = [layer.name for layer in self.mine]
-        self.layer_steps = dict(zip([layer.name for layer in self.layers], self.steps_by_layer or ()))
-        self.layer_steps = self.layer_steps or dict.fromkeys(
-            [layer.name for layer in self.layers], self.config.transfer_steps
-        )
-        self.steps = max(self.layer_steps.values())
+        by_layer = self.steps_by_layer or [self.config.transfer_steps] * len(self.layers)
+        self.layer_steps = {layer.name: steps for layer, steps in zip(self.layers, by_layer, strict=True)}
+        self.steps = max(by_layer)
         self.order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.config.seed, stage=STAGE)
         self.report = MatchingReport(seconds={"recording": 0.0, "training": 0.0})
 
@@ -426,16 +424,17 @@ def match_layers(
         TrainingStopped: After Ctrl-C or SIGTERM, when a checkpoint is saved.
         OSError: If there is no room on the disk.
     """
-    by_layer = None if isinstance(steps, int) else list(steps)
-    for name, number in (*(("steps", number) for number in by_layer or [steps]), ("batch_size", batch_size)):
+    layers = mhla_layers(model)
+    by_layer = [steps] * len(layers) if isinstance(steps, int) else list(steps)
+    for name, number in (*(("steps", number) for number in by_layer), ("batch_size", batch_size)):
         check_count(name, number)
-    if by_layer is not None and len(by_layer) != len(mhla_layers(model)):
-        raise ValueError(f"steps has {len(by_layer)} numbers, and the model {len(mhla_layers(model))} MHLA layers.")
+    if len(by_layer) != len(layers):
+        raise ValueError(f"steps has {len(by_layer)} numbers, and the model {len(layers)} MHLA layers.")
     check_choice("cache", cache, TRANSFER_CACHES)
     if cache == "disk" and output is None:
         raise ValueError("cache='disk' needs output, the directory to keep the records in.")
     config = TrainingConfig(
-        transfer_steps=max(by_layer) if by_layer else steps,
+        transfer_steps=max(by_layer),
         transfer_optimizer=optimizer,
         max_steps=0,
         learning_rate=learning_rate,
