@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from conversion.digits.muon import Muon
+from mhla_hf.training.optimizers import Muon
 from mhla_hf.training.parameters import learning_rate_factor, set_learning_rate
 
 

@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.hf_argparser import HfArg
 
 from mhla_hf.demo.run import TEXT_LENGTH
+from mhla_hf.training.optimizers import Muon
 from mhla_hf.utils.machine import machine_facts
 
 from .checkpoints import load_checkpoint, save_checkpoint
 from .models import BaseModelConfig, assemble_pipeline, build_text_encoder, build_transformer, write_pipeline
-from .muon import Muon
 from .text import (
     draw_padded_length,
     encode_text,

@@ -132,6 +132,7 @@ def _figure(name: str, value: float | None) -> str | None:
 class _Calibration:
     force: bool = option("Calibrate even if already trained or calibrated.", "--force", default=False)
     overwrite: Overwrite = False
+    fit_steps: int = option("Steps of feature maps and mixing weights for each layer; 0 for none.", default=300, min=0)
 
 
 _CALIBRATION = [*common.PROBE_OPTIONS, *options_of(_Calibration)]
@@ -146,10 +147,10 @@ def calibrate_command(
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Fit a converted model to its original without training.
+    """Fit a converted model to its original, layer by layer.
 
-    Feature maps, convolutions, gains and output projections are solved for in closed form, from a few passes over a
-    few samples.
+    Feature maps and mixing weights learn from a few samples for some seconds; convolutions, gains and output
+    projections are solved for in closed form.
 
     Examples:
 

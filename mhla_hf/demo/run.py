@@ -53,7 +53,7 @@ _SIZE = {"height": 64, "width": 64, "num_frames": 17}
 _DRAWS, _ENCODE_BATCH, _CHECKPOINT_EVERY = 2, 8, 50
 
 TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
-STAGE_TITLES = {stage: STATES[stage] for stage in ("converted", "calibrate", "match", "blocks", "distill")}
+STAGE_TITLES = {stage: STATES[stage] for stage in ("converted", "calibrate", "match", "blocks")}
 
 _TEMPLATE = Path(__file__).parent / "templates" / "report.md.jinja"
 _FRAMES_PER_SECOND, _SCALE = 8, 4
@@ -189,8 +189,8 @@ def recover_variant(
     recipe: dict[str, Any] = {"mhla.grid": list(GRID), "mhla.blocks": list(blocks)}
     if config.match_steps is not None:
         recipe["match.steps"] = config.match_steps
-    if config.distill_steps is not None:
-        recipe["distill.steps"] = config.distill_steps
+    if config.blocks_steps is not None:
+        recipe["blocks.steps"] = config.blocks_steps
     # A window of neighbours in the frame, and of the same place in all frames.
     options: dict[str, Any] = {
         "window": "cross" if variant == "mhla_window" else None,

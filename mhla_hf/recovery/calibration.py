@@ -330,19 +330,20 @@ def _calibrate_layer(
             temperatures.observe(call)
         starts += [changes] if (changes := temperatures.solve()) else []
     # The best temperature of MHLA by itself need not be that of MHLA with what is fitted to it: both are followed up.
-    candidates = [{**start, **fit_heads(layer, calls, start)} for start in (starts[-1:] if fit_steps else starts)]
+    candidates: list[Changes] = [{**start, **fit_heads(layer, calls, start)} for start in starts]
     if fit_steps and trained_weights(layer):
-        candidates.append(fit_own_weights(layer, calls, candidates[0], fit_steps, advance))
-    candidates = [{}, *filter(None, candidates)]
-    solutions = [_project(layer, calls, own) for own in candidates]
-    best = min(range(len(candidates)), key=lambda index: solutions[index].error)
-    solution, scale = solutions[best], max(solutions[0].scale, torch.finfo(torch.float32).tiny)
-    report.error_before = report.error_after = solutions[0].error_before / scale
-    changes = {**candidates[best], **solution.changes}
+        candidates.append(fit_own_weights(layer, calls, candidates[-1], fit_steps, advance))
+    errors = [_held_out_error(layer, calls, own) for own in ({}, *candidates)]
+    # The fit of the projection is the most expensive one: it has no say in the choice.
+    own = candidates[min(range(len(candidates)), key=lambda index: errors[1 + index])]
+    solution = _project(layer, calls, own)
+    scale = max(solution.scale, torch.finfo(torch.float32).tiny)
+    report.error_before = report.error_after = errors[0] / scale
+    changes = {**own, **solution.changes}
     if report.error_before <= _NEGLIGIBLE:
         report.note = "computes what the original does already"
         return report, {}
-    if not changes or solution.error >= solutions[0].error_before:
+    if not changes or solution.error >= errors[0]:
         report.note = "left alone: the held-out error does not fall"
         return report, {}
     report.error_after, report.projection_ridge = solution.error / scale, solution.strength
@@ -356,6 +357,19 @@ def _calibrate_layer(
     }
     report.changed = [name for name, parameter in fitted.items() if parameter in changes]
     return report, changes
+
+
+@torch.no_grad()
+def _held_out_error(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -> float:
+    """Squared error of a layer's output on held-out samples, with other values for parameters of `mhla`."""
+    total = 0.0
+    with swapped_parameters(own):
+        for call in calls:
+            if call.held_out.any():
+                heads = layer.mhla(*call.args, **call.kwargs)
+                mine, theirs = (layer.project(call.rows(x.flatten(2), True)).float() for x in (heads, call.heads))
+                total += float((mine - theirs).square().sum())
+    return total
 
 
 @torch.no_grad()

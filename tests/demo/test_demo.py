@@ -27,7 +27,7 @@ from .test_pretraining import TINY_PRETRAINING
 
 TINY_DEMO = {
     "match_steps": 2,
-    "distill_steps": 3,
+    "blocks_steps": 3,
     "train_videos": 4,
     "held_out_videos": 4,
     "inference_steps": 2,
@@ -48,7 +48,7 @@ def base(tmp_path_factory) -> Path:
 def finished(base, tmp_path_factory):
     """Directory and report of a complete demo, run by its command."""
     output = tmp_path_factory.mktemp("demo") / "output"
-    options = ["--match-steps", "2", "--distill-steps", "3", "--train-videos", "4", "--held-out-videos", "4"]
+    options = ["--match-steps", "2", "--blocks-steps", "3", "--train-videos", "4", "--held-out-videos", "4"]
     options += ["--prompt", "a three moves left", "--inference-steps", "2", "--original", str(base)]
     result = CliRunner().invoke(app, ["demo", str(output), *options])
     assert result.exit_code == 0, result.output
@@ -124,8 +124,8 @@ def test_a_finished_demo_runs_again_in_no_time(finished, base):
 
 def test_other_options_are_not_mixed_into_old_work(finished, base):
     output, _ = finished
-    with pytest.raises(ValueError, match="another seed, distill_steps; start again with --no-resume"):
-        run_demo(DemoConfig(output=str(output), base=str(base), **{**TINY_DEMO, "distill_steps": 4, "seed": 1}))
+    with pytest.raises(ValueError, match="another blocks_steps, seed; start again with --no-resume"):
+        run_demo(DemoConfig(output=str(output), base=str(base), **{**TINY_DEMO, "blocks_steps": 4, "seed": 1}))
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -155,7 +155,7 @@ def test_the_package_ships_a_small_base_pipeline():
 def test_a_killed_demo_ends_like_an_uninterrupted_one(base, tmp_path):
     arguments = [
         *(sys.executable, "-m", "mhla_hf", "demo", str(tmp_path / "killed"), "--original", str(base)),
-        *("--match-steps", "2", "--distill-steps", "60", "--inference-steps", "2"),
+        *("--match-steps", "2", "--blocks-steps", "60", "--inference-steps", "2"),
         *("--train-videos", "4", "--held-out-videos", "4"),
     ]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -13,7 +13,6 @@ from diffusers import WanPipeline
 
 from conversion.digits import PretrainingConfig, pretrain
 from conversion.digits.models import BaseModelConfig, build_text_encoder, build_tokenizer, build_transformer, build_vae
-from conversion.digits.muon import Muon, orthogonalize
 from conversion.digits.text import encode_text, install_padded_text, padding_bias, tokenize
 from mhla_hf.demo.run import TEXT_LENGTH
 from mhla_hf.training.data.digits import DIRECTIONS, caption_for
@@ -67,25 +66,6 @@ def test_pretraining_text_is_what_the_pipeline_feeds(length):
         processor.bias = padding_bias(lengths, token_ids.shape[1], length)
         actual = transformer(latents, timestep, encode_text(encoder, token_ids, lengths)).sample
     assert torch.allclose(actual, expected, atol=1e-5 * expected.abs().max().item())
-
-
-@pytest.mark.parametrize("shape", [(16, 16), (8, 24), (24, 8)])
-def test_orthogonalize_evens_out_singular_values(shape):
-    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalize(matrices, steps=8))
-    assert values.min() > 0.6 and values.max() < 1.3
-
-
-def test_muon_learns_a_linear_map():
-    torch.manual_seed(0)
-    target, weight = torch.randn(8, 8), torch.nn.Parameter(torch.zeros(8, 8))
-    optimizer = Muon([weight], lr=0.05)
-    for _ in range(300):
-        loss = (weight - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.05
 
 
 def test_pretraining_goes_on_where_it_stopped(tmp_path):
