@@ -44,7 +44,7 @@ IMAGES = "images"
 
 NUM_CLASSES = len(DIGIT_WORDS)
 CHECKPOINT_EVERY = 50
-LANGUAGE_MINUTES = 20.0
+LANGUAGE_MINUTES = 25.0
 _KL_WEIGHT, _CLASS_DROPOUT = 1e-4, 0.1
 _DIT_HELD_OUT = 96
 """As many as the default recipe holds out, and the same ones: the DiT is not trained on them."""
@@ -179,7 +179,7 @@ def make_dit(
         num_embeds_ada_norm=NUM_CLASSES,
     )
     initialize_as_dit(dit)
-    scheduler = DDIMScheduler()
+    scheduler = DDIMScheduler(clip_sample=False)
     objective = DiTObjective(scheduler=dict(scheduler.config))
     training = [dataset[index] for index in chosen]
     order = DataOrder(dataset_size=len(training), batch_size=batch_size, seed=0, stage="pretraining")
