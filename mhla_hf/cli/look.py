@@ -36,13 +36,13 @@ def demo_command(
     """
     config = DemoConfig(output=str(output), progress=not quiet, **given(options, _DEMO))
 
-    from ..demo.run import STAGE_TITLES, TITLES, run_demo
+    from ..demo.run import TITLES, run_demo, stage_titles
 
     report = run_demo(config)
     write_report(json_file, report)
     if quiet:
         return
-    columns = list(STAGE_TITLES.values())
+    columns = list(stage_titles(report).values())
     softmax = {columns[-1]: f"{report['softmax']['held_out_loss']:.4f}"}
     rows: list[dict[str, Any]] = [{"model": "softmax", **dict.fromkeys(columns), **softmax}]
     for name, entry in report["variants"].items():

@@ -40,6 +40,7 @@ class DemoConfig(Options):
     layers: str = option("2/3", "Layers to convert in all copies, in the syntax of `mhla-hf convert`.")
     match_steps: int | None = option(None, "Steps that match each layer's output to softmax.", minimum=1)
     blocks_steps: int | None = option(None, "Steps that match a block's output, on average.", minimum=1)
+    distill_steps: int | None = option(None, "Steps that then match the model's prediction. Default: 0.", minimum=1)
     train_videos: int = option(160, "Videos to train on.", minimum=1)
     held_out_videos: int = option(48, "Videos of held-out scans to compare on.", minimum=1)
     prompts: tuple[str, ...] = option(PROMPTS, "Captions to generate.")

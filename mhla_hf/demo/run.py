@@ -53,7 +53,6 @@ _SIZE = {"height": 64, "width": 64, "num_frames": 17}
 _DRAWS, _ENCODE_BATCH, _CHECKPOINT_EVERY = 2, 8, 50
 
 TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
-STAGE_TITLES = {stage: STATES[stage] for stage in ("converted", "calibrate", "match", "blocks")}
 
 _TEMPLATE = Path(__file__).parent / "templates" / "report.md.jinja"
 _FRAMES_PER_SECOND, _SCALE = 8, 4
@@ -191,6 +190,8 @@ def recover_variant(
         recipe["match.steps"] = config.match_steps
     if config.blocks_steps is not None:
         recipe["blocks.steps"] = config.blocks_steps
+    if config.distill_steps is not None:
+        recipe["distill.steps"] = config.distill_steps
     # A window of neighbours in the frame, and of the same place in all frames.
     options: dict[str, Any] = {
         "window": "cross" if variant == "mhla_window" else None,
@@ -291,7 +292,7 @@ def write_outputs(
     output = config.directory
     variants = {
         name: {
-            "held_out": {stage: result["figures"][stage] for stage in STAGE_TITLES},
+            "held_out": {stage: figures for stage, figures in result["figures"].items() if stage != "softmax"},
             "cpu_seconds": {stage: taken["cpu_seconds"] for stage, taken in result["seconds"].items()},
             **costs[name],
         }
@@ -322,10 +323,16 @@ def write_outputs(
     write_card(output / "mhla", text=card, overwrite=True)
     template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
     with atomic_file(output / "report.md") as temporary:
-        text = template.render(report, stages=STAGE_TITLES, titles=TITLES, layers=config.layers)
+        stages = stage_titles(report)
+        text = template.render(report, stages=stages, titles=TITLES, layers=config.layers)
         temporary.write_text(text, encoding="utf-8")
     write_json(output / "report.json", report)
     return report
+
+
+def stage_titles(report: Mapping[str, Any]) -> dict[str, str]:
+    """Titles of the stages that the copies of a demo went through."""
+    return {stage: STATES[stage] for stage in report["variants"]["mhla"]["held_out"]}
 
 
 def side_by_side(videos: Mapping[str, np.ndarray], prompts: Sequence[str]) -> list[Image.Image]:

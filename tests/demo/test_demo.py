@@ -83,7 +83,7 @@ def test_report_compares_on_the_same_draws(finished):
     _, report = finished
     softmax = report["softmax"]["held_out_loss"]
     for entry in report["variants"].values():
-        for stage in ("converted", "calibrate", "match", "distill"):
+        for stage in ("converted", "calibrate", "match", "blocks"):
             figures = entry["held_out"][stage]
             assert figures["above_softmax_percent"] == pytest.approx(100 * (figures["loss"] / softmax - 1))
         assert all(seconds > 0 for seconds in entry["cpu_seconds"].values())
@@ -110,7 +110,7 @@ def test_written_pipeline_generates_with_plain_diffusers(finished):
     assert (card.data.license, card.data.pipeline_tag) == ("apache-2.0", "text-to-video")
     assert card.data.widget == [{"text": "a three moves left", "output": {"url": "sample.gif"}}]
     assert card.data.eval_results[0].metric_value == pytest.approx(
-        report["variants"]["mhla"]["held_out"]["distill"]["loss"], abs=1e-4
+        report["variants"]["mhla"]["held_out"]["blocks"]["loss"], abs=1e-4
     )
 
 
@@ -124,7 +124,7 @@ def test_a_finished_demo_runs_again_in_no_time(finished, base):
 
 def test_other_options_are_not_mixed_into_old_work(finished, base):
     output, _ = finished
-    with pytest.raises(ValueError, match="another blocks_steps, seed; start again with --no-resume"):
+    with pytest.raises(ValueError, match="another seed, blocks_steps; start again with --no-resume"):
         run_demo(DemoConfig(output=str(output), base=str(base), **{**TINY_DEMO, "blocks_steps": 4, "seed": 1}))
 
 
@@ -172,5 +172,5 @@ def test_a_killed_demo_ends_like_an_uninterrupted_one(base, tmp_path):
     ends = []
     for name in ("killed", "whole"):
         report = json.loads((tmp_path / name / "report.json").read_text())
-        ends.append([entry["held_out"]["distill"]["loss"] for entry in report["variants"].values()])
+        ends.append([entry["held_out"]["blocks"]["loss"] for entry in report["variants"].values()])
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
