@@ -159,9 +159,9 @@ def test_a_killed_demo_ends_like_an_uninterrupted_one(base, tmp_path):
         *("--train-videos", "4", "--held-out-videos", "4"),
     ]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    checkpoints = tmp_path / "killed" / "mhla" / "work" / "distill" / "checkpoints"
+    blocks = tmp_path / "killed" / "mhla" / "work" / "blocks"
     deadline = time.monotonic() + 300
-    while not (checkpoints.is_dir() and list(checkpoints.glob("distill-*"))) and time.monotonic() < deadline:
+    while not list(blocks.glob("*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
