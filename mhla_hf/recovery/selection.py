@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from ..models.directory import ModelDirectory
 from ..training.matching.layers import (
     AttentionLayer,
     Batch,
-    Changes,
     evaluating,
     find_projections,
     first_output,
@@ -152,9 +150,8 @@ def select_layers(
     for name, original in original_values(model, "select layers").items():
         parameters[name].data.copy_(original)
     with evaluating(model):
-        layers = find_projections(model, layers, on_device(batches[0], model))
-        originals = [_projection(layer) for layer in layers]
-        reference = [_output(model, batch, layers) for batch in compared]
+        trial = _Trial(model, SharedTeacher(model), compared)
+        layers = trial.layers
         calibration = calibrate_model(model, batches, fit_steps=0, progress=lambda *_: advance())
         report = SelectionReport(
             [
@@ -167,12 +164,7 @@ def select_layers(
 
         def error(kept: Sequence[int]) -> float:
             advance()
-            softmax = [layers[place] for place in kept]
-            with ExitStack() as stack:
-                for place in kept:
-                    stack.enter_context(swapped_parameters(originals[place]))
-                outputs = [_output(model, batch, softmax) for batch in compared]
-            return _relative_error(outputs, reference)
+            return trial.error([layers[place] for place in kept])
 
         report.errors.append(error([]))
         tried = {place: error([place]) for place in range(len(layers))}
@@ -232,6 +224,29 @@ def select_layers_of(
     return select_layers(models[part.component], batches[part.component], **options)
 
 
+class _Trial:
+    """Errors of a converted model's output, with some layers as they are in its original.
+
+    Args:
+        model: The converted model, in evaluation mode.
+        teacher: The original, with the values of all parameters of the layers that have changed or will.
+        batches: What the outputs are compared on; the layers' projections are found on the first.
+    """
+
+    def __init__(self, model: nn.Module, teacher: SharedTeacher, batches: Sequence[Batch]) -> None:
+        self.model, self.teacher, self.batches = model, teacher, batches
+        self.layers = find_projections(model, mhla_layers(model), on_device(batches[0], model))
+        teacher.keep(name for layer in self.layers for name in layer.parameters())
+        self.reference = [teacher.compute(partial(_output, batch=batch, softmax=())) for batch in batches]
+
+    def error(self, kept: Sequence[AttentionLayer]) -> float:
+        """Relative squared error of the model's output."""
+        parameters, weights = base_parameters(self.model), self.teacher.weights
+        names = {original_name(name) for layer in kept for name in layer.parameters()}
+        with swapped_parameters({parameters[name]: weights[name] for name in names & set(weights)}):
+            return _relative_error([_output(self.model, batch, kept) for batch in self.batches], self.reference)
+
+
 def importance(model: nn.Module, teacher: SharedTeacher, batches: Sequence[Batch]) -> list[float]:
     """By how much each MHLA layer raises the relative squared error of the model's output.
 
@@ -244,19 +259,10 @@ def importance(model: nn.Module, teacher: SharedTeacher, batches: Sequence[Batch
         For each layer the part of the error that goes when it alone has its original attention and weights; 0 where
         the error rises.
     """
-    parameters = base_parameters(model)
     with evaluating(model):
-        layers = find_projections(model, mhla_layers(model), on_device(batches[0], model))
-        reference = [teacher.compute(partial(_output, batch=batch, softmax=())) for batch in batches]
-
-        def error(*kept: AttentionLayer) -> float:
-            names = {original_name(name) for layer in kept for name in layer.parameters()}
-            own: Changes = {parameters[name]: teacher.weights[name] for name in names if name in teacher.weights}
-            with swapped_parameters(own):
-                return _relative_error([_output(model, batch, kept) for batch in batches], reference)
-
-        total = error()
-        return [max(0.0, total - error(layer)) for layer in layers]
+        trial = _Trial(model, teacher, batches)
+        total = trial.error([])
+        return [max(0.0, total - trial.error([layer])) for layer in trial.layers]
 
 
 def steps_by_importance(steps: int, values: Sequence[float], least: float) -> list[int]:
@@ -270,13 +276,6 @@ def steps_by_importance(steps: int, values: Sequence[float], least: float) -> li
     mean = sum(values) / len(values) or 1.0
     shares = [max(least, value / mean) for value in values]
     return [round(steps * len(shares) * share / (sum(shares) or 1.0)) for share in shares]
-
-
-def _projection(layer: AttentionLayer) -> Changes:
-    """The parameters of a layer's projection as they are."""
-    if layer.projection is None:
-        return {}
-    return {parameter: parameter.detach().clone() for parameter in layer.projection.parameters()}
 
 
 @torch.no_grad()
