@@ -47,6 +47,16 @@ def interpreter_that_imitates_a_gpu():
         imitate_gpu()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_fits():
+    """Calibration takes few steps where a test does not say how many: quality is measured in benchmarks/."""
+    # Not above: what it imports may import Triton.
+    from mhla_hf.recovery import calibration
+
+    for function in (calibration.calibrate, calibration.calibrate_model, calibration.calibrate_directory):
+        function.__kwdefaults__["fit_steps"] = 4
+
+
 @pytest.fixture(scope="session")
 def softmax_dir(tmp_path_factory):
     """A tiny Wan pipeline on disk; tests do not change it."""

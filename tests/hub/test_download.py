@@ -86,6 +86,7 @@ def test_what_the_libraries_push(kind, client, hub, pushed):
     assert hub.unknown == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("methods", "path", "effect", "options", "message"),
     [

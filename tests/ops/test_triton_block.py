@@ -86,6 +86,7 @@ def test_more_pairs_of_batch_entry_and_head_than_a_second_axis_has_programs(caus
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_grouped_queries(per_head, device):

@@ -158,6 +158,7 @@ def test_the_state_before_stays_valid(device):
     assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_extends_in_one_graph(device):
     """From an empty state without padding, and from another one with some."""

@@ -40,6 +40,7 @@ def runs(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two", "two whole", "one to two", "two to one"])
 def test_losses_and_weights_are_those_of_one_process(name, runs):
     expected, found = runs["one"], runs[name]
@@ -50,6 +51,7 @@ def test_losses_and_weights_are_those_of_one_process(name, runs):
         torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-4, msg=key)
 
 
+@pytest.mark.slow
 def test_processes_shard_where_the_configuration_says_so(runs):
     assert [runs[name]["kind"] for name in ("two", "one to two", "two whole")] == ["FSDP", "FSDP", "MULTI_CPU"]
 

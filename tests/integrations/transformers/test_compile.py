@@ -48,6 +48,7 @@ def test_training(name, padding):
             torch.testing.assert_close(value.grad, gradients[key], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_decoding_is_not_compiled_anew_for_every_token():
     model = mhla_model("llama", sizes=ONE_LAYER)
