@@ -68,6 +68,7 @@ def test_pretraining_text_is_what_the_pipeline_feeds(length):
     assert torch.allclose(actual, expected, atol=1e-5 * expected.abs().max().item())
 
 
+@pytest.mark.slow
 def test_pretraining_goes_on_where_it_stopped(tmp_path):
     options = {**TINY_PRETRAINING, "steps": 4, "ema_decay": 0.5, "snapshot_minutes": 0.0}
     whole = pretrain(PretrainingConfig(**options), tmp_path / "whole", tmp_path / "work", log=lambda line: None)

@@ -206,6 +206,7 @@ def test_groups_of_lines_change_nothing(options, group, device, monkeypatch, fus
         torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5 * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_inputs_and_gradients_may_lie_anyhow(device, fused_calls):
     """Queries, keys and values cut out of one projection, and an output that is summed up: a gradient of stride 0."""

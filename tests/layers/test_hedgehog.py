@@ -63,6 +63,7 @@ def test_layers_match_torch(case, device, calls):
     assert calls == {"attention": 1, "features": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_features_rotated_after_the_map_have_a_kernel_of_their_own(device, calls):
     layer, tokens, arguments = make_layer(device, feature_map="hedgehog")
@@ -93,6 +94,7 @@ def test_maps_with_hooks_are_called(device, calls):
     assert seen and calls == {"attention": 0, "features": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [True, False])
 def test_sequences(padded, device, calls):

@@ -21,6 +21,7 @@ def options(request):
     return OPTION_SETS[request.param]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients(case, options, device, monkeypatch):

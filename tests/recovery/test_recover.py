@@ -254,6 +254,7 @@ def test_pixart_needs_no_data(tmp_path):
         "data.samples": 6,
         "data.held_out": 2,
         "calibrate.batches": 4,
+        "calibrate.fit_steps": 6,
         "match.steps": 4,
         "match.batches": 4,
         "blocks.batches": 4,

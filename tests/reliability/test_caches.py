@@ -105,6 +105,7 @@ def padded_at_the_end_of_turn_one(first=9, padding=4, second=5):
 MASKS_OF_TURN_ONE = {"none": lambda mask: None, "ones": torch.ones_like, "same": lambda mask: mask}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("first_mask", MASKS_OF_TURN_ONE)

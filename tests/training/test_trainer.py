@@ -217,7 +217,14 @@ class TestInProcess:
 
 
 class TestResuming:
-    @pytest.mark.parametrize(("case", "mode"), [("wan", "mhla"), ("sana", "lora"), ("dit", "full")], indirect=["case"])
+    @pytest.mark.parametrize(
+        ("case", "mode"),
+        [
+            ("dit", "full"),
+            *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("wan", "mhla"), ("sana", "lora"))),
+        ],
+        indirect=["case"],
+    )
     def test_interrupted_runs_end_where_uninterrupted_ones_do(self, mode, student, train, tmp_path):
         shared = {
             "train": mode,

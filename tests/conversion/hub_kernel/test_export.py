@@ -212,6 +212,7 @@ def test_commands_of_the_documentation_publish_it_and_the_card_uses_it(kernel, t
         assert not [path for _, path in hub.unknown if "user/mhla" in path]
 
 
+@pytest.mark.slow
 def test_replaces_its_own_folder_alone(tmp_path):
     folder = tmp_path / "kernel"
     export_kernel(folder)

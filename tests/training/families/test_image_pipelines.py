@@ -105,6 +105,7 @@ def test_a_trained_pipeline_is_whole_and_better(family, sources, tmp_path):
     assert difference < -5 * error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["dit"])
 def test_a_resumed_command_ends_where_an_uninterrupted_one_does(family, sources, tmp_path):
     train(

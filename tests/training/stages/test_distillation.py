@@ -146,7 +146,13 @@ class TestLosses:
 
 
 class TestStage:
-    @pytest.mark.parametrize(("name", "mode"), [("wan", "full"), ("sana", "lora"), ("dit", "mhla")])
+    @pytest.mark.parametrize(
+        ("name", "mode"),
+        [
+            ("sana", "lora"),
+            *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("wan", "full"), ("dit", "mhla"))),
+        ],
+    )
     def test_a_shared_teacher_trains_as_one_of_its_own(self, mode, name):
         case = CASES[name]
         original = case.make_teacher()
