@@ -229,8 +229,8 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     columns = min(len(shown), 3)
     rows = -(-len(shown) // columns)
     figure = new_figure(5.2 * columns, 4.2 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    for axis in list(axes)[len(shown) :]:
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis in axes[len(shown) :]:
         axis.set_axis_off()
     for axis, model in zip(axes, shown):
         for variant, title in TITLES.items():
