@@ -71,7 +71,8 @@ def match(
     model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: MatchOptions, settings: StageSettings
 ) -> dict[str, Any]:
     """Train each layer towards the output of the one that it replaced."""
-    steps = _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings.folder)
+    # Of very few steps a share rounds to none.
+    steps = [max(1, count) for count in _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings.folder)]
     report = match_layers(
         model,
         lambda index: data.batch("match", index, options.batch_size),

@@ -131,6 +131,11 @@ def test_recover(kind, sources, tmp_path):
     assert again.figures == report.figures
 
 
+def test_every_layer_gets_a_step(sources, tmp_path):
+    report = recover("bert", sources, tmp_path / "out", {"match.steps": 1}, stages=["match"])
+    assert len(report.stages["match"]["layers"]) > 1
+
+
 def test_results_of_stages_are_kept_where_asked_for(sources, tmp_path, monkeypatch):
     """A stage's result is deleted when the next one is finished; `keep_stages` keeps them all."""
 

@@ -118,14 +118,12 @@ class ProjectionSolution:
     """Solution for an output projection.
 
     Attributes:
-        error_before: Squared held-out error of the layer's output, with the projection as it is.
-        error: The smallest error, with the solution.
+        error: The smallest squared held-out error of the layer's output, with the solution.
         scale: Squared distance of the original's held-out output to its mean, what errors are relative to.
         strength: Strength of the ridge with the smallest error; `None` for the projection as it is.
         changes: Weight and bias for it; empty for `None`.
     """
 
-    error_before: float
     error: float
     scale: float
     strength: float | None
@@ -177,8 +175,7 @@ class ProjectionFit:
             coefficients = torch.cat([-new, unit], -1)[None]
             return float(held.squared_sums(coefficients, -shift[None], held_products).sum())
 
-        before = error(weight, offset)
-        best = ProjectionSolution(before, before, scale, None, {})
+        best = ProjectionSolution(error(weight, offset), scale, None, {})
         if projection is None:
             return best
         products = fitted.products(centred=bias is not None)[0]
@@ -197,7 +194,7 @@ class ProjectionFit:
                 shift = changes[bias].to(mean)
             found = error(new, shift)
             if found < best.error:
-                best = ProjectionSolution(before, found, scale, strength, changes)
+                best = ProjectionSolution(found, scale, strength, changes)
         return best
 
 
