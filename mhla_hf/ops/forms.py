@@ -178,8 +178,12 @@ def attend_by_block(operands: Operands, mixing: torch.Tensor, layout: BlockLayou
     # Autocast would silently run the products in half precision, `.to(float32)` or not.
     with torch.autocast(autocast_type(query.device), enabled=False):
         query_blocks, key_blocks, value_blocks = (head_blocks(x, layout, dtype) for x in operands.tokens)
-        summary = key_blocks.transpose(-1, -2) @ value_blocks
-        output = from_head_blocks(query_blocks @ mix_summaries(mixing, summary, query.shape[2]), layout)
+        if _pairs_cost_less(query_blocks, value_blocks):
+            output = _attend_by_pair(query_blocks, key_blocks, value_blocks, mixing)
+        else:
+            summary = key_blocks.transpose(-1, -2) @ value_blocks
+            output = query_blocks @ mix_summaries(mixing, summary, query.shape[2])
+        output = from_head_blocks(output, layout)
         if entry.block is not None:
             if operands.normalizer_query is not query:
                 query_blocks = head_blocks(operands.normalizer_query, layout, dtype)
@@ -189,6 +193,33 @@ def attend_by_block(operands: Operands, mixing: torch.Tensor, layout: BlockLayou
             # Divided token by token: the empty slots of ragged blocks have no denominator.
             output = output / entry.divisor(from_head_blocks(product, layout), operands.eps)
         return output.to(value.dtype)
+
+
+def _pairs_cost_less(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether all pairs of tokens cost less than summaries, as they do where tokens are few or blocks small.
+
+    Multiply-adds are counted, and every number that is written as 24 of them, as measured on a CPU.
+    """
+    (blocks, tokens, width), value_width = query.shape[-3:], value.shape[-1]
+    pairs, summaries = (blocks * tokens) ** 2, blocks * width * value_width
+    return pairs * (width + value_width + 48) < summaries * (2 * tokens + blocks + 48)
+
+
+def _attend_by_pair(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
+    """The numerator of MHLA from the pairs of all tokens, for small blocks; `[B, H, M, N, V]`.
+
+    Args:
+        query: `[B, H, M, N, K]`.
+        key: `[B, H_kv, M, N, K]`.
+        value: `[B, H_kv, M, N, V]`.
+        mixing: `[..., M, M]`.
+    """
+    shape = query.shape[:4]
+    query, key, value = (tokens.flatten(2, 3) for tokens in (query, key, value))
+    key, value = (repeat_heads(tokens, query.shape[1], 1) for tokens in (key, value))
+    products = (query @ key.transpose(-1, -2)).unflatten(-1, shape[2:]).unflatten(2, shape[2:])
+    weights = products * mixing[..., :, None, :, None]
+    return (weights.flatten(4).flatten(2, 3) @ value).unflatten(2, shape[2:])
 
 
 def attend_by_chunk(operands: Operands, mixing: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:

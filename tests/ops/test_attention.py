@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_hf import BlockLayout, mhla_attention
+from mhla_hf.ops import forms
 
 from .reference import assert_same, make_inputs, output_and_gradients
 
@@ -28,7 +29,9 @@ RAGGED = [
 @pytest.mark.parametrize("normalizer", ["query", "none"])
 @pytest.mark.parametrize("layout", RAGGED)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_matches_naive_in_float64(layout, normalizer, seed):
+@pytest.mark.parametrize("pairs", [False, True], ids=["summaries", "pairs"])
+def test_matches_naive_in_float64(layout, normalizer, seed, pairs, monkeypatch):
+    monkeypatch.setattr(forms, "_pairs_cost_less", lambda *_: pairs)
     inputs = make_inputs(layout, seed=seed, per_head=bool(seed), rotated=bool(seed))
     expected = output_and_gradients(inputs, layout, normalizer=normalizer, backend="naive")
     assert_same(output_and_gradients(inputs, layout, normalizer=normalizer), expected, 1e-10)
