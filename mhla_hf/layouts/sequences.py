@@ -27,7 +27,7 @@ class SequenceLayout:
 
     Attributes:
         num_blocks: M, an upper bound that only depends on the shapes: blocks past the last token are empty.
-        block_size: N.
+        block_size: N, of sequences that are shorter than a block T.
         index_in_document: Index of each block in its document, LongTensor `[B, M]`, -1 where a block is empty; `None`
             where every row is one document.
 
@@ -50,8 +50,9 @@ class SequenceLayout:
         check_count("block_size", block_size)
         if documents is not None:
             _check_documents(documents, valid)
-        self.block_size = block_size
         self.num_tokens = valid.shape[1]
+        # A longer block would have empty slots alone past the tokens of the longest document.
+        self.block_size = block_size = max(1, min(block_size, self.num_tokens))
         count = num_documents if documents is not None else 1
         self.num_blocks = max(1, min(self.num_tokens, (self.num_tokens + count * (block_size - 1)) // block_size))
         self._valid = valid
