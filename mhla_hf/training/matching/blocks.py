@@ -3,14 +3,15 @@
 
 Matching trains a layer on the original's inputs; in the converted model it meets those with the errors of the layers
 before. A block here gets the inputs that it has in the converted model, and aims at what the original has after that
-block; the last block of a model at the model's output. A step computes one block.
+block; the last block of a model at the model's output. A step computes one block. The hidden states of both models are
+carried from block to block, so all records together cost one pass through each model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from ...layers.mhla import MHLA
+from ...utils.messages import shorten_list
 from ..config import TrainingConfig
 from ..data.batches import DataOrder
 from .layer_training import LayerTraining
@@ -37,7 +39,7 @@ from .layers import (
     take_hidden_states,
     trunk_for,
 )
-from .records import Records, choose_cache, free_room
+from .records import choose_cache, free_room
 from .teacher import SharedTeacher
 
 
@@ -46,19 +48,19 @@ STAGE = "blocks"
 
 @dataclass(frozen=True)
 class Block:
-    """A block with an MHLA layer: to `LayerTraining` what an `AttentionLayer` is.
+    """A block of a model: to `LayerTraining` what an `AttentionLayer` is.
 
     Attributes:
         name: Its name in the model.
         attention: The block.
-        mhla: Its MHLA layer.
+        mhla: Its MHLA layer; `None` for a block that has none.
         before: The blocks before it, of the last block of a model; `None` for others.
         model: Computes the model's output from a batch.
     """
 
     name: str
     attention: nn.Module
-    mhla: MHLA
+    mhla: MHLA | None
     before: Sequence[nn.Module] | None
     model: Callable[[Batch], torch.Tensor]
     projection: None = None
@@ -78,11 +80,7 @@ class Block:
         def replace(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return take_hidden_states(args, kwargs, masks=True)[0].with_hidden_states(hidden_states)
 
-        with ExitStack() as stack:
-            for module in self.before:
-                stack.enter_context(replaced_forward(module, _skip))
-            handle = self.attention.register_forward_pre_hook(replace, with_kwargs=True, prepend=True)
-            stack.callback(handle.remove)
+        with _skipped(self.before), _watched(self.attention, replace):
             return self.model(arguments.kwargs)
 
     def modules(self) -> dict[str, nn.Module]:
@@ -93,78 +91,141 @@ class Block:
         """Its parameters, by their names in the model."""
         return {f"{self.name}.{own}": parameter for own, parameter in self.attention.named_parameters()}
 
-    def record(self, batch: Batch, teacher: SharedTeacher, dtype: torch.dtype) -> LayerCall:
-        """The block's call in the model as it is, with the original's output.
 
-        Args:
-            batch: Keyword arguments of the model's forward.
-            teacher: The original.
-            dtype: Type of the copies.
-        """
-        before = partial(self.attention.register_forward_pre_hook, with_kwargs=True, prepend=True)
-        arguments, hidden_states = self._seen(batch, before, take_hidden_states)
-        if self.before is None:
-            after = self.attention.register_forward_hook
-            target = teacher.compute(lambda model: self._seen(batch, after, lambda args, output: first(output)))
-        else:
-            arguments, target = CallArguments((), dict(batch), 0), teacher.compute(lambda model: self.model(batch))
-        valid = batch.get("attention_mask")
-        valid = valid.bool() if isinstance(valid, torch.Tensor) and valid.shape == target.shape[:2] else None
-        copies = [tensor.detach().to("cpu", dtype, copy=True) for tensor in (hidden_states, target)]
-        return LayerCall(arguments, copies[0], copies[1], valid)
+@contextmanager
+def _skipped(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """A context in which blocks return their hidden states as they are."""
 
-    def _seen(self, batch: Batch, register: Callable[..., Any], take: Callable[..., Any]) -> Any:
-        """What a hook of the block finds when the model runs, which ends there."""
+    def skip(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
-        def hook(module: nn.Module, *given: Any) -> None:
-            raise _Seen(take(*given))
-
-        handle = register(hook)
-        try:
-            with torch.no_grad():
-                self.model(batch)
-        except _Seen as seen:
-            return seen.args[0]
-        finally:
-            handle.remove()
-        raise ValueError(f"the batches do not reach {self.name}")
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(replaced_forward(block, skip))
+        yield
 
 
-class _Seen(Exception):
-    """Ends a forward pass with what a hook has seen."""
-
-
-def _skip(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The forward of a block that returns its hidden states."""
-    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+@contextmanager
+def _watched(block: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a hook gets the arguments of a block, and may replace them."""
+    # Ahead of hooks that add arguments: they add them again when the block is called separately.
+    handle = block.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _output(trunk: nn.Module, batch: Batch) -> torch.Tensor:
     return first_output(trunk, batch, padding=True)
 
 
-def blocks_with_mhla(model: nn.Module, batch: Batch) -> list[Block]:
-    """The blocks of a model that have an MHLA layer, in their order.
+def list_blocks(model: nn.Module, batch: Batch) -> list[Block]:
+    """List all blocks of a model whose blocks have MHLA layers, in their order.
 
     Args:
         model: The model.
         batch: A batch to run, on the model's device.
 
     Raises:
-        ValueError: If an MHLA layer is not in a list of blocks.
+        ValueError: If the MHLA layers are not in one list of blocks.
     """
     trunk, modules = trunk_for(model, batch), dict(model.named_modules())
-    found = []
+    found: dict[str, MHLA] = {}
     for layer in mhla_layers(model):
-        match = re.match(r"(.*)\.(\d+)(?=\.)", layer.name)
-        if match is None or not isinstance(modules.get(match[1]), nn.ModuleList):
-            raise ValueError(f"{layer.name} is in no list of blocks: leave the stage blocks out.")
-        blocks, number = list(modules[match[1]]), int(match[2])  # type: ignore[call-overload]
-        last = number == len(blocks) - 1
-        found.append(
-            Block(match[0], blocks[number], layer.mhla, blocks[:-1] if last else None, partial(_output, trunk))
-        )
-    return found
+        match = re.match(r"(.*)\.\d+(?=\.)", layer.name)
+        found[match[0] if match else layer.name] = layer.mhla
+    lists = {name.rpartition(".")[0] for name in found}
+    blocks = modules.get(lists.pop()) if len(lists) == 1 else None
+    if not isinstance(blocks, nn.ModuleList):
+        raise ValueError(f"{shorten_list(found)}: not in one list of blocks; leave the stage blocks out.")
+    prefix = next(iter(found)).rpartition(".")[0]
+    names = [f"{prefix}.{number}" for number in range(len(blocks))]
+    befores = [None] * (len(blocks) - 1) + [list(blocks)[:-1]]
+    run_model = partial(_output, trunk)
+    return [
+        Block(name, block, found.get(name), before, run_model) for name, block, before in zip(names, blocks, befores)
+    ]
+
+
+@dataclass
+class _Records:
+    """What goes into a block in the converted model and in its original, for some batches.
+
+    Attributes:
+        arguments: Of each batch the arguments of every block.
+        student: Hidden states of the converted model by the number of the batch, fp32 on the CPU.
+        original: Those of the original.
+    """
+
+    arguments: dict[int, list[CallArguments]]
+    student: dict[int, torch.Tensor]
+    original: dict[int, torch.Tensor]
+
+    @classmethod
+    @torch.no_grad()
+    def start(
+        cls, blocks: Sequence[Block], numbers: Sequence[int], make_batch: Callable[[int], Batch], model: nn.Module
+    ) -> _Records:
+        """Record what goes into the first block, and the other arguments of all of them.
+
+        Raises:
+            ValueError: If they do not fit into memory, or blocks hand on more than hidden states.
+        """
+        records = cls({}, {}, {})
+        for number in numbers:
+            batch = on_device(make_batch(number), model)
+            seen: list[tuple[CallArguments, torch.Tensor]] = []
+
+            def watch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+                seen.append(take_hidden_states(args, kwargs, masks=True))  # noqa: B023
+
+            with ExitStack() as stack:
+                stack.enter_context(_skipped(block.attention for block in blocks))
+                for block in blocks:
+                    stack.enter_context(_watched(block.attention, watch))
+                blocks[0].model(batch)
+            if not records.arguments:
+                _check_blocks(blocks, seen, batch)
+                room = [2 * len(numbers) * 4 * seen[0][1].numel()]
+                choose_cache("memory", room, [free_room(None)])
+            # The last block is computed with all that comes after it, from the batch.
+            records.arguments[number] = [arguments for arguments, _ in seen[:-1]] + [CallArguments((), dict(batch), 0)]
+            records.student[number] = records.original[number] = seen[0][1].to("cpu", torch.float32, copy=True)
+        return records
+
+    @torch.no_grad()
+    def after(self, block: Block, index: int, hidden_states: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Hidden states after a block, or the model's output after the last one.
+
+        Args:
+            block: The block.
+            index: Its number.
+            hidden_states: Those before it.
+        """
+        dtype = next((each.dtype for each in block.attention.parameters() if each.is_floating_point()), torch.float32)
+        return {
+            number: block(self.arguments[number][index], on_device(each.to(dtype), block.attention)).float().cpu()
+            for number, each in hidden_states.items()
+        }
+
+    def call(self, number: int, index: int) -> LayerCall:
+        """The call of a block in the converted model, with what the original has after it."""
+        target, arguments = self.original[number], self.arguments[number]
+        valid = arguments[-1].kwargs.get("attention_mask")
+        valid = valid.bool() if isinstance(valid, torch.Tensor) and valid.shape == target.shape[:2] else None
+        return LayerCall(arguments[index], self.student[number], target, valid)
+
+
+def _check_blocks(blocks: Sequence[Block], seen: Sequence[tuple[CallArguments, torch.Tensor]], batch: Batch) -> None:
+    """Compare the model's output with that of its blocks called one by one."""
+    hidden_states = seen[0][1]
+    for block, (arguments, _) in zip(blocks[:-1], seen):
+        hidden_states = block(arguments, hidden_states)
+    output = blocks[-1](CallArguments((), dict(batch), 0), hidden_states)
+    expected = blocks[-1].model(batch)
+    if len(seen) != len(blocks) or not torch.allclose(output, expected, rtol=1e-2, atol=1e-2 * expected.std().item()):
+        raise ValueError("the blocks of this model hand on more than hidden states: leave the stage blocks out.")
 
 
 def match_blocks(
@@ -184,50 +245,42 @@ def match_blocks(
         model: The model; changed in place.
         make_batch: Makes the keyword arguments of the model's forward of a number, always the same.
         num_batches: Number of batches.
-        steps: Steps of each block; one with 0 is left as it is.
+        steps: Steps of each block with an MHLA layer; one with 0 is left as it is.
         teacher: The original, with the values of all parameters.
         config: Learning rates, optimizer, seed and the rest of the options.
-        output: Directory of records and finished blocks; a killed run repeats the block that it was at.
+        output: Directory of finished blocks; a killed run repeats the block that it was at.
         progress: Called after every step with the block, its steps and the loss.
 
     Returns:
         Loss of the first step, and mean of the last tenth, of each block that was trained.
 
     Raises:
-        ValueError: If the model has no list of blocks.
+        ValueError: If the model has no list of blocks, its blocks hand on more than hidden states, or the hidden
+            states do not fit into memory.
         FloatingPointError: If a loss is no longer finite.
     """
     order = DataOrder(dataset_size=num_batches, batch_size=1, seed=config.seed, stage=STAGE)
     report: dict[str, dict[str, float]] = {}
     with evaluating(model):
-        blocks = blocks_with_mhla(model, on_device(make_batch(0), model))
-        for block, count in zip(blocks, steps, strict=True):
-            if not count:
-                continue
-            training = LayerTraining(block, config, output / f"{block.name}.safetensors", count)  # type: ignore[arg-type]
-            with only_trainable(model, training.names), training.prepared(None):
-                if not training.finished:
-                    numbers = [order.dataset_index(step) for step in range(count)]
-                    records = _records(block, sorted(set(numbers)), make_batch, teacher, model)
-                    for step, number in enumerate(numbers, start=1):
-                        training.take_step([records.call(number, block.name)], [number])
+        blocks = list_blocks(model, on_device(make_batch(0), model))
+        converted = [index for index, block in enumerate(blocks) if block.mhla is not None]
+        counts = {index: count for index, count in zip(converted, steps, strict=True) if count}
+        numbers = sorted({order.dataset_index(step) for step in range(max(counts.values(), default=0))})
+        records = _Records.start(blocks, numbers, make_batch, model)
+        for index, block in enumerate(blocks[: max(counts, default=-1) + 1]):
+            hidden_states = records.original
+            records.original = teacher.compute(lambda _: records.after(block, index, hidden_states))  # noqa: B023
+            if (count := counts.get(index, 0)) > 0:
+                training = LayerTraining(block, config, output / f"{block.name}.safetensors", count)  # type: ignore[arg-type]
+                with only_trainable(model, training.names), training.prepared(None):
+                    for step in range(len(training.losses), count):
+                        number = order.dataset_index(step)
+                        training.take_step([records.call(number, index)], [number])
                         if progress is not None:
-                            progress(block.name, step, training.losses[-1])
+                            progress(block.name, step + 1, training.losses[-1])
                     training.save()
-            last = training.losses[-max(1, len(training.losses) // 10) :]
-            report[block.name] = {"steps": count, "first": training.losses[0], "last_tenth": sum(last) / len(last)}
+                last = training.losses[-max(1, len(training.losses) // 10) :]
+                report[block.name] = {"steps": count, "first": training.losses[0], "last_tenth": sum(last) / len(last)}
+            if index < max(counts):
+                records.student = records.after(block, index, records.student)
     return report
-
-
-def _records(
-    block: Block, numbers: Sequence[int], make_batch: Callable[[int], Batch], teacher: SharedTeacher, model: nn.Module
-) -> Records:
-    """Record the calls of a block in memory; see [`Records`]."""
-    records = Records()
-    for number in numbers:
-        call = block.record(on_device(make_batch(number), model), teacher, torch.float32)
-        if not records.calls:
-            size = len(numbers) * (call.hidden_states.nbytes + call.output.nbytes)
-            choose_cache("memory", [size], [free_room(None)])
-        records.put(number, {block.name: call})
-    return records

@@ -10,7 +10,7 @@ import torch
 import mhla_hf
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.matching import blocks as module
-from mhla_hf.training.matching.blocks import blocks_with_mhla, match_blocks
+from mhla_hf.training.matching.blocks import list_blocks, match_blocks
 from mhla_hf.training.matching.layers import evaluating, first_output, trunk_for
 from mhla_hf.training.matching.teacher import SharedTeacher
 from tests.integrations.transformers.mhla_models import default_options
@@ -31,19 +31,20 @@ def converted(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_calls_are_those_of_the_model(name):
-    """Computed alone, a block gives what it gives in the model, and the last one what the model gives."""
+def test_blocks_one_by_one_are_the_model(name):
+    """Hidden states that are carried from block to block end as the outputs of the model and of its original."""
     model, teacher, batch = converted(name)
     with torch.no_grad(), evaluating(model):
-        found = blocks_with_mhla(model, batch)
+        blocks = list_blocks(model, batch)
         expected = first_output(trunk_for(model, batch), batch, padding=True)
         original = teacher.compute(lambda model: first_output(trunk_for(model, batch), batch, padding=True))
-        calls = [block.record(batch, teacher, torch.float32) for block in found]
-        for block, call, following in zip(found, calls, calls[1:]):
-            output = block(call.arguments, call.hidden_states)
-            torch.testing.assert_close(output, following.hidden_states, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found[-1](calls[-1].arguments, calls[-1].hidden_states), expected)
-        torch.testing.assert_close(calls[-1].output, original)
+        records = module._Records.start(blocks, [3], {3: batch}.__getitem__, model)
+        for index, block in enumerate(blocks):
+            before = records.original
+            records.original = teacher.compute(lambda _: records.after(block, index, before))  # noqa: B023
+            records.student = records.after(block, index, records.student)
+    torch.testing.assert_close(records.student[3], expected)
+    torch.testing.assert_close(records.original[3], original)
     assert not torch.allclose(expected, original, rtol=1e-3, atol=1e-3)
 
 
@@ -51,7 +52,7 @@ def test_calls_are_those_of_the_model(name):
 def test_only_blocks_learn(name, tmp_path):
     model, teacher, batch = converted(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    found = [block.name for block in blocks_with_mhla(model, batch)]
+    found = [block.name for block in list_blocks(model, batch) if block.mhla is not None]
     steps = [0] * (len(found) - 1) + [8]
     report = match_blocks(
         model, lambda number: batch, num_batches=2, steps=steps, teacher=teacher, config=CONFIG, output=tmp_path
@@ -89,6 +90,23 @@ def test_a_stopped_run_repeats_its_block(tmp_path):
 
 def test_other_models_are_refused(monkeypatch):
     model, _, batch = converted("bert")
-    monkeypatch.setattr(module, "mhla_layers", lambda model: [type("Layer", (), {"name": "attention"})()])
-    with pytest.raises(ValueError, match="attention is in no list of blocks"):
-        blocks_with_mhla(model, batch)
+    monkeypatch.setattr(
+        module, "mhla_layers", lambda model: [type("Layer", (), {"name": "attention", "mhla": None})()]
+    )
+    with pytest.raises(ValueError, match="attention: not in one list of blocks"):
+        list_blocks(model, batch)
+
+
+def test_blocks_that_depend_on_more_than_hidden_states_are_refused(monkeypatch):
+    model, _, batch = converted("llama")
+    # A model whose blocks get the sum of all that was before, as with skip connections.
+    layers, total = list(model.model.layers), []
+    for layer in layers[:-1]:
+        layer.register_forward_hook(lambda module, args, output: total.append(output))
+    norm = layers[-1].input_layernorm
+    norm.register_forward_hook(lambda module, args, output: output + sum(total[-len(layers) + 1 :]) * len(total))
+    with pytest.raises(ValueError, match="hand on more than hidden states"):
+        match_blocks(
+            model, lambda _: batch, num_batches=1, steps=[0] * (len(layers) - 1) + [1], teacher=SharedTeacher(model),
+            config=CONFIG, output=None,
+        )  # fmt: skip
