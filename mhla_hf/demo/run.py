@@ -7,10 +7,13 @@ Encoded videos are kept, and `recover` resumes what it has begun, so a killed de
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -105,10 +108,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
     with _claimed(config):
         with _shown(console, "Encode videos"):
             train, held_out = digit_latents(config)
-        results: dict[str, Any] = {}
-        for variant in VARIANTS:
-            with _shown(console, f"Recover {variant}"), _one_thread():
-                results[variant] = recover_variant(config, variant, train, held_out)
+        results = _recover_all(config, train, held_out, console)
         videos, costs = {}, {}
         for name in ("softmax", *VARIANTS):
             with _shown(console, f"Generate with {name}"):
@@ -161,6 +161,38 @@ def encode_moving_digits(vae: Any, dataset: MovingDigits, start: int, stop: int)
         parts = list(pool.map(encode, range(start, stop, _ENCODE_BATCH)))
     torch.set_num_threads(threads)
     return torch.cat(parts)
+
+
+def _recover_all(
+    config: DemoConfig, train: DigitLatents, held_out: DigitLatents, console: Console
+) -> dict[str, dict[str, Any]]:
+    """Recover all copies, one process for each core; returns the reports by variant."""
+    # Layers this small gain little from several threads. Where other programs keep the cores busy, each of thousands
+    # of short operations would wait, spinning, for a thread that is not running.
+    workers, start = min(len(VARIANTS), os.cpu_count() or 1), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, start, _prepare_worker) as pool:
+        futures = {name: pool.submit(recover_variant, config, name, train, held_out) for name in VARIANTS}
+        results = {}
+        try:
+            for name, future in futures.items():
+                with _shown(console, f"Recover {name}"):
+                    results[name] = future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return results
+
+
+def _prepare_worker() -> None:
+    """Compute on one thread, and end with the process that started this one, even if that is killed."""
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def recover_variant(
@@ -246,19 +278,6 @@ def _claimed(config: DemoConfig) -> Iterator[None]:
             raise ValueError(f"{output} is not empty and no output of a demo; choose another directory")
         write_json(record, options)
         yield
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A context in which torch computes with one thread."""
-    # Layers this small gain little from more. Where other programs keep the cores busy, each of thousands of short
-    # operations would wait, spinning, for a thread that is not running, and that costs many times the computation.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager

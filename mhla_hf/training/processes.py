@@ -213,6 +213,10 @@ class TrainingStopped(KeyboardInterrupt):
         super().__init__(message)
         self.exit_code = 128 + number
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # From a worker process to the one that waits for it.
+        return type(self), (str(self), self.exit_code - 128)
+
 
 class Processes:
     """The processes of `torch.distributed`, or this one alone.

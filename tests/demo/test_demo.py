@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 from typer.testing import CliRunner
@@ -20,7 +19,6 @@ from typer.testing import CliRunner
 from conversion.digits import PretrainingConfig, pretrain
 from mhla_hf.cli.main import app
 from mhla_hf.demo import DemoConfig, base_pipeline_directory, run_demo
-from mhla_hf.demo.run import _one_thread
 
 from .test_pretraining import TINY_PRETRAINING
 
@@ -54,18 +52,6 @@ def finished(base, tmp_path_factory):
     assert result.exit_code == 0, result.output
     assert "MHLA + window" in result.stdout and "linear" in result.stdout
     return output, json.loads((output / "report.json").read_text())
-
-
-def test_recoveries_take_one_thread_and_give_the_others_back():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with pytest.raises(RuntimeError, match="stopped"), _one_thread():
-            assert torch.get_num_threads() == 1
-            raise RuntimeError("stopped")
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_everything_is_written(finished):
