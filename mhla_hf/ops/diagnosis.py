@@ -25,9 +25,6 @@ TYPES = {
     "tf32": torch.float32,
 }
 """Types of tokens by name; `"tf32"` is float32 whose products run through TF32."""
-# Widths of heads for the first type, and for the others. 72 is that of DiT-XL/2, which is no multiple of 16.
-_WIDTHS, _OTHER_WIDTHS = (64, 72, 128), (64,)
-_INTERPRETED_WIDTHS = (8,)
 # Beside those of `machine_facts`.
 _PACKAGES = ("peft", "safetensors", "huggingface_hub", "tokenizers", "numpy", "kernels", "gradio")
 
