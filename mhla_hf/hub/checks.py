@@ -15,7 +15,7 @@ from typing import Any
 import diffusers
 from tqdm.auto import tqdm
 
-from ..conversion.transformers_planning import StoredNames
+from ..conversion.transformers_planning import OPTIONAL_WEIGHTS, StoredNames
 from ..integrations.transformers.configuration import check_layers, check_sizes
 from ..models.directory import ModelDirectory
 from ..models.registry import FAMILIES, MHLA_CLASSES, current_class
@@ -31,8 +31,6 @@ from .card import describe_model
 
 
 _LENGTH = 600
-# Published checkpoints often lack this head, which their tasks do not use.
-_OPTIONAL = re.compile(r"(^|\.)pooler\.")
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,7 @@ class DirectoryCheck:
             check_layers(model, (), [names.renamed[name] for name in unknown], str(directory.folder))
             expected = names.expected
             found = {key: tensors[name][1] for name, key in names.keys.items()}
-            optional = {*names.may_be_missing, *filter(_OPTIONAL.search, expected)}
+            optional = {*names.may_be_missing, *filter(OPTIONAL_WEIGHTS.search, expected)}
             floats = {name for name in names.loaded if names.is_float(name)}
             ignored = ignored_names(model, "load_unexpected")
         else:
