@@ -332,12 +332,10 @@ def inspect_directory(
     originals: dict[str, ModelDirectory | None] = {}
     for part in parts if samples else ():
         # The default downloads nothing.
-        found = (
-            part.find_original(local_files_only=True, **access)
-            if base is None
-            else part.original(base, "base", **access)
-        )
-        originals[part.component] = found
+        if base is None:
+            originals[part.component] = part.find_original(local_files_only=True, **access)
+        else:
+            originals[part.component] = part.original(base, "base", **access)
     if directory.index is not None and samples:
         pipeline: Any = load_pipeline(directory.root, attn_implementation=None, torch_dtype=torch.float32).to(place)
         models = {part.component: getattr(pipeline, part.component) for part in parts}

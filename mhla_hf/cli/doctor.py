@@ -130,7 +130,6 @@ def _check_installation(kernels: bool, device: str, json_file: JsonFile) -> None
             # A kernel may end the process; results before it are worth keeping.
             write_report(json_file, report)
             status.update(f"{row['family']} kernels, {row['direction']}, {row['dtype']}, width {row['width']}")
-    write_report(json_file, report)
     failed = sum(row["status"] == "failed" for row in rows)
     typer.echo(f"\n{markdown_table(rows)}\n\n{len(rows) - failed} of {len(rows)} runs passed.")
     if failed:

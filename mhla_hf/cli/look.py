@@ -251,14 +251,14 @@ def _measure(
 ) -> None:
     from ..bench import BenchOptions
 
+    def announce(case: str) -> None:
+        if not quiet:
+            typer.echo(f"measuring {case}", err=True)
+
     names = (None if text is None else text.split(",") for text in (cases, contestants))
-    report = measure(BenchOptions(**options), *names, None if quiet else _announce)
+    report = measure(BenchOptions(**options), *names, announce)
     show_times(report)
     write_report(json_file, report)
-
-
-def _announce(case: str) -> None:
-    typer.echo(f"measuring {case}", err=True)
 
 
 def show_times(report: dict[str, Any]) -> None:
