@@ -96,7 +96,7 @@ def _plan_weights(
     if any(".mhla." in name for name in entries):
         raise ValueError(f"{where} has MHLA weights already; convert the model they were made from.")
     names = StoredNames(model, list(entries))
-    check_layers(model, (), _unknown(names, model, entries), where)
+    check_layers(model, (), [names.renamed[name] for name in names.unknown], where)
     # By the names that the model looks for; tensors that nothing they were made for uses may be missing.
     known = [replace(entries[name], name=key) for name, key in names.keys.items() if key in names.expected]
     given = {entry.name for entry in known}
@@ -115,16 +115,6 @@ def _plan_weights(
         if ".mhla." in name
     ]
     return planning.plan_files(found.variant, copied, options.max_bytes, fresh, TRANSFORMERS_FILES)
-
-
-def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]:
-    """Return tensors that the model does not know and its class does not list as ignored."""
-    ignored = compat.ignored_names(model, "load_unexpected")
-    return [
-        names.renamed[name]
-        for name in stored
-        if name not in names.loaded and not any(re.search(pattern, name) for pattern in ignored)
-    ]
 
 
 def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:
@@ -161,6 +151,7 @@ class StoredNames:
     Attributes:
         loaded: Names in the model; what the model does not know is left out.
         renamed: Name in the model for each tensor, known to the model or not.
+        unknown: Tensors that the model does not know and its class does not list as ignored.
         expected: Shapes of what complete weights have. Tied tensors occur once, and those that are joined in the model
             under their names in the files.
         keys: Which of `expected` each known tensor is.
@@ -182,6 +173,10 @@ class StoredNames:
                 self.loaded[name] = target
                 if is_joined:
                     joined.add(name)
+        ignored = compat.ignored_names(model, "load_unexpected")
+        self.unknown = [
+            name for name in stored if name not in self.loaded and not any(re.search(part, name) for part in ignored)
+        ]
         # Rules that were not used on the way in are not used on the way out.
         compat.keep_used_rules(model, rules)
         unsaved = set(compat.ignored_names(model, "save"))
