@@ -258,10 +258,8 @@ class Wan(Family):
 
     def sizes(self, directory: ModelDirectory) -> SampleSizes:
         path, vae_path = directory.folder / "config.json", directory.root / "vae" / "config.json"
-        patch = check_fields(directory.config, f"the configuration {path}", required={"patch_size": list})[
-            "patch_size"
-        ]
-        height, width = (_count({"patch_size": side}, "patch_size", path) for side in patch[-2:])
+        config = check_fields(directory.config, f"the configuration {path}", required={"patch_size": list})
+        height, width = (_count({"patch_size": side}, "patch_size", path) for side in config["patch_size"][-2:])
         # Checkpoints older than these entries have the VAE of Wan 2.1.
         defaults = {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
         vae = {**defaults, **read_json(vae_path, "the VAE's configuration")}

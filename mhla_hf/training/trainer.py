@@ -467,9 +467,8 @@ class Trainer(ABC):
         if accelerator.distributed_type != DistributedType.DEEPSPEED:
             files[checkpoints.MOMENTS] = checkpoints.collect_moments(self.model, self.plain_optimizer)
         if average is not None:
-            files[checkpoints.AVERAGES] = {
-                name: processes.full_tensor(tensor) for name, tensor in average.tensors.items()
-            }
+            averages = average.tensors.items()
+            files[checkpoints.AVERAGES] = {name: processes.full_tensor(tensor) for name, tensor in averages}
         steps = average.ema.optimization_step if average is not None else None
         scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
         position = Position.of(self.stage.name, self.step)

@@ -175,10 +175,6 @@ class TokenTable:
         first, last = self.offsets[index : index + 2].tolist()
         return self.tokens[first:last].long()
 
-    def lengths(self) -> torch.Tensor:
-        """Number of tokens of each."""
-        return self.offsets.diff()
-
 
 def tokenize(
     corpus: TextCorpus,
@@ -313,7 +309,7 @@ class Passages(BatchSource):
 
     def __init__(self, table: TokenTable, held_out: int, padding: int, seed: int = 0) -> None:
         indices, held_out_indices = drawn_held_out(len(table), held_out)
-        self.table, self.padding, self.lengths = table, padding, table.lengths().tolist()
+        self.table, self.padding, self.lengths = table, padding, table.offsets.diff().tolist()
         super().__init__(seed, table.fingerprint, indices, sorted(held_out_indices, key=self.lengths.__getitem__))
         self.facts = {"length": max(self.lengths), "left_out": table.skipped}
         self._together = lru_cache(maxsize=4)(self._make_together)
