@@ -386,12 +386,7 @@ def inspect_directory(
 
 
 def _probe_model(
-    model: Any,
-    part: ModelDirectory,
-    prompts: Sequence[str],
-    images: Sequence[Path],
-    samples: int,
-    tokens: int,
+    model: Any, part: ModelDirectory, prompts: Sequence[str], images: Sequence[Path], samples: int, tokens: int
 ) -> tuple[list[Batch], str]:
     """Make batches of one text or image each for a model of transformers; return them and what they are in words.
 

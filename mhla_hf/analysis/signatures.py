@@ -98,12 +98,7 @@ def _signature(name: str, layer: str, figure: float, text: str = "", **words: An
 
 @torch.no_grad()
 def weight_signatures(
-    mhla: MHLA,
-    layer: str,
-    *,
-    mixing: torch.Tensor | None = None,
-    linear: bool = False,
-    settled: bool | None = None,
+    mhla: MHLA, layer: str, *, mixing: torch.Tensor | None = None, linear: bool = False, settled: bool | None = None
 ) -> list[FailureSignature]:
     """Find failure signatures in a layer's options and mixing weights, without running it.
 

@@ -101,8 +101,7 @@ def _show_description(check: "DirectoryCheck") -> None:
 def _show_problems(problems: "list[Problem]") -> None:
     for problem in problems:
         say(
-            f"{problem.level} {problem.file}: {problem.message}",
-            style="red" if problem.level == "error" else "yellow",
+            f"{problem.level} {problem.file}: {problem.message}", style="red" if problem.level == "error" else "yellow"
         )
     numbers = Counter(problem.level for problem in problems)
     counts = [f"{number} {level}{'s' * (number > 1)}" for level, number in sorted(numbers.items())]

@@ -18,12 +18,7 @@ from .backends import ENVIRONMENT_VARIABLE, INTERPRETED_DTYPES, auto_obstacle, t
 from .kernel_cases import FAMILIES, compare_kernels
 
 
-TYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "tf32": torch.float32,
-}
+TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}
 """Types of tokens by name; `"tf32"` is float32 whose products run through TF32."""
 # Beside those of `machine_facts`.
 _PACKAGES = ("peft", "safetensors", "huggingface_hub", "tokenizers", "numpy", "kernels", "gradio")

@@ -85,11 +85,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
         kernel="exp",
     ),
     # φ(x) = softmax([Wx, -Wx]) with a learned W a head, twice as many features
-    "hedgehog": FeatureMap(
-        forward=_hedgehog,
-        is_learned=True,
-        width_factor=2,
-    ),
+    "hedgehog": FeatureMap(forward=_hedgehog, is_learned=True, width_factor=2),
     # φ(x) = x
     "identity": FeatureMap(
         forward=lambda tokens: tokens,
@@ -251,12 +247,7 @@ def _chunked_aligned_queries(query: torch.Tensor, key: torch.Tensor, mixing: tor
 
 NORMALIZERS: dict[str, Normalizer] = {
     # Divides by φ(q_t)·Σ_b m_ib z_b + eps
-    "query": Normalizer(
-        dense=_dense_mixed_sums,
-        block=_block_mixed_sums,
-        chunked=_chunked_mixed_sums,
-        kernel=1,
-    ),
+    "query": Normalizer(dense=_dense_mixed_sums, block=_block_mixed_sums, chunked=_chunked_mixed_sums, kernel=1),
     # Divides by Σ_b m_ib φ(q_bw)·z_b + eps for the token at position w of block i
     "block_query": Normalizer(
         dense=_dense_aligned_queries,

@@ -425,13 +425,7 @@ class Reports:
             self._log(stage, {}, self.at_start, 0)
 
     def add(
-        self,
-        stage: str,
-        step: int,
-        loss: float,
-        figures: dict[str, float],
-        seconds: float,
-        model: nn.Module | None,
+        self, stage: str, step: int, loss: float, figures: dict[str, float], seconds: float, model: nn.Module | None
     ) -> None:
         """Report a step. Every process must call it.
 

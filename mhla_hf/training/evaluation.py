@@ -76,11 +76,7 @@ def evaluate_batches(model: Any, batches: Sequence[LatentBatch], objective: Obje
 
 
 def evaluate(
-    model: torch.nn.Module,
-    dataset: LatentSamples,
-    *,
-    objective: Objective | None = None,
-    **draws: Any,
+    model: torch.nn.Module, dataset: LatentSamples, *, objective: Objective | None = None, **draws: Any
 ) -> EvaluationResult:
     """Held-out loss of a model, comparable draw by draw between models.
 

@@ -215,11 +215,7 @@ def allowed_roots(root: Path) -> list[Path]:
 
 
 def read_json(
-    path: Path,
-    what: str,
-    *,
-    required: Mapping[str, Types] | None = None,
-    optional: Mapping[str, Types] | None = None,
+    path: Path, what: str, *, required: Mapping[str, Types] | None = None, optional: Mapping[str, Types] | None = None
 ) -> dict[str, Any]:
     """Read a file that holds a JSON object.
 
@@ -267,10 +263,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def check_fields(
-    content: Any,
-    where: str,
-    required: Mapping[str, Types] | None = None,
-    optional: Mapping[str, Types] | None = None,
+    content: Any, where: str, required: Mapping[str, Types] | None = None, optional: Mapping[str, Types] | None = None
 ) -> dict[str, Any]:
     """Check that parsed JSON is an object with fields of the right types.
 

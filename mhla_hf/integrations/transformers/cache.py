@@ -14,12 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    StaticLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
 from ...layers.state import DecodingState, WindowState
 from ...ops import MHLAState, rewind_state

@@ -24,14 +24,7 @@ from ...utils.locations import is_hub_id
 from ...utils.messages import import_extra, shorten_list, shorten_text
 from ..config import GENERATED
 from ..matching.layers import Batch, mhla_layers
-from .batches import (
-    BatchSource,
-    chunks,
-    drawn_held_out,
-    last_held_out,
-    model_fingerprint,
-    stable_seed,
-)
+from .batches import BatchSource, chunks, drawn_held_out, last_held_out, model_fingerprint, stable_seed
 from .folders import DataFolder, log_problems, printable
 
 
@@ -176,14 +169,7 @@ class TokenTable:
         return self.tokens[first:last].long()
 
 
-def tokenize(
-    corpus: TextCorpus,
-    tokenizer: Any,
-    *,
-    packed: bool,
-    length: int,
-    samples: int,
-) -> TokenTable:
+def tokenize(corpus: TextCorpus, tokenizer: Any, *, packed: bool, length: int, samples: int) -> TokenTable:
     """Tokenise texts.
 
     Args:
