@@ -325,7 +325,7 @@ def measure_operator(
     options: BenchOptions,
     shapes: Sequence[str] | None = None,
     contestants: Sequence[str] | None = None,
-    progress: Callable[[str], None] = lambda case: None,
+    progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Measure time and memory of attention at the sizes of models, forward alone and with the backward pass.
 
@@ -350,7 +350,8 @@ def measure_operator(
         shape = SHAPES[title]
         inputs = _input_sets(shape, dtype, device)
         for direction in ("forward", "fwd+bwd"):
-            progress(f"{title}, {direction}")
+            if progress is not None:
+                progress(f"{title}, {direction}")
             makers = {key: partial(_operator_run, *key, shape, inputs, direction != "forward") for key in keys}
             case = {"shape": title, **asdict(shape), "tokens": shape.tokens, "direction": direction}
             for (name, normalizer), row in compare(makers, options, "softmax").items():
@@ -389,7 +390,7 @@ def measure_models(
     options: BenchOptions,
     models: Sequence[str] | None = None,
     contestants: Sequence[str] | None = None,
-    progress: Callable[[str], None] = lambda case: None,
+    progress: Callable[[str], None] | None = None,
     compile_backend: str | None = None,
     make_run: Callable[[Any, Iterator[dict[str, torch.Tensor]]], Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
@@ -415,7 +416,8 @@ def measure_models(
     results: list[dict[str, Any]] = []
     for title in choose_cases("models", MODEL_CASES, models, device, options.quick):
         case = MODEL_CASES[title]
-        progress(title)
+        if progress is not None:
+            progress(title)
         makers = {name: partial(_model_run, case, name, dtype, device, compile_backend, make_run) for name in names}
         for name, row in compare(makers, options, ORDINARY).items():
             attention = case.attention if name == ORDINARY else "mhla"

@@ -80,7 +80,7 @@ def inspect_command(
     html: Path | None = option("Write a self-contained HTML page to FILE.", dir_okay=False),
     original: str | None = option(
         "Softmax original to compare outputs with: directory or Hub id. Default: what conversion.json names, if it is "
-        "on this machine."
+        "on this machine.",
     ),
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -164,7 +164,7 @@ def app_command(
     share: bool = option("Make a public link through gradio's servers.", "--share", default=False),
     device: Device = "auto",
     dtype: str | None = option(
-        f"Type of the weights: {common.listed(common.DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU."
+        f"Type of the weights: {common.listed(common.DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.",
     ),
     space: Path | None = option("Write a folder for a Space of the Hub instead.", "--export-space"),
     overwrite: Overwrite = False,
@@ -251,14 +251,14 @@ def _measure(
 ) -> None:
     from ..bench import BenchOptions
 
-    def announce(case: str) -> None:
-        if not quiet:
-            typer.echo(f"measuring {case}", err=True)
-
     names = (None if text is None else text.split(",") for text in (cases, contestants))
-    report = measure(BenchOptions(**options), *names, announce)
+    report = measure(BenchOptions(**options), *names, None if quiet else _announce)
     show_times(report)
     write_report(json_file, report)
+
+
+def _announce(case: str) -> None:
+    typer.echo(f"measuring {case}", err=True)
 
 
 def show_times(report: dict[str, Any]) -> None:
