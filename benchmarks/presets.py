@@ -203,9 +203,11 @@ def option_table() -> str:
     """A table of the MHLA options of each preset, in Markdown."""
     entries = {}
     for name, preset in PRESETS.items():
-        options = ", ".join(f"`{option}={_written(value)}`" for option, value in preset.mhla.items())
-        if preset.softmax_every is not None:
-            options += f"; every {preset.softmax_every}rd layer, from the first on, stays softmax"
+        options = ", ".join(
+            f"`{option}={_written(value)}`" for option, value in preset.mhla.items() if option != "layers"
+        )
+        if preset.mhla.get("layers") == "2/3":
+            options += "; every 3rd layer, from the first on, stays softmax"
         entries[name] = (f"`{preset.model}`", options)
     return "\n".join(["| preset | made from | MHLA options |", "|---|---|---|", *_grouped(entries)])
 

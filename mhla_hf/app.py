@@ -20,6 +20,7 @@ from typing import Any
 import jinja2
 import numpy as np
 import torch
+from diffusers.utils import export_to_video
 from torch import nn
 
 from . import __version__
@@ -307,15 +308,6 @@ def _generate_text(comparison: Comparison, model: Any, request: dict[str, Any], 
     return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def _as_shown(kind: str, value: Any, path: Path) -> Any:
-    """The value that an output component takes."""
-    if kind != "video":
-        return value
-    from diffusers.utils import export_to_video
-
-    return export_to_video(list(value.astype(np.float32) / 255), str(path), fps=_FRAMES_PER_SECOND)
-
-
 def _output(kind: str, side: str, label: str) -> Any:
     options: dict[str, Any] = {"label": label, "elem_id": side, "interactive": False}
     if kind == "video":
@@ -346,7 +338,10 @@ def _generate_tab(comparison: Comparison, inputs: Mapping[str, Any]) -> None:
             with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
                 for side in _TITLES:
                     value, seconds[side] = await asyncio.to_thread(generate, comparison, side, request, stop)
-                    shown[side] = _as_shown(comparison.kind, value, Path(folder) / f"{side}.mp4")
+                    if comparison.kind == "video":
+                        frames, path = list(value.astype(np.float32) / 255), str(Path(folder) / f"{side}.mp4")
+                        value = export_to_video(frames, path, fps=_FRAMES_PER_SECOND)
+                    shown[side] = value
                     times = {name: 1e3 * value for name, value in seconds.items()}
                     text = _TIMES.format(attention=comparison.attention, **times) if len(times) > 1 else ""
                     yield shown["original"], shown["mhla"], text

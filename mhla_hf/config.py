@@ -377,12 +377,6 @@ def _layers(layers: Any) -> tuple[int, ...] | str | None:
     return tuple(sorted(int(index) for index in indices))
 
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    item.name: item.metadata["choices"] for item in dataclasses.fields(MHLAConfig) if "choices" in item.metadata
-}
-"""Allowed values of the options that are names. `window` may also be `None`."""
-
-
 def check_window(window: str | None, size: tuple[int, ...] | None, axes: int | None) -> None:
     """Check the options of the window against each other and against the axes of the token grid.
 

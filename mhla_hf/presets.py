@@ -30,25 +30,17 @@ class Preset:
         model: Name of the configuration class in transformers, or of the softmax model's class in diffusers.
         sizes: Arguments of that class.
         mhla: Options of [`mhla_hf.MHLAConfig`]. Grids that they leave open follow the model.
-        softmax_every: Keep layers 0, N, 2N, … softmax; `None` converts all.
     """
 
     description: str
     model: str
     sizes: Mapping[str, Any]
     mhla: Mapping[str, Any]
-    softmax_every: int | None = None
 
     @property
     def library(self) -> str:
         """`"transformers"`, whose configuration a preset is, or `"diffusers"`, whose model it is."""
         return "transformers" if self.model.endswith("Config") else "diffusers"
-
-    def mhla_layers(self, num_layers: int) -> list[int] | None:
-        """Indices of the MHLA layers of a model with `num_layers` layers; `None` for all."""
-        if self.softmax_every is None:
-            return None
-        return [index for index in range(num_layers) if index % self.softmax_every]
 
 
 def _deit(description: str, width: int, heads: int, layers: int, mlp: int, pixels: int, **mhla: Any) -> Preset:
@@ -79,12 +71,12 @@ def _dit(size: str, layers: int, heads: int, width: int, pixels: int) -> Preset:
     return Preset(f"DiT-{size.upper()}/2 for ImageNet-1K at {pixels} pixels", "DiTTransformer2DModel", sizes, mhla)
 
 
-def _wan(part: str, softmax_every: int | None) -> Preset:
+def _wan(part: str, **mhla: Any) -> Preset:
     # Wan-AI/Wan2.1-T2V-1.3B-Diffusers, transformer/config.json.
     sizes = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30, "text_dim": 4096}
-    mhla = {"blocks": [3, 5, 10], "feature_map": "relu", "feature_map_eps": 1e-6, "rope": "after_feature_map"}
+    mhla |= {"blocks": [3, 5, 10], "feature_map": "relu", "feature_map_eps": 1e-6, "rope": "after_feature_map"}
     mhla |= {"normalizer": "none", "output_norm": True, "output_gate": True}
-    return Preset(f"Wan2.1-T2V-1.3B with MHLA in {part} layers", "WanTransformer3DModel", sizes, mhla, softmax_every)
+    return Preset(f"Wan2.1-T2V-1.3B with MHLA in {part} layers", "WanTransformer3DModel", sizes, mhla)
 
 
 def _sana() -> Preset:
@@ -112,8 +104,8 @@ PRESETS: dict[str, Preset] = {
     "vlt-s": _vlt("S", 384, 14, 4, 256),
     **{f"dit-{size}-2-{side}": _dit(size, *sizes, side) for size, sizes in _DIT_SIZES.items() for side in (256, 512)},
     "sana-0.6b": _sana(),
-    "wan2.1-1.3b": _wan("all", None),
-    "wan2.1-1.3b-hybrid": _wan("two thirds of the", 3),
+    "wan2.1-1.3b": _wan("all"),
+    "wan2.1-1.3b-hybrid": _wan("two thirds of the", layers="2/3"),
     "mhla-lm-340m": _language_model(),
 }
 """All presets by name."""
@@ -171,23 +163,18 @@ def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None
     sizes = {**copy.deepcopy(dict(preset.sizes)), **overrides}
     if mhla is False:
         return stock_class(**sizes)
-    num_layers = sizes["num_hidden_layers" if is_config else "num_layers"]
-    options = _mhla_options(preset, None if mhla is True else mhla, num_layers)
+    options = _mhla_options(preset, None if mhla is True else mhla)
     if is_config:
         return stock_class(**sizes, mhla=options, attn_implementation="mhla")
     return mhla_class_for(preset.model)(**sizes, mhla=options)
 
 
-def _mhla_options(preset: Preset, mhla: MHLAConfig | Mapping[str, Any] | None, num_layers: int) -> dict[str, Any]:
+def _mhla_options(preset: Preset, mhla: MHLAConfig | Mapping[str, Any] | None) -> dict[str, Any]:
     """Options of the preset, with single ones replaced by a dict and all of them by an `MHLAConfig`."""
     if isinstance(mhla, MHLAConfig):
         # The token grid is filled in for the model where it was left open.
         given = mhla.to_dict() if preset.library == "transformers" else mhla.given_options()
         return {option: value for option, value in given.items() if value is not None}
-    options = copy.deepcopy(dict(preset.mhla))
-    layers = preset.mhla_layers(num_layers)
-    if layers is not None:
-        options["layers"] = layers
-    options = merge_options(options, mhla or {})
+    options = merge_options(copy.deepcopy(dict(preset.mhla)), mhla or {})
     MHLAConfig.from_dict(options)
     return options

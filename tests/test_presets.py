@@ -90,7 +90,7 @@ DEPTH = {"transformers": "num_hidden_layers", "diffusers": "num_layers"}
 
 def shallow(name, mhla=None, **overrides):
     """A preset at its full width, with one layer; of a hybrid with two, the first of them softmax."""
-    layers = 1 if PRESETS[name].softmax_every is None else 2
+    layers = 1 if "layers" not in PRESETS[name].mhla else 2
     torch.manual_seed(0)
     return make_model(name, mhla, **{DEPTH[PRESETS[name].library]: layers, **overrides})
 
@@ -110,7 +110,7 @@ def test_forward_and_backward_at_full_size(name):
     output = forward_and_backward(model, inputs)
     layers = [module for module in model.modules() if isinstance(module, MHLA)]
     depth = PRESETS[name].sizes[DEPTH[PRESETS[name].library]]
-    assert len(layers) == len(PRESETS[name].mhla_layers(depth) or range(depth))
+    assert len(layers) == len(MHLAConfig.from_dict(PRESETS[name].mhla).mhla_layers(depth))
     assert output.is_meta
     assert all(parameter.is_meta and parameter.grad is not None for parameter in model.parameters())
 

@@ -12,6 +12,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -113,14 +114,10 @@ def load_corpus(directory: Path, options: CorpusOptions, files: Sequence[tuple[s
     target = directory / f"corpus-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not target.is_dir():
         taken = f"{target} is being made by another process; wait for it, or remove {target}.lock."
-        lock = take_lock(target.with_name(f"{target.name}.lock"), taken, _PATIENCE_SECONDS)
-        try:
+        with take_lock(target.with_name(f"{target.name}.lock"), taken, _PATIENCE_SECONDS) or nullcontext():
             if not target.is_dir():
                 with atomic_directory(target) as temporary:
                     _make(temporary, options, source_files() if files is None else files)
-        finally:
-            if lock is not None:
-                lock.close()
     return Corpus(target)
 
 

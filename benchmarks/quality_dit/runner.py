@@ -235,7 +235,7 @@ def _claim(work_directory: Path, options: QualityOptions) -> IO[str] | None:
     changed = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
     if changed:
         if lock is not None:
-            lock.close()
+            lock.lock.release()
         raise ValueError(
             f"{work_directory} holds trainings with another {', '.join(changed)}; choose a new directory."
         )

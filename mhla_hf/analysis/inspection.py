@@ -332,12 +332,10 @@ def inspect_directory(
     originals: dict[str, ModelDirectory | None] = {}
     for part in parts if samples else ():
         # The default downloads nothing.
-        found = (
-            part.find_original(local_files_only=True, **access)
-            if base is None
-            else part.original(base, "base", **access)
-        )
-        originals[part.component] = found
+        if base is None:
+            originals[part.component] = part.find_original(local_files_only=True, **access)
+        else:
+            originals[part.component] = part.original(base, "base", **access)
     if directory.index is not None and samples:
         pipeline: Any = load_pipeline(directory.root, attn_implementation=None, torch_dtype=torch.float32).to(place)
         models = {part.component: getattr(pipeline, part.component) for part in parts}
@@ -388,12 +386,7 @@ def inspect_directory(
 
 
 def _probe_model(
-    model: Any,
-    part: ModelDirectory,
-    prompts: Sequence[str],
-    images: Sequence[Path],
-    samples: int,
-    tokens: int,
+    model: Any, part: ModelDirectory, prompts: Sequence[str], images: Sequence[Path], samples: int, tokens: int
 ) -> tuple[list[Batch], str]:
     """Make batches of one text or image each for a model of transformers; return them and what they are in words.
 

@@ -99,12 +99,7 @@ def mhla_matrix(
 
 
 def linear_matrix(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    *,
-    normalizer: str = "query",
-    causal: bool = False,
-    **options: Any,
+    query: torch.Tensor, key: torch.Tensor, *, normalizer: str = "query", causal: bool = False, **options: Any
 ) -> torch.Tensor:
     """Compute the matrix of linear attention: [`mhla_matrix`][mhla_hf.analysis.mhla_matrix] with one block.
 

@@ -90,14 +90,9 @@ def mixing_figure(matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, 
         # The first is the matrix itself.
         for axis, cells in zip(axes, (weights, *on_tokens[frames])):
             limit = float((weights if cells is weights else on_tokens).abs().max()) or 1.0
+            shown = {"aspect": "auto" if is_sequence else "equal", "cmap": COLOR_MAP, "vmin": -limit, "vmax": limit}
             interpolation = "none" if len(cells) <= _MOST_CELLS else "antialiased"
-            options: dict[str, Any] = {
-                "cmap": COLOR_MAP,
-                "vmin": -limit,
-                "vmax": limit,
-                "interpolation": interpolation,
-            }
-            image = axis.imshow(cells.numpy(), aspect="auto" if is_sequence else "equal", **options)
+            image = axis.imshow(cells.numpy(), interpolation=interpolation, **shown)
             axis.set(xticks=[], yticks=[])
         axes[0].set_ylabel(f"layer {layer}")
         for axis, frame in zip(axes[1:], frames):

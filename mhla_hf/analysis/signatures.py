@@ -98,12 +98,7 @@ def _signature(name: str, layer: str, figure: float, text: str = "", **words: An
 
 @torch.no_grad()
 def weight_signatures(
-    mhla: MHLA,
-    layer: str,
-    *,
-    mixing: torch.Tensor | None = None,
-    linear: bool = False,
-    settled: bool | None = None,
+    mhla: MHLA, layer: str, *, mixing: torch.Tensor | None = None, linear: bool = False, settled: bool | None = None
 ) -> list[FailureSignature]:
     """Find failure signatures in a layer's options and mixing weights, without running it.
 
@@ -121,7 +116,11 @@ def weight_signatures(
     weights, initial = (_on_grid(mhla, tensor) for tensor in (stored.double(), first.double()))
     if not torch.isfinite(weights).all():
         return [_signature("non-finite-attention", layer, math.nan, part="mixing weights are")]
-    found = _block_signatures(mhla, layer, layout, linear)
+    blocks, tokens = layout.num_blocks, layout.num_tokens
+    is_bounded = not (config.causal or mhla.window_gain is not None or tokens == blocks or (linear and blocks == 1))
+    bound = rank_bound(layout, mhla.head_dim * FEATURE_MAPS[config.feature_map].width_factor)
+    is_low = is_bounded and bound < LOW_BOUND * tokens
+    found = [_too_few_blocks(layer, bound, tokens, blocks)] if is_low else []
 
     def add(name: str, figure: float, text: str = "", **words: Any) -> None:
         found.append(_signature(name, layer, figure, text, **words))
@@ -148,15 +147,6 @@ def weight_signatures(
     if rows.max() > EXPLODED:
         add("exploding-mixing", rows.max().item())
     return found
-
-
-def _block_signatures(mhla: MHLA, layer: str, layout: BlockLayout, linear: bool) -> list[FailureSignature]:
-    """Find too few blocks for the token grid that the layer was made for, if it names one."""
-    blocks, tokens = layout.num_blocks, layout.num_tokens
-    if mhla.config.causal or mhla.window_gain is not None or tokens == blocks or (linear and blocks == 1):
-        return []
-    bound = rank_bound(layout, mhla.head_dim * FEATURE_MAPS[mhla.config.feature_map].width_factor)
-    return [_too_few_blocks(layer, bound, tokens, blocks)] if bound < LOW_BOUND * tokens else []
 
 
 def _too_few_blocks(layer: str, bound: float, tokens: float, blocks: float) -> FailureSignature:

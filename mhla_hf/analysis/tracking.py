@@ -209,11 +209,7 @@ class _SoftmaxCalls(TorchFunctionMode):
 
 
 def attention_matrices(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    layers: str | Iterable[int] | None = None,
-    rows: torch.Tensor | None = None,
+    model: nn.Module, batch: Batch, *, layers: str | Iterable[int] | None = None, rows: torch.Tensor | None = None
 ) -> dict[str, list[torch.Tensor]]:
     """Compute the attention matrices of a model's self-attention layers, softmax or MHLA.
 

@@ -23,13 +23,11 @@ _COMPONENTS = "Pipelines of several transformers"
 
 class _Conversion:
     component: str | None = option(
-        "The transformer to convert, such as transformer_2; of a file, its name in --base.",
-        panel=_COMPONENTS,
+        "The transformer to convert, such as transformer_2; of a file, its name in --base.", panel=_COMPONENTS
     )
     base: str | None = option("Pipeline that the file belongs to: directory or Hub id.", panel=_ORIGINAL_WEIGHTS)
     config: Path | None = option(
-        "Directory of the model's config.json, if --base is not given.",
-        panel=_ORIGINAL_WEIGHTS,
+        "Directory of the model's config.json, if --base is not given.", panel=_ORIGINAL_WEIGHTS
     )
     variant: str | None = option("Only these weight files, such as fp16.", panel=common.WEIGHTS)
     subfolder: str | None = option("Only this folder of SOURCE.", panel="Hub")
@@ -107,7 +105,7 @@ def convert_command(
 class _Unconversion:
     original: str | None = option(
         "Softmax original of a calibrated or trained model: directory or Hub id. Default: the one that "
-        "conversion.json names.",
+        "conversion.json names."
     )
     overwrite: Overwrite = False
 

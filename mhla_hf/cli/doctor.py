@@ -101,8 +101,7 @@ def _show_description(check: "DirectoryCheck") -> None:
 def _show_problems(problems: "list[Problem]") -> None:
     for problem in problems:
         say(
-            f"{problem.level} {problem.file}: {problem.message}",
-            style="red" if problem.level == "error" else "yellow",
+            f"{problem.level} {problem.file}: {problem.message}", style="red" if problem.level == "error" else "yellow"
         )
     numbers = Counter(problem.level for problem in problems)
     counts = [f"{number} {level}{'s' * (number > 1)}" for level, number in sorted(numbers.items())]
@@ -130,7 +129,6 @@ def _check_installation(kernels: bool, device: str, json_file: JsonFile) -> None
             # A kernel may end the process; results before it are worth keeping.
             write_report(json_file, report)
             status.update(f"{row['family']} kernels, {row['direction']}, {row['dtype']}, width {row['width']}")
-    write_report(json_file, report)
     failed = sum(row["status"] == "failed" for row in rows)
     typer.echo(f"\n{markdown_table(rows)}\n\n{len(rows) - failed} of {len(rows)} runs passed.")
     if failed:

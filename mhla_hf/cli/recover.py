@@ -12,13 +12,7 @@ import typer
 
 from ..config import MHLAConfig
 from ..recovery.recipes import STAGES, DataOptions
-from ..training.config import (
-    FAMILIES,
-    CacheConfig,
-    TrainingConfig,
-    check_options,
-    option_families,
-)
+from ..training.config import FAMILIES, CacheConfig, TrainingConfig, check_options, option_families
 from ..utils.files import read_json
 from ..utils.options import check_names
 from . import options as common
@@ -47,7 +41,7 @@ class _Run:
     prompts: Path | None = option("Text file with one prompt a line, for --data generated.")
     recipe: str | None = option(
         "YAML file, or name of a recipe: fast is ReLU, which is faster and recovers less; paper has the settings of "
-        "the paper. Default: that of the model's family.",
+        "the paper. Default: that of the model's family."
     )
     layers: common.Layers = None
     keep: str | None = option(

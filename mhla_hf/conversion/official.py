@@ -27,19 +27,7 @@ from ..utils.machine import parse_dtype
 from ..utils.messages import shorten_list
 from ..utils.options import parse_size
 from ..utils.tensor_files import FLOATS, TensorEntry
-from .planning import (
-    MAX_SHARD_BYTES,
-    ComponentPlan,
-    PlanOptions,
-    StoredWeights,
-    cast_entry,
-    compare_tensors,
-    component_report,
-    empty_model,
-    kept_in_fp32,
-    plan_component,
-    plan_files,
-)
+from . import planning
 from .writing import ConversionReport, check_apart, write_result
 
 
@@ -103,7 +91,7 @@ def import_official(
             an option does not fit it, or the destination is taken or too small.
     """
     checkpoint, destination = Path(checkpoint).expanduser(), Path(destination).expanduser()
-    cast, max_bytes = parse_dtype(dtype), parse_size(max_shard_size) or MAX_SHARD_BYTES
+    cast, max_bytes = parse_dtype(dtype), parse_size(max_shard_size) or planning.MAX_SHARD_BYTES
     with claim_destination(destination, overwrite=overwrite) as claimed:
         check_apart(claimed, checkpoint)
         stored = read_checkpoint(checkpoint, official_names)
@@ -129,15 +117,15 @@ def import_official(
 
 
 def _plan_import(
-    stored: StoredWeights, config: Mapping[str, Any], dtype: torch.dtype | None, max_bytes: int
-) -> ComponentPlan:
-    model = empty_model(mhla_class_for(UPSTREAM), config)
+    stored: planning.StoredWeights, config: Mapping[str, Any], dtype: torch.dtype | None, max_bytes: int
+) -> planning.ComponentPlan:
+    model = planning.empty_model(mhla_class_for(UPSTREAM), config)
     target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     entries = [_imported_entry(entry, target.get(entry.name, ())) for entry in stored.entries]
-    compare_tensors(replace(stored, entries=entries), target)
-    kept = kept_in_fp32(model)
-    copied = [cast_entry(entry, dtype, kept(entry.name)) for entry in entries]
-    report = component_report("WanModel", model)
+    planning.compare_tensors(replace(stored, entries=entries), target)
+    kept = planning.kept_in_fp32(model)
+    copied = [planning.cast_entry(entry, dtype, kept(entry.name)) for entry in entries]
+    report = planning.component_report("WanModel", model)
     # What save_pretrained would write: the constructor's arguments, without notes on which of them were given.
     written = to_stored(
         {
@@ -146,7 +134,7 @@ def _plan_import(
             **{key: value for key, value in sorted(model.config.items()) if not key.startswith("_")},
         }
     )
-    return ComponentPlan("transformer", written, [plan_files(None, copied, max_bytes)], report)
+    return planning.ComponentPlan("transformer", written, [planning.plan_files(None, copied, max_bytes)], report)
 
 
 def _imported_entry(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
@@ -177,13 +165,13 @@ def plan_original(
     path: Path,
     location: str,
     mhla: MHLAConfig | Mapping[str, Any] | None,
-    options: PlanOptions,
+    options: planning.PlanOptions,
     *,
     component: str | None,
     base: str | Path | None,
     config: str | Path | None,
     hub: Mapping[str, Any],
-) -> tuple[ComponentPlan, ModelDirectory | None, dict[str, int]]:
+) -> tuple[planning.ComponentPlan, ModelDirectory | None, dict[str, int]]:
     """Plan the conversion of original weights.
 
     Args:
@@ -219,7 +207,7 @@ def plan_original(
     content = {"_diffusers_version": version("diffusers"), **kept, "_class_name": UPSTREAM}
     model = ModelDirectory(location, folder, None, {name: content}, name)
     compression = None if source is None else source.vae_compression
-    plan = plan_component(model, chosen, options, [stored], compression)
+    plan = planning.plan_component(model, chosen, options, [stored], compression)
     return plan, source, dict(Counter(entry.stored_as for entry in stored.entries if entry.stored_as))
 
 
@@ -235,7 +223,7 @@ def read_base(base: str | Path, name: str, hub: Mapping[str, Any]) -> ModelDirec
     return source.select(name)
 
 
-def read_checkpoint(path: Path, rename: Callable[[Iterable[str]], dict[str, str]]) -> StoredWeights:
+def read_checkpoint(path: Path, rename: Callable[[Iterable[str]], dict[str, str]]) -> planning.StoredWeights:
     """Find the tensors of a checkpoint of training code.
 
     Args:
@@ -253,7 +241,7 @@ def read_checkpoint(path: Path, rename: Callable[[Iterable[str]], dict[str, str]
     by_name = {entry.name: entry for entry in entries}
     names = rename(by_name)
     renamed = [replace(by_name[original], name=name) for name, original in names.items()]
-    return StoredWeights(None, renamed, str(path), names)
+    return planning.StoredWeights(None, renamed, str(path), names)
 
 
 def _shards_in(folder: Path) -> list[Path]:

@@ -15,16 +15,9 @@ import torch
 
 from ..config import MHLAConfig, parse_layers
 from ..layers.original import STATE_KEY, STATES
+from ..models import weight_files
 from ..models.directory import ModelDirectory
 from ..models.registry import family_for
-from ..models.weight_files import (
-    DIFFUSERS_FILES,
-    FileNames,
-    check_layer_count,
-    check_model_config,
-    check_new_size,
-    to_stored,
-)
 from ..utils.compat.diffusers import declared, fp32_parts
 from ..utils.messages import shorten_list, shorten_value
 from ..utils.tensor_files import FLOATS, TensorEntry, check_floats, plan_shards
@@ -121,7 +114,7 @@ class ComponentPlan:
     config: dict[str, Any]
     weights: list[WeightsPlan]
     report: ComponentReport
-    names: FileNames = DIFFUSERS_FILES
+    names: weight_files.FileNames = weight_files.DIFFUSERS_FILES
 
 
 @dataclass(frozen=True)
@@ -180,12 +173,12 @@ def plan_component(
         stored = [StoredWeights(one.variant, one.entries(), str(component.folder)) for one in found]
     # Before the model is built: a wrong size may ask for more memory than there is.
     where = str(component.folder / "config.json")
-    check_model_config(upstream_class, component.config, where)
+    weight_files.check_model_config(upstream_class, component.config, where)
     arguments = inspect.signature(upstream_class.__init__).parameters
     num_layers = component.config.get("num_layers", arguments["num_layers"].default)
     for weights in stored:
         check_floats(weights.entries, weights.where)
-        check_layer_count(num_layers, [entry.name for entry in weights.entries], where)
+        weight_files.check_layer_count(num_layers, [entry.name for entry in weights.entries], where)
     config = target_class.resolve_options(mhla, component.config, compression)
     if options.layers is not None:
         config = config.replace(layers=parse_layers(options.layers, num_layers))
@@ -193,7 +186,7 @@ def plan_component(
     target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # The softmax model has the same tensors but those of MHLA.
     expected = {name: shape for name, shape in target.items() if ".mhla." not in name}
-    check_new_size(expected, target)
+    weight_files.check_new_size(expected, target)
     report, kept = component_report(component.class_name, model), kept_in_fp32(model)
     plans = []
     for weights in stored:
@@ -207,7 +200,7 @@ def plan_component(
         # The configuration of a legacy checkpoint has entries for the other models that its class could be.
         stored_config = {k: value for k, value in stored_config.items() if k in arguments or k.startswith("_")}
     made = {"_class_name": family.mhla_class, "mhla": report.mhla, STATE_KEY: STATES[0]}
-    return ComponentPlan(component.component, to_stored({**stored_config, **made}), plans, report)
+    return ComponentPlan(component.component, weight_files.to_stored({**stored_config, **made}), plans, report)
 
 
 def plan_files(
@@ -215,7 +208,7 @@ def plan_files(
     copied: list[TensorEntry],
     max_bytes: int,
     fresh: Sequence[TensorEntry] = (),
-    names: FileNames = DIFFUSERS_FILES,
+    names: weight_files.FileNames = weight_files.DIFFUSERS_FILES,
 ) -> WeightsPlan:
     """Plan the files of tensors copied from a set of weights, and of new ones."""
     entries = [*copied, *fresh]

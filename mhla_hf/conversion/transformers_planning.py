@@ -3,57 +3,36 @@
 
 from __future__ import annotations
 
+import json
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..config import MHLAConfig
 from ..integrations.transformers.attaching import convert_transformers_model
-from ..integrations.transformers.configuration import check_layers, check_new_parameters, check_sizes
+from ..integrations.transformers.configuration import check_layers, check_new_parameters, check_sizes, towers_of
 from ..integrations.transformers.modules import dispatches, is_cross_attention
 from ..layers.mhla import MHLA
 from ..layers.original import STATE_KEY, STATES
 from ..models.directory import ModelDirectory
 from ..models.weight_files import TRANSFORMERS_FILES, WeightSet
-from ..utils.compat.transformers import (
-    fp32_patterns,
-    ignored_names,
-    keep_used_rules,
-    loaded_name,
-    renaming_rules,
-    saved_tensors,
-    without_tied,
-)
-from ..utils.files import read_json
+from ..utils.compat import transformers as compat
 from ..utils.messages import shorten_text
 from ..utils.tensor_files import check_floats
-from .planning import (
-    ComponentPlan,
-    ComponentReport,
-    PlanOptions,
-    StoredWeights,
-    WeightsPlan,
-    cast_entry,
-    compare_tensors,
-    dominant_dtype,
-    initial_entry,
-    plan_files,
-)
+from . import planning
 
 
 # Heads that published checkpoints often lack, since nothing that they were made for uses them. transformers
 # initialises them on loading, before a conversion as after it.
-_OPTIONAL = re.compile(r"(^|\.)pooler\.")
+OPTIONAL_WEIGHTS = re.compile(r"(^|\.)pooler\.")
 
 
 def plan_transformers_model(
-    component: ModelDirectory, mhla: MHLAConfig | Mapping[str, Any] | None, options: PlanOptions
-) -> ComponentPlan:
+    component: ModelDirectory, mhla: MHLAConfig | Mapping[str, Any] | None, options: planning.PlanOptions
+) -> planning.ComponentPlan:
     """Plan the conversion of one model of transformers.
 
     Options that `mhla` does not give are the defaults for such a model, as in
@@ -66,8 +45,9 @@ def plan_transformers_model(
     report = _report(component, model)
     plans = [_plan_weights(weights, model, report, options) for weights in found]
     main = next((plan for plan in plans if plan.report.variant is None), plans[0])
-    _set_dtype(model.config, options.dtype, dominant_dtype(entry for shard in main.shards.values() for entry in shard))
-    return ComponentPlan(component.component, _saved_config(model), plans, report, component.names)
+    main_dtype = planning.dominant_dtype(entry for shard in main.shards.values() for entry in shard)
+    _set_dtype(model.config, options.dtype, main_dtype)
+    return planning.ComponentPlan(component.component, _saved_config(model), plans, report, component.names)
 
 
 def _empty_mhla_model(component: ModelDirectory, mhla: MHLAConfig | Mapping[str, Any] | None) -> Any:
@@ -92,17 +72,16 @@ def _with_layers(mhla: MHLAConfig | Mapping[str, Any] | None, layers: str | Iter
     return {**options, "layers": layers if isinstance(layers, str) else list(layers)}
 
 
-def _report(component: ModelDirectory, model: Any) -> ComponentReport:
+def _report(component: ModelDirectory, model: Any) -> planning.ComponentReport:
     attentions = [
         module for name, module in model.named_modules() if dispatches(module) and not is_cross_attention(name, module)
     ]
     config = model.config
-    towers = {name: getattr(getattr(config, name, None), "mhla", None) for name in getattr(config, "sub_configs", {})}
-    options = {name: dict(given) for name, given in towers.items() if given is not None}
-    return ComponentReport(
+    options = {name: dict(tower.mhla) for name, tower in towers_of(config).items() if tower.mhla is not None}
+    return planning.ComponentReport(
         source_class=component.class_name,
         target_class=type(model).__name__,
-        mhla=dict(config.mhla) if getattr(config, "mhla", None) is not None else options,
+        mhla=options if config.mhla is None else dict(config.mhla),
         mhla_layers=[
             index for index, module in enumerate(attentions) if isinstance(getattr(module, "mhla", None), MHLA)
         ],
@@ -110,49 +89,38 @@ def _report(component: ModelDirectory, model: Any) -> ComponentReport:
     )
 
 
-def _plan_weights(found: WeightSet, model: Any, report: ComponentReport, options: PlanOptions) -> WeightsPlan:
+def _plan_weights(
+    found: WeightSet, model: Any, report: planning.ComponentReport, options: planning.PlanOptions
+) -> planning.WeightsPlan:
     entries, where = {entry.name: entry for entry in found.entries()}, str(found.files[0].parent)
     if any(".mhla." in name for name in entries):
         raise ValueError(f"{where} has MHLA weights already; convert the model they were made from.")
     names = StoredNames(model, list(entries))
-    check_layers(model, (), _unknown(names, model, entries), where)
+    check_layers(model, (), [names.renamed[name] for name in names.unknown], where)
     # By the names that the model looks for; tensors that nothing they were made for uses may be missing.
     known = [replace(entries[name], name=key) for name, key in names.keys.items() if key in names.expected]
     given = {entry.name for entry in known}
-    expected = {
-        name: shape
-        for name, shape in names.expected.items()
-        if ".mhla." not in name and (name in given or not (name in names.may_be_missing or _OPTIONAL.search(name)))
-    }
-    compare_tensors(StoredWeights(found.variant, known, where), expected)
+    optional = {*names.may_be_missing, *filter(OPTIONAL_WEIGHTS.search, names.expected)} - given
+    expected = {name: shape for name, shape in names.expected.items() if ".mhla." not in name and name not in optional}
+    planning.compare_tensors(planning.StoredWeights(found.variant, known, where), expected)
     report.dropped = sorted({*report.dropped, *(name for name in entries if name not in names.keys)})
     # Integers in place of parameters are quantised weights; buffers may be integers.
     check_floats((entries[name] for name in names.keys if names.is_float(name)), where)
     kept = _kept_in_fp32(model, options.dtype)
-    copied = [cast_entry(entries[name], options.dtype, kept(names.loaded[name])) for name in names.keys]
-    dtype = options.dtype or dominant_dtype(copied)
+    copied = [planning.cast_entry(entries[name], options.dtype, kept(names.loaded[name])) for name in names.keys]
+    dtype = options.dtype or planning.dominant_dtype(copied)
     fresh = [
-        initial_entry(model, name, dtype, kept, report, next(iter(saved_tensors(model, {name: tensor}))))
+        planning.initial_entry(model, name, dtype, kept, report, *compat.saved_tensors(model, {name: tensor}))
         for name, tensor in model.state_dict().items()
         if ".mhla." in name
     ]
-    return plan_files(found.variant, copied, options.max_bytes, fresh, TRANSFORMERS_FILES)
-
-
-def _unknown(names: StoredNames, model: Any, stored: Iterable[str]) -> list[str]:
-    """Return tensors that the model does not know and its class does not list as ignored."""
-    ignored = ignored_names(model, "load_unexpected")
-    return [
-        names.renamed[name]
-        for name in stored
-        if name not in names.loaded and not any(re.search(pattern, name) for pattern in ignored)
-    ]
+    return planning.plan_files(found.variant, copied, options.max_bytes, fresh, TRANSFORMERS_FILES)
 
 
 def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:
     """Return a test by name for parameters that transformers keeps in fp32 in a model of a type."""
     half = dtype in (torch.float16, torch.bfloat16)
-    patterns = fp32_patterns(model, dtype == torch.float16) if half else set()
+    patterns = compat.fp32_patterns(model, dtype == torch.float16) if half else set()
     if not patterns:
         return lambda name: False
     expression = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
@@ -161,9 +129,8 @@ def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool
 
 def _set_dtype(config: Any, dtype: torch.dtype | None, found: torch.dtype) -> None:
     """Set the dtype: the one cast to, or the one found where the configuration names none."""
-    configs = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
-    for part in configs:
-        if part is not None and (dtype is not None or config.dtype is None or part is not config):
+    for part in (config, *towers_of(config).values()):
+        if dtype is not None or config.dtype is None or part is not config:
             part.dtype = dtype or config.dtype or found
 
 
@@ -171,9 +138,7 @@ def _saved_config(model: Any) -> dict[str, Any]:
     """Return `config.json` as `save_pretrained` writes it."""
     model.config.architectures = [type(model).__name__]
     setattr(model.config, STATE_KEY, STATES[0])
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        return read_json(Path(folder) / "config.json", "the configuration")
+    return json.loads(model.config.to_json_string())
 
 
 class StoredNames:
@@ -186,6 +151,7 @@ class StoredNames:
     Attributes:
         loaded: Names in the model; what the model does not know is left out.
         renamed: Name in the model for each tensor, known to the model or not.
+        unknown: Tensors that the model does not know and its class does not list as ignored.
         expected: Shapes of what complete weights have. Tied tensors occur once, and those that are joined in the model
             under their names in the files.
         keys: Which of `expected` each known tensor is.
@@ -194,25 +160,30 @@ class StoredNames:
 
     def __init__(self, model: Any, stored: Sequence[str]) -> None:
         self._state = model.state_dict()
-        rules, prefix = renaming_rules(model), model.base_model_prefix
+        rules, prefix = compat.renaming_rules(model), model.base_model_prefix
         self.loaded: dict[str, str] = {}
         self.renamed: dict[str, str] = {}
         joined = set()
         for name in stored:
-            target, is_joined = loaded_name(name, rules, prefix, self._state)
+            target, is_joined = compat.loaded_name(name, rules, prefix, self._state)
             if target not in self._state and name in self._state:
-                target, is_joined = loaded_name(name, [], prefix, self._state)
+                target, is_joined = compat.loaded_name(name, [], prefix, self._state)
             self.renamed[name] = target
             if target in self._state:
                 self.loaded[name] = target
                 if is_joined:
                     joined.add(name)
+        ignored = compat.ignored_names(model, "load_unexpected")
+        self.unknown = [
+            name for name in stored if name not in self.loaded and not any(re.search(part, name) for part in ignored)
+        ]
         # Rules that were not used on the way in are not used on the way out.
-        keep_used_rules(model, rules)
-        unsaved = set(ignored_names(model, "save"))
-        unique = {name: tensor for name, tensor in without_tied(model, self._state).items() if name not in unsaved}
+        compat.keep_used_rules(model, rules)
+        unsaved = set(compat.ignored_names(model, "save"))
+        untied = compat.without_tied(model, self._state)
+        unique = {name: tensor for name, tensor in untied.items() if name not in unsaved}
         joint = {self.loaded[name] for name in joined}
-        split = saved_tensors(model, {name: unique.pop(name) for name in joint & set(unique)}) if joint else {}
+        split = compat.saved_tensors(model, {name: unique.pop(name) for name in joint & set(unique)}) if joint else {}
         self.expected = {name: tuple(tensor.shape) for name, tensor in {**unique, **split}.items()}
         owners = {id(model.get_parameter_or_buffer(name)): name for name in unique}
         # A tensor that repeats the one it is tied to counts as that one.
@@ -220,7 +191,7 @@ class StoredNames:
             name: name if name in joined else owners.get(id(model.get_parameter_or_buffer(target)), target)
             for name, target in self.loaded.items()
         }
-        patterns = ignored_names(model, "load_missing")
+        patterns = compat.ignored_names(model, "load_missing")
         self.may_be_missing = {name for name in self.expected if any(re.search(part, name) for part in patterns)}
 
     def is_float(self, name: str) -> bool:

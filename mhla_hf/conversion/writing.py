@@ -64,17 +64,14 @@ class ConversionReport:
         versions = {"python": platform.python_version(), **installed_versions(*_PACKAGES)}
         # A checkout may be on the path without being installed.
         versions["mhla-hf"] = versions["mhla-hf"] or __version__
-        return {
+        record = {
             "schema_version": SCHEMA_VERSION,
-            "command": self.command,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "source": self.source,
-            "source_card": self.source_card,
-            "components": {name: asdict(component) for name, component in self.components.items()},
-            "copied_files": self.copied_files,
-            "bytes_written": self.bytes_written,
             "versions": {name: version for name, version in versions.items() if version is not None},
+            **asdict(self),
         }
+        del record["destination"]
+        return record
 
 
 def write_result(

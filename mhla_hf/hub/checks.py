@@ -15,14 +15,13 @@ from typing import Any
 import diffusers
 from tqdm.auto import tqdm
 
-from ..conversion.transformers_planning import StoredNames
+from ..conversion.transformers_planning import OPTIONAL_WEIGHTS, StoredNames
 from ..integrations.transformers.configuration import check_layers, check_sizes
 from ..models.directory import ModelDirectory
 from ..models.registry import FAMILIES, MHLA_CLASSES, current_class
 from ..models.stub import LIBRARY as STUB_LIBRARY
 from ..models.weight_files import PICKLES, check_layer_count, check_model_config
 from ..utils.compat.diffusers import declared
-from ..utils.compat.transformers import ignored_names
 from ..utils.files import Types, list_files, path_inside, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_list, shorten_text
@@ -31,8 +30,6 @@ from .card import describe_model
 
 
 _LENGTH = 600
-# Published checkpoints often lack this head, which their tasks do not use.
-_OPTIONAL = re.compile(r"(^|\.)pooler\.")
 
 
 @dataclass(frozen=True)
@@ -245,20 +242,18 @@ class DirectoryCheck:
         optional: set[str] = set()
         if directory.is_transformers:
             names = StoredNames(model, list(tensors))
-            unknown = [name for name in tensors if name not in names.loaded]
+            unknown = names.unknown
             check_layers(model, (), [names.renamed[name] for name in unknown], str(directory.folder))
             expected = names.expected
             found = {key: tensors[name][1] for name, key in names.keys.items()}
-            optional = {*names.may_be_missing, *filter(_OPTIONAL.search, expected)}
+            optional = {*names.may_be_missing, *filter(OPTIONAL_WEIGHTS.search, expected)}
             floats = {name for name in names.loaded if names.is_float(name)}
-            ignored = ignored_names(model, "load_unexpected")
         else:
             expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
             found = {name: shape for name, (_, shape) in tensors.items()}
-            unknown = [name for name in tensors if name not in expected]
+            ignored = declared(model, "_keys_to_ignore_on_load_unexpected")
+            unknown = [name for name in tensors if name not in expected and not any(part in name for part in ignored)]
             floats = {name for name in tensors if name in state and state[name].is_floating_point()}
-            ignored = [re.escape(part) for part in declared(model, "_keys_to_ignore_on_load_unexpected")]
-        unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
         wrong = [f"{name} ({tensors[name][0]})" for name in floats if tensors[name][0] not in FLOATS]
         found_problems = {
             "lacks {}; write or download the weights again.": set(expected) - set(found) - optional,

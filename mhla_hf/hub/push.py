@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -120,7 +120,10 @@ def push_directory(
     contents, warnings = prepare_push(root, repo_id, benchmarks=benchmarks, progress=progress)
     for warning in warnings:
         logger.warning("%s", warning)
-    with _progress_bars(progress):
+    with ExitStack() as stack:
+        if not progress and not are_progress_bars_disabled():
+            disable_progress_bars()
+            stack.callback(enable_progress_bars)
         api.create_repo(repo_id, private=private, exist_ok=True)
         if private and not api.model_info(repo_id).private:
             raise ValueError(
@@ -239,16 +242,3 @@ def _settle_card(api: HfApi, repo_id: str, contents: Contents, present: Sequence
     logger.warning(
         "%s of %s was written or edited there and is kept; remove it there to have one generated.", CARD, repo_id
     )
-
-
-@contextmanager
-def _progress_bars(shown: bool) -> Iterator[None]:
-    """Hide the progress bars of huggingface_hub unless they are wanted."""
-    hide = not shown and not are_progress_bars_disabled()
-    if hide:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if hide:
-            enable_progress_bars()

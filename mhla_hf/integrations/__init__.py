@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..utils.compat import wrap_on_import
+from ..utils.compat import extend, wrap
 
 
 def register_with_peft() -> None:
     """Check the base model of every adapter, now or as soon as peft is imported."""
-    wrap_on_import("peft", "peft.tuners.tuners_utils", "BaseTuner", "inject_adapter", _inject)
+    extend("peft", "peft.tuners.tuners_utils", lambda peft: wrap("peft", peft.BaseTuner, "inject_adapter", _inject))
 
 
 def _inject(original: Any, tuner: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:

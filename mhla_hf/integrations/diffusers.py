@@ -30,14 +30,8 @@ from types import ModuleType
 from typing import Any
 
 from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class
-from ..utils.compat import after_import, extend, unwrap, wrap
-from ..utils.compat.diffusers import (
-    component_types,
-    hook_single_files,
-    hook_uploads,
-    register_library,
-    set_modular_component_type,
-)
+from ..utils.compat import after_import, extend, wrap
+from ..utils.compat import diffusers as compat
 from ..utils.locations import LOCATION_OPTIONS
 
 
@@ -55,9 +49,9 @@ def register_with_diffusers() -> None:
         extend("diffusers", f"diffusers.{module}", partial(_wrap, owner, name, around))
     package = __name__.partition(".")[0]
     others: dict[str, Any] = {
-        "loaders.single_file_model": partial(hook_single_files, around=_should_convert),
-        "utils.hub_utils": partial(hook_uploads, around=_upload),
-        "pipelines.pipeline_utils": lambda _: register_library(package, sys.modules[package]),
+        "loaders.single_file_model": partial(compat.hook_single_files, around=_should_convert),
+        "utils.hub_utils": partial(compat.hook_uploads, around=_upload),
+        "pipelines.pipeline_utils": lambda _: compat.register_library(package, sys.modules[package]),
     }
     for module, callback in others.items():
         extend("diffusers", f"diffusers.{module}", callback)
@@ -67,11 +61,6 @@ def _wrap(owner: str, name: str, around: Any, module: ModuleType) -> None:
     # Not every supported version has every loader of LoRAs.
     if hasattr(module, owner) or not owner.endswith("LoraLoaderMixin"):
         wrap("diffusers", getattr(module, owner), name, around)
-
-
-def uninstall() -> None:
-    """Restore the classes and modules of diffusers; the names of the MHLA classes stay."""
-    unwrap("diffusers")
 
 
 # Names.
@@ -200,7 +189,7 @@ def _mhla_parts(pipeline: Any) -> dict[str, Any]:
 def _from_pipe(original: Any, cls: Any, pipeline: Any, **kwargs: Any) -> Any:
     ours = {name: part for name, part in pipeline.components.items() if is_mhla_class(type(part).__name__)}
     if ours and kwargs.get("custom_pipeline") is None:
-        expected = component_types(cls)
+        expected = compat.component_types(cls)
         fitting = {name: part for name, part in ours.items() if isinstance(part, expected.get(name, ()))}
         kwargs = {**fitting, **kwargs}
     return original(cls, pipeline, **kwargs)
@@ -216,7 +205,7 @@ def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: A
     for name, part in _mhla_parts(pipeline).items():
         entry = pipeline.config.get(name)
         if isinstance(entry, (list, tuple)) and len(entry) == 3:
-            set_modular_component_type(pipeline, name, type(part))
+            compat.set_modular_component_type(pipeline, name, type(part))
             named = ("diffusers", type(part).__name__)
             pipeline.register_to_config(**{name: (*named, {**entry[2], "type_hint": named})})
     return original(pipeline, *args, **kwargs)

@@ -47,10 +47,7 @@ def interpolation_matrix(
 
 
 def resample_mixing(
-    mixing: torch.Tensor,
-    source_blocks: Sequence[int],
-    target_blocks: Sequence[int],
-    num_prefix_blocks: int = 0,
+    mixing: torch.Tensor, source_blocks: Sequence[int], target_blocks: Sequence[int], num_prefix_blocks: int = 0
 ) -> torch.Tensor:
     """Carries a mixing matrix over to another grid of blocks.
 

@@ -38,11 +38,7 @@ class SequenceLayout:
     is_uniform = False
 
     def __init__(
-        self,
-        valid: torch.Tensor,
-        block_size: int,
-        documents: torch.Tensor | None = None,
-        num_documents: int = 1,
+        self, valid: torch.Tensor, block_size: int, documents: torch.Tensor | None = None, num_documents: int = 1
     ) -> None:
         if not isinstance(valid, torch.Tensor) or valid.dim() != 2 or valid.dtype != torch.bool:
             found = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, torch.Tensor) else type(valid).__name__

@@ -9,13 +9,11 @@ import json
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
 import torch.nn as nn
 from diffusers.models.modeling_utils import ModelMixin
 
@@ -24,28 +22,11 @@ from ..layers.mhla import MHLA
 from ..layers.mixing import layout_at, reference_blocks, resolve_blocks
 from ..layers.original import STATE_KEY, record_weights, weights_state
 from ..ops.sharded import TokenShard
-from ..utils.compat.diffusers import (
-    check_parallel_setup,
-    context_parallel_group,
-    declared,
-    loading_call,
-    parallel_config_of,
-    set_parallel_config,
-)
+from ..utils.compat import diffusers as compat
 from ..utils.locations import LOCATION_OPTIONS, find_file
 from ..utils.tensor_files import check_floats, read_entries
+from . import weight_files
 from .single_file import softmax_names
-from .weight_files import (
-    TRAINED_WITH,
-    check_layer_count,
-    check_missing_weights,
-    check_model_config,
-    damage_named,
-    from_stored,
-    load_mhla_weights,
-    sample_size,
-    to_stored,
-)
 
 
 # To the type checker a mixin has whatever the diffusers class beside it has.
@@ -90,15 +71,12 @@ class MHLAAdapterMixin(Upstream):
         Raises:
             ValueError: If several of the adapters carry MHLA parameters.
         """
-        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-        each = weights if isinstance(weights, list) else [weights] * len(names)
-        self._choose_saved_modules(names, each)
+        self._choose_saved_modules(adapter_names, weights)
         super().set_adapters(adapter_names, weights)
 
     def set_adapter(self, adapter_name: list[str] | str) -> None:
         """As `set_adapters`, without weights."""
-        names = [adapter_name] if isinstance(adapter_name, str) else adapter_name
-        self._choose_saved_modules(names, [None] * len(names))
+        self._choose_saved_modules(adapter_name)
         super().set_adapter(adapter_name)
 
     def unload_lora(self) -> None:
@@ -126,9 +104,11 @@ class MHLAAdapterMixin(Upstream):
         for _, wrapper in self._saved_modules():
             wrapper.enable_adapters(enabled)
 
-    def _choose_saved_modules(self, adapter_names: Sequence[str], weights: Sequence[Any]) -> None:
+    def _choose_saved_modules(self, adapter_names: list[str] | str, weights: Any = None) -> None:
         """Turns to the modules of the one adapter that carries some; without one, back to the model's own."""
-        wanted = [name for name, weight in zip(adapter_names, weights) if weight is None or weight]
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        each = weights if isinstance(weights, list) else [weights] * len(names)
+        wanted = [name for name, weight in zip(names, each) if weight is None or weight]
         for path, wrapper in self._saved_modules():
             carrying = [name for name in wanted if name in wrapper.modules_to_save]
             if len(carrying) > 1:
@@ -167,7 +147,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         cls.__module__ = __name__.partition(".")[0]
         upstream = cls._upstream_class()
         for name, ours in _DECLARED.items():
-            setattr(cls, name, declared(upstream, name, *ours))
+            setattr(cls, name, compat.declared(upstream, name, *ours))
         if "__init__" in cls.__dict__:
             return
 
@@ -237,7 +217,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         diffusers warns of entries that a class does not take, unless their names begin with an underscore; so
         `_sample_frames` and the others count too.
         """
-        size = sample_size(config)
+        size = weight_files.sample_size(config)
         if size is None:
             return None
         return tuple(max(1, length // patch) for length, patch in zip(size, cls.config_value(config, "patch_size")))
@@ -311,7 +291,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
             options: Complete options, as a model keeps them.
         """
         stock = cls.coerce_options(None)
-        fixed = (*TRAINED_WITH, "eps", "output_norm")
+        fixed = (*weight_files.TRAINED_WITH, "eps", "output_norm")
         equal_weights = options.mixing_init == "uniform" or math.prod(reference_blocks(options)) == 1
         same = all(getattr(options, name) == getattr(stock, name) for name in fixed)
         return cls.upstream_is_linear and equal_weights and same
@@ -361,7 +341,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
             where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
             is_mhla = cls.load_config(pretrained_model_name_or_path, **where).get("mhla") is not None
             folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
-            check_missing_weights(folder, error, pickles_allowed=not is_mhla or given is False)
+            weight_files.check_missing_weights(folder, error, pickles_allowed=not is_mhla or given is False)
             if is_mhla or given is not None:
                 raise
         return super().from_pretrained(pretrained_model_name_or_path, **{**kwargs, "use_safetensors": None})
@@ -373,7 +353,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
             config = cls.load_config(config)
         stored = None
         if config is not None:
-            config = from_stored(config)
+            config = weight_files.from_stored(config)
             stored = config.get("mhla")
             # Constructors are not told of entries that upstream does not take, such as the size of samples.
             kwargs["mhla"] = cls.options_for(config, kwargs.get("mhla"))
@@ -399,7 +379,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         Raises:
             ValueError: If the configuration or an option is wrong.
         """
-        check_model_config(cls, config, f"the configuration of this {cls.__name__}")
+        weight_files.check_model_config(cls, config, f"the configuration of this {cls.__name__}")
         stored = config.get("mhla")
         if stored is None:
             return cls.resolve_options(given, config, compression)
@@ -419,7 +399,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     def to_json_string(self) -> str:
         """The configuration as `config.json` holds it, with an entry by which softmax classes refuse it."""
-        return json.dumps(to_stored(json.loads(super().to_json_string())), indent=2, sort_keys=True) + "\n"
+        stored = weight_files.to_stored(json.loads(super().to_json_string()))
+        return json.dumps(stored, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_single_file(
@@ -461,17 +442,17 @@ class MHLAModelMixin(MHLAAdapterMixin):
                 softmax_names(names)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
-        with damage_named(path):
+        with weight_files.damage_named(path):
             if config is not None:
                 where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
                 where["revision"] = kwargs.get("config_revision")
-                check_model_config(upstream, upstream.load_config(str(config), **where), str(config))
+                weight_files.check_model_config(upstream, upstream.load_config(str(config), **where), str(config))
                 kwargs["config"] = str(config)
             model = upstream.from_single_file(str(path), **kwargs)
         if isinstance(model, MHLAModelMixin):
             raise ValueError(f"config describes {type(model).__name__}; give that of the softmax model.")
         # diffusers only warns of layers that the configuration leaves out.
-        check_layer_count(len(cls._self_attentions(model)), names, f"the configuration for {path}")
+        weight_files.check_layer_count(len(cls._self_attentions(model)), names, f"the configuration for {path}")
         return convert_model(model, mhla, str(path))
 
     def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
@@ -485,7 +466,6 @@ class MHLAModelMixin(MHLAAdapterMixin):
             ValueError: For tensor parallelism, and where the model or its options have no context parallelism.
             RuntimeError: If `torch.distributed` is not initialised, or the model is parallel already.
         """
-        check_parallel_setup(self._upstream_class())
         if not self.supports_context_parallel or _context_config(config) is None:
             supported = "context parallelism alone" if self.supports_context_parallel else "no context parallelism"
             raise ValueError(f"{type(self).__name__} supports {supported}, got {type(config).__name__}.")
@@ -495,25 +475,10 @@ class MHLAModelMixin(MHLAAdapterMixin):
             )
         super().enable_parallelism(config=config, cp_plan=cp_plan)
 
-    def _resolve_parallel_config(self, config: Any) -> Any:
-        # Upstream counts accelerators, and among processes of a CPU has none.
-        if not dist.is_initialized() or torch.accelerator.is_available():
-            return super()._resolve_parallel_config(config)
-        from diffusers import ParallelConfig
-
-        context = _context_config(config)
-        mesh = context.mesh
-        if mesh is None:
-            mesh = dist.init_device_mesh("cpu", context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
-        resolved = ParallelConfig(context_parallel_config=context)
-        resolved.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
-        set_parallel_config(self, resolved)
-        return resolved
-
     @classmethod
     def _load_pretrained_model(cls, *args: Any, **kwargs: Any) -> Any:
         load = super()._load_pretrained_model
-        return load_mhla_weights(load, loading_call(load, *args, **kwargs))
+        return weight_files.load_mhla_weights(load, compat.loading_call(load, *args, **kwargs))
 
 
 def shard_of(processor: Any, num_tokens: int) -> TokenShard | None:
@@ -526,8 +491,8 @@ def shard_of(processor: Any, num_tokens: int) -> TokenShard | None:
     Returns:
         This process's tokens; `None` for all of them.
     """
-    context = _context_config(parallel_config_of(processor))
-    return None if context is None else TokenShard(context_parallel_group(context), num_tokens)
+    context = _context_config(compat.parallel_config_of(processor))
+    return None if context is None else TokenShard(compat.context_parallel_group(context), num_tokens)
 
 
 def _context_config(config: Any) -> Any:

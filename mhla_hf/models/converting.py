@@ -90,7 +90,7 @@ def check_convertible(
 
 
 def unconvert_model(model: Any) -> Any:
-    """Turn an MHLA model of diffusers back into its softmax original, in place.
+    """Turn an MHLA model of diffusers that [`check_unconvertible`] accepts back into its softmax original, in place.
 
     Args:
         model: The model.
@@ -99,12 +99,10 @@ def unconvert_model(model: Any) -> Any:
         The same object, now of the softmax class.
 
     Raises:
-        ValueError: If its pretrained weights are not known, or [`check_unconvertible`] refuses it; it is left as it
-            was.
+        ValueError: If its pretrained weights are not known; it is left as it was.
     """
     from accelerate import init_empty_weights
 
-    check_unconvertible(model)
     values, target = original_values(model, "restore softmax attention"), model._upstream_class()
     config = {name: value for name, value in model.config.items() if name not in ("mhla", STATE_KEY)}
     with init_empty_weights(include_buffers=False):

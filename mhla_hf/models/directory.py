@@ -13,15 +13,8 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
+from ..utils import locations
 from ..utils.files import list_files, path_inside, read_json
-from ..utils.locations import (
-    PIPELINE_INDEX,
-    download_pipeline,
-    download_repository,
-    find_directory,
-    is_hub_id,
-    recorded_directory,
-)
 from ..utils.messages import shorten_list, shorten_text
 from .registry import FAMILIES, LEGACY_CLASS, MHLA_CLASSES, current_class, family_for, is_mhla_class
 from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet, check_weights, damage_named
@@ -34,7 +27,7 @@ _MOST_RECORDS = 8
 _MOST_COMPRESSION = 1024
 # What a search for the original of a pipeline's component reads of a Hub repository: a pipeline, or the model alone.
 _ORIGINAL_FILES = (
-    *(PIPELINE_INDEX, CONVERSION_RECORD, TRAINING_RECORD),
+    *(locations.PIPELINE_INDEX, CONVERSION_RECORD, TRAINING_RECORD),
     *("config.json", "transformer*/config.json", "diffusion_pytorch_model*"),
 )
 
@@ -74,7 +67,7 @@ class ModelDirectory:
         Raises:
             ValueError: If there is no such directory or repository, or [`read`] refuses it.
         """
-        root, origin = find_directory(location, **hub)
+        root, origin = locations.find_directory(location, **hub)
         return cls.read(root, component, location=str(location), origin=origin)
 
     @classmethod
@@ -101,7 +94,7 @@ class ModelDirectory:
         location = str(root) if location is None else location
         list_files(root)
         index = None
-        if (root / PIPELINE_INDEX).is_file():
+        if (root / locations.PIPELINE_INDEX).is_file():
             index, configs = read_pipeline(root)
             models = [f"{name} ({entry[1]})" for name, entry in index.items() if isinstance(entry, list) and entry[1:]]
             problem = f"has no model that can be converted; it has {shorten_list(models)}"
@@ -374,9 +367,9 @@ class ModelDirectory:
             owner, origin = waiting.pop(0)
             location = origin["location"]
             try:
-                root = recorded_directory(origin, owner) or _beside(owner, location)
-                if is_hub_id(location) and not root.is_dir():
-                    root = download_repository(location, allow_patterns=patterns, **hub)
+                root = locations.recorded_directory(origin, owner) or _beside(owner, location)
+                if locations.is_hub_id(location) and not root.is_dir():
+                    root = locations.download_repository(location, allow_patterns=patterns, **hub)
                 found = self.read(root, location=location, origin={"location": location})
                 original = self._version_in(found)
                 further = found.origins()
@@ -408,7 +401,7 @@ def find_pipeline(location: str | os.PathLike[str], **options: Any) -> Path:
         OSError: If there is no such directory or repository.
     """
     directory = Path(location).expanduser()
-    return directory if directory.is_dir() else download_pipeline(os.fspath(location), **options)
+    return directory if directory.is_dir() else locations.download_pipeline(os.fspath(location), **options)
 
 
 def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -424,12 +417,13 @@ def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, An
     Raises:
         ValueError: If a file is damaged, or a name in the index leads out of the directory.
     """
-    index = read_json(root / PIPELINE_INDEX, "the pipeline's index", required={"_class_name": (str, list)})
+    index = read_json(root / locations.PIPELINE_INDEX, "the pipeline's index", required={"_class_name": (str, list)})
     configs = {}
     for name, entry in index.items():
         if not isinstance(entry, list):
             continue
-        folder, class_name = path_inside(root, name, str(root / PIPELINE_INDEX)), entry[-1] if entry else None
+        folder = path_inside(root, name, str(root / locations.PIPELINE_INDEX))
+        class_name = entry[-1] if entry else None
         if isinstance(class_name, str) and class_name in {**FAMILIES, **MHLA_CLASSES, LEGACY_CLASS: None}:
             path = folder / "config.json"
             stored = {} if name in given and not path.exists() else _read_config(path)

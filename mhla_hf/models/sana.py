@@ -116,18 +116,14 @@ class MHLASanaVideoAttention(MHLAImageAttention):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        grid: tuple[int, ...] | None = None,
+        *args: Any,
         rotary_emb: tuple[torch.Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         if rotary_emb is not None:
-            rotary_emb, carried = tables_of_layer(rotary_emb, hasattr(self, "mhla"))
-            grid = grid if carried is None else carried
-        return super().forward(
-            hidden_states, encoder_hidden_states, attention_mask, grid=grid, rotary_emb=rotary_emb, **kwargs
-        )
+            rotary_emb, grid = tables_of_layer(rotary_emb, hasattr(self, "mhla"))
+            kwargs |= {} if grid is None else {"grid": grid}
+        return super().forward(hidden_states, *args, rotary_emb=rotary_emb, **kwargs)
 
 
 class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaVideoTransformer3DModel):

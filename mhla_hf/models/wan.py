@@ -22,13 +22,7 @@ from diffusers.models.transformers.transformer_wan import (
 )
 
 from ..utils.compat.diffusers import context_parallel_plan, declared, skip_attention_in
-from .attention import (
-    KeepsMHLAProcessor,
-    KeepsMHLAProcessors,
-    MHLAAttnProcessor,
-    tables_of_layer,
-    tables_with_grid,
-)
+from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor, tables_of_layer, tables_with_grid
 from .base import shard_of
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from ..layers.mixing import reference_blocks
 from ..layers.original import STATE_KEY, record_weights
-from ..utils.compat.diffusers import LoadedWeights, load_weights
+from ..utils.compat.diffusers import load_weights
 from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
 from ..utils.messages import shorten_list, shorten_text, shorten_value
@@ -378,7 +378,7 @@ def check_missing_weights(folder: Path, error: OSError, *, pickles_allowed: bool
         raise OSError(pickles_refused(folder, pickles)) from error
 
 
-def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> LoadedWeights:
+def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> tuple[Any, ...]:
     """Load a checkpoint into an MHLA model, with initial values of the MHLA parameters that it lacks.
 
     Raises:
@@ -420,12 +420,12 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
             given["state_dict"] = {**given["state_dict"], **values}
         else:
             given["resolved_model_file"] = [*files, values]
-    result = load_weights(load, call)
+    _, missing_names, *others = load_weights(load, call)
     if fresh:
         warn_of_fresh(model, fresh, name)
     was_mhla = any(".mhla." in key for key in loaded)
     record_weights(model, model.config.get(STATE_KEY, "trained") if was_mhla else "converted")
-    return result._replace(missing_keys=sorted({*result.missing_keys, *fresh}))
+    return model, sorted({*missing_names, *fresh}), *others
 
 
 def warn_of_fresh(model: Any, fresh: list[str], source: Any) -> None:

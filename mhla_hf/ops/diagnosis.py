@@ -18,16 +18,8 @@ from .backends import ENVIRONMENT_VARIABLE, INTERPRETED_DTYPES, auto_obstacle, t
 from .kernel_cases import FAMILIES, compare_kernels
 
 
-TYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "tf32": torch.float32,
-}
+TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "tf32": torch.float32}
 """Types of tokens by name; `"tf32"` is float32 whose products run through TF32."""
-# Widths of heads for the first type, and for the others. 72 is that of DiT-XL/2, which is no multiple of 16.
-_WIDTHS, _OTHER_WIDTHS = (64, 72, 128), (64,)
-_INTERPRETED_WIDTHS = (8,)
 # Beside those of `machine_facts`.
 _PACKAGES = ("peft", "safetensors", "huggingface_hub", "tokenizers", "numpy", "kernels", "gradio")
 

@@ -298,10 +298,9 @@ def check_mixing(mixing: Any, tokens: torch.Tensor, num_heads: int | None) -> No
     shape = tuple(mixing.shape) if is_tensor and mixing.is_floating_point() and mixing.device == tokens.device else ()
     is_good = len(shape) in (2, 3) and shape[-1] == shape[-2] >= 1
     if not is_good or (num_heads is not None and len(shape) == 3 and shape[0] not in (1, num_heads)):
-        found = f"{mixing.dtype} {tuple(mixing.shape)} on {mixing.device}" if is_tensor else type(mixing).__name__
         raise ValueError(
             f"mixing must be a floating-point tensor [blocks, blocks] or [heads, blocks, blocks] on {tokens.device}"
-            f"{'' if num_heads is None else f' with {num_heads} heads'}, got {found}."
+            f"{'' if num_heads is None else f' with {num_heads} heads'}, got {_describe(mixing)}."
         )
 
 
@@ -326,8 +325,9 @@ def check_valid(valid: Any, tokens: torch.Tensor, name: str = "valid") -> None:
         return
     is_tensor, shape = isinstance(valid, torch.Tensor), tuple(tokens.shape[:2])
     if not is_tensor or (valid.dtype, tuple(valid.shape), valid.device) != (torch.bool, shape, tokens.device):
-        found = f"{valid.dtype} {tuple(valid.shape)} on {valid.device}" if is_tensor else type(valid).__name__
-        raise ValueError(f"{name} must be a bool tensor [batch, tokens] = {shape} on {tokens.device}, got {found}.")
+        raise ValueError(
+            f"{name} must be a bool tensor [batch, tokens] = {shape} on {tokens.device}, got {_describe(valid)}."
+        )
 
 
 def check_recurrent(operands: Operands, mixing: Any, state: Any, valid: Any) -> None:
@@ -386,10 +386,16 @@ def _token_sizes(name: str, tensor: Any, query: Any) -> tuple[int, int, int, int
     is_tensor = isinstance(tensor, torch.Tensor)
     is_good = is_tensor and tensor.is_floating_point() and tensor.layout == torch.strided and tensor.dim() == 4
     if not is_good or tensor.device != query.device:
-        found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}" if is_tensor else type(tensor).__name__
         raise ValueError(
-            f"{name} must be a dense floating-point tensor [batch, tokens, heads, width] on one device, got {found}."
+            f"{name} must be a dense floating-point tensor [batch, tokens, heads, width] on one device, got "
+            f"{_describe(tensor)}."
         )
     # Taken apart once: slices of shapes cost more than all comparisons.
     batch, length, heads, width = tensor.shape
     return batch, length, heads, width
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} on {value.device}"
+    return type(value).__name__

@@ -458,11 +458,7 @@ def block_summary_at(summaries: torch.Tensor, index: torch.Tensor) -> torch.Tens
 
 
 def rebuild_state(
-    state: MHLAState,
-    summaries: torch.Tensor,
-    current: torch.Tensor,
-    position: torch.Tensor,
-    mixing: torch.Tensor,
+    state: MHLAState, summaries: torch.Tensor, current: torch.Tensor, position: torch.Tensor, mixing: torch.Tensor
 ) -> MHLAState:
     """Return the state at `position` with these summaries of all blocks, and recompute all that derives from them."""
     size, index = state.block_size, indices(summaries.shape[2], position.device)

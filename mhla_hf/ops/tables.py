@@ -34,8 +34,6 @@ class FeatureMap:
     """One feature map.
 
     Attributes:
-        name: Value of the option `feature_map`.
-        formula: φ(x) as text.
         forward: φ of tokens `[B, T, H, K]`. Learned maps take their weight `[H, K, K]` as a second argument.
         gradient: Gradient with respect to x, from the gradient with respect to φ(x) and x; `None` for autograd alone.
             Together with `forward` the definition that the kernels are tested against.
@@ -45,8 +43,6 @@ class FeatureMap:
         is_exact: Whether it rounds nothing: every result is an input or zero.
     """
 
-    name: str
-    formula: str
     forward: Callable[..., torch.Tensor]
     gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     kernel: str | None = None
@@ -68,48 +64,37 @@ def _hedgehog(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([projected, -projected], dim=-1).softmax(dim=-1)
 
 
-_MAPS = (
-    FeatureMap(
-        name="relu",
-        formula="max(x, 0)",
+FEATURE_MAPS: dict[str, FeatureMap] = {
+    # φ(x) = max(x, 0)
+    "relu": FeatureMap(
         forward=lambda tokens: tokens.relu(),
         gradient=lambda gradient, tokens: gradient.masked_fill(tokens <= 0, 0),
         kernel="relu",
         is_exact=True,
     ),
-    FeatureMap(
-        name="elu",
-        formula="elu(x) + 1",
+    # φ(x) = elu(x) + 1
+    "elu": FeatureMap(
         forward=_elu,
         gradient=lambda gradient, tokens: gradient * tokens.clamp(max=0).exp(),
         kernel="elu",
     ),
-    FeatureMap(
-        name="exp",
-        formula="exp(x)",
+    # φ(x) = exp(x)
+    "exp": FeatureMap(
         forward=lambda tokens: tokens.exp(),
         gradient=lambda gradient, tokens: gradient * tokens.exp(),
         kernel="exp",
     ),
-    FeatureMap(
-        name="hedgehog",
-        formula="softmax([Wx, -Wx]) with a learned W a head, twice as many features",
-        forward=_hedgehog,
-        is_learned=True,
-        width_factor=2,
-    ),
-    FeatureMap(
-        name="identity",
-        formula="x",
+    # φ(x) = softmax([Wx, -Wx]) with a learned W a head, twice as many features
+    "hedgehog": FeatureMap(forward=_hedgehog, is_learned=True, width_factor=2),
+    # φ(x) = x
+    "identity": FeatureMap(
         forward=lambda tokens: tokens,
         gradient=lambda gradient, tokens: gradient,
         kernel="identity",
         is_exact=True,
     ),
-)
-
-FEATURE_MAPS: dict[str, FeatureMap] = {entry.name: entry for entry in _MAPS}
-"""All feature maps by name."""
+}
+"""All feature maps, by value of the option `feature_map`."""
 
 
 def repeat_heads(tensor: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
@@ -186,8 +171,6 @@ class Normalizer:
     """One normaliser: o_t / divisor(product_t, eps).
 
     Attributes:
-        name: Value of the option `normalizer`.
-        formula: The divisor as text.
         dense: Product of queries and keys `[B, T, H, K]` by token weights `[..., T, T]` over a layout, causal or not:
             `[B, H, T]`. `None` for a normaliser that does not divide, as in the two after it.
         block: Product of query blocks `[B, H, M, N, K]` and key sums `[B, H_kv, M, K]` by mixing weights
@@ -202,8 +185,6 @@ class Normalizer:
             summaries. Sequences and decoding need that; without it blocks must have equal shapes.
     """
 
-    name: str
-    formula: str
     dense: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockLayout, bool], torch.Tensor] | None = None
     block: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     chunked: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
@@ -264,28 +245,19 @@ def _chunked_aligned_queries(query: torch.Tensor, key: torch.Tensor, mixing: tor
     return earlier.unsqueeze(-1) + diagonal_weights(mixing) * running
 
 
-_NORMALIZERS = (
-    Normalizer(
-        name="query",
-        formula="φ(q_t)·Σ_b m_ib z_b + eps",
-        dense=_dense_mixed_sums,
-        block=_block_mixed_sums,
-        chunked=_chunked_mixed_sums,
-        kernel=1,
-    ),
-    Normalizer(
-        name="block_query",
-        formula="Σ_b m_ib φ(q_bw)·z_b + eps for the token at position w of block i",
+NORMALIZERS: dict[str, Normalizer] = {
+    # Divides by φ(q_t)·Σ_b m_ib z_b + eps
+    "query": Normalizer(dense=_dense_mixed_sums, block=_block_mixed_sums, chunked=_chunked_mixed_sums, kernel=1),
+    # Divides by Σ_b m_ib φ(q_bw)·z_b + eps for the token at position w of block i
+    "block_query": Normalizer(
         dense=_dense_aligned_queries,
         block=_block_aligned_queries,
         chunked=_chunked_aligned_queries,
         mixes_sums=False,
     ),
-    Normalizer(name="none", formula="1", kernel=0),
-)
+    "none": Normalizer(kernel=0),
+}
+"""All normalisers, by value of the option `normalizer`."""
 
-NORMALIZERS: dict[str, Normalizer] = {entry.name: entry for entry in _NORMALIZERS}
-"""All normalisers by name."""
-
-SEQUENCE_NORMALIZERS = tuple(entry.name for entry in _NORMALIZERS if entry.mixes_sums)
+SEQUENCE_NORMALIZERS = tuple(name for name, entry in NORMALIZERS.items() if entry.mixes_sums)
 """Names of those that serve sequences and decoding."""

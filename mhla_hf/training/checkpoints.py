@@ -296,28 +296,24 @@ def collect_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     Returns:
         Tensors by `<parameter>::<kind>`, as in `0.weight::exp_avg`.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from torch.distributed.checkpoint import state_dict
 
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: Any = get_optimizer_state_dict(model, optimizer, options=options).get("state", {})
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: Any = state_dict.get_optimizer_state_dict(model, optimizer, options=options).get("state", {})
     return {f"{name}::{kind}": value for name, kinds in state.items() for kind, value in kinds.items()}
 
 
 def load_moments(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the tensors of `collect_moments` into the optimizer, whatever the number of processes."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict
 
     state: dict[str, Any] = {}
     for key, value in load_file(checkpoint / MOMENTS).items():
         name, _, kind = key.rpartition("::")
         state.setdefault(name, {})[kind] = value
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    groups: Any = get_optimizer_state_dict(model, optimizer, options=options)["param_groups"]
-    set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=options)
+    options = state_dict.StateDictOptions(full_state_dict=True, strict=False)
+    groups: Any = state_dict.get_optimizer_state_dict(model, optimizer, options=options)["param_groups"]
+    state_dict.set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=options)
     for name, parameter in model.named_parameters():
         if name not in state:
             # Torch has made moments of zeros for parameters that never had a gradient.
@@ -429,13 +425,7 @@ class Reports:
             self._log(stage, {}, self.at_start, 0)
 
     def add(
-        self,
-        stage: str,
-        step: int,
-        loss: float,
-        figures: dict[str, float],
-        seconds: float,
-        model: nn.Module | None,
+        self, stage: str, step: int, loss: float, figures: dict[str, float], seconds: float, model: nn.Module | None
     ) -> None:
         """Report a step. Every process must call it.
 

@@ -51,10 +51,9 @@ class EvaluationResult:
         """
         if self.levels != other.levels:
             raise ValueError("the two results are of different draws: evaluate both models with the same arguments")
-        differences = [mine - theirs for mine, theirs in zip(self.losses, other.losses, strict=True)]
-        mean = math.fsum(differences) / len(differences)
-        spread = math.fsum((value - mean) ** 2 for value in differences) / max(len(differences) - 1, 1)
-        return mean, math.sqrt(spread / len(differences))
+        differences = np.subtract(self.losses, other.losses)
+        deviation = differences.std(ddof=1 if len(differences) > 1 else 0)
+        return float(differences.mean()), float(deviation) / math.sqrt(len(differences))
 
 
 @torch.no_grad()
@@ -77,11 +76,7 @@ def evaluate_batches(model: Any, batches: Sequence[LatentBatch], objective: Obje
 
 
 def evaluate(
-    model: torch.nn.Module,
-    dataset: LatentSamples,
-    *,
-    objective: Objective | None = None,
-    **draws: Any,
+    model: torch.nn.Module, dataset: LatentSamples, *, objective: Objective | None = None, **draws: Any
 ) -> EvaluationResult:
     """Held-out loss of a model, comparable draw by draw between models.
 
@@ -119,11 +114,8 @@ class Validator:
         self.pipeline = load_encoders(source)
         if "text_encoder" in self.family.prompt_encoders:
             self.pipeline.text_encoder.to(device)
-        length = dataset.settings["max_sequence_length"]
         with torch.no_grad():
-            self.inputs = self.family.validation_inputs(
-                self.pipeline, source, config, dataset.sizes[0], length, dataset.manifest["classes"]
-            )
+            self.inputs = self.family.validation_inputs(self.pipeline, source, config, dataset)
         self.pipeline.register_modules(**dict.fromkeys(self.family.prompt_encoders))
 
     def write(self, transformer: torch.nn.Module, folder: Path, step: int) -> list[Path]:

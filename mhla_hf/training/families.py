@@ -197,13 +197,7 @@ class Family(ABC):
         """Encode the condition of a sample without caption or class, as the pipeline's guidance takes it."""
 
     def validation_inputs(
-        self,
-        pipeline: Any,
-        directory: ModelDirectory,
-        config: TrainingConfig,
-        size: Bucket,
-        length: int | None,
-        classes: Mapping[str, int],
+        self, pipeline: Any, directory: ModelDirectory, config: TrainingConfig, dataset: Any
     ) -> list[dict[str, Any]]:
         """Encode the prompts of validation samples.
 
@@ -211,9 +205,7 @@ class Family(ABC):
             pipeline: See `encode_media`.
             directory: The pipeline that training started from.
             config: The options of the run.
-            size: Size of the samples.
-            length: Tokens that prompts are padded to.
-            classes: Numbers of the classes that are trained on.
+            dataset: The cached data: size of the samples, length of prompts, numbers of classes.
 
         Returns:
             Arguments of the pipeline's call for each prompt.
@@ -224,11 +216,11 @@ class Family(ABC):
         encoded = pipeline.encode_prompt(
             list(config.validation_prompts),
             negative_prompt=config.validation_negative_prompt,
-            max_sequence_length=length,
+            max_sequence_length=dataset.settings["max_sequence_length"],
             device=pipeline.text_encoder.device,
             **self.prompt_options(pipeline),
         )
-        common = {**self.call_options, **vars(size)}
+        common = {**self.call_options, **vars(dataset.sizes[0])}
         if not self.video_size:
             del common["num_frames"]
         by_prompt = zip(*(tensor.cpu().split(1) for tensor in encoded), strict=True)
@@ -266,10 +258,8 @@ class Wan(Family):
 
     def sizes(self, directory: ModelDirectory) -> SampleSizes:
         path, vae_path = directory.folder / "config.json", directory.root / "vae" / "config.json"
-        patch = check_fields(directory.config, f"the configuration {path}", required={"patch_size": list})[
-            "patch_size"
-        ]
-        height, width = (_count({"patch_size": side}, "patch_size", path) for side in patch[-2:])
+        config = check_fields(directory.config, f"the configuration {path}", required={"patch_size": list})
+        height, width = (_count({"patch_size": side}, "patch_size", path) for side in config["patch_size"][-2:])
         # Checkpoints older than these entries have the VAE of Wan 2.1.
         defaults = {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
         vae = {**defaults, **read_json(vae_path, "the VAE's configuration")}
@@ -368,15 +358,9 @@ class DiT(Family):
         return {"class_label": torch.tensor(num_classes)}
 
     def validation_inputs(
-        self,
-        pipeline: Any,
-        directory: ModelDirectory,
-        config: TrainingConfig,
-        size: Bucket,
-        length: int | None,
-        classes: Mapping[str, int],
+        self, pipeline: Any, directory: ModelDirectory, config: TrainingConfig, dataset: Any
     ) -> list[dict[str, Any]]:
-        sizes = self.sizes(directory)
+        sizes, classes = self.sizes(directory), dataset.manifest["classes"]
         if config.validation_guidance > 1 and sizes.num_classes != GUIDANCE_LABEL:
             raise ValueError(
                 f"validation_guidance must be at most 1: the pipeline's guidance is for models of {GUIDANCE_LABEL} "

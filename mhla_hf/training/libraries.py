@@ -105,9 +105,7 @@ class DiffusionTrainer(Trainer):
     def _data_fingerprints(self) -> dict[str, str]:
         dataset = self.dataset
         settings = dataset.settings if isinstance(dataset, LatentDataset) else {}
-        inputs = {
-            "data": dataset.fingerprint() if isinstance(dataset, LatentDataset) else samples_fingerprint(dataset)
-        }
+        inputs = {"data": samples_fingerprint(dataset)}
         for name in ENCODERS:
             # The latents come from the cache's, the validation samples and the exported pipeline from the source's.
             parts = [str(settings.get(name, ""))]

@@ -30,7 +30,7 @@ from ..utils.files import list_files, write_json
 from ..utils.locations import local_origin
 from ..utils.messages import shorten_list
 from ..utils.model_cards import carried_metadata
-from . import checkpoints, parameters
+from . import checkpoints, parameters, processes
 from .checkpoints import Callback, Position, Reports
 from .config import UNCONVERTED, TrainingConfig
 from .data.batches import DataOrder, folder_fingerprint, model_fingerprint, stable_seed
@@ -40,16 +40,6 @@ from .matching.matching import STAGE as MATCHING
 from .matching.matching import match_stage, matching_bar
 from .matching.teacher import SharedTeacher, Teacher, share_weights, shared_teacher
 from .parameters import WeightAverage, learning_rate_factor, make_optimizer, set_learning_rate
-from .processes import (
-    Processes,
-    StopSignals,
-    TrainingStopped,
-    check_distribution,
-    full_tensor,
-    make_accelerator,
-    read_batches,
-    unsharded,
-)
 from .stages.objectives import Stage
 
 
@@ -106,8 +96,8 @@ class Trainer(ABC):
         self.config, self.model, self.own_model = config, model, model is None
         self.output = Path(config.output) if config.output is not None else None
         self.owns_accelerator = accelerator is None
-        self.accelerator = accelerator or make_accelerator(config)
-        check_distribution(self.accelerator, config)
+        self.accelerator = accelerator or processes.make_accelerator(config)
+        processes.check_distribution(self.accelerator, config)
         self.teacher, self.callback, self.tracker, self.source = teacher, callback, tracker, source
         if source is None and config.model is not None:
             with self.accelerator.main_process_first():
@@ -171,7 +161,7 @@ class Trainer(ABC):
                 self.inputs = self._run_inputs()
                 stages = self._make_stages()
                 result.resumed_from = self._find_checkpoint()
-                with StopSignals() as self.signals:
+                with processes.StopSignals() as self.signals:
                     self._set_up(result.resumed_from)
                     if config.transfer_steps:
                         result.losses[MATCHING] = self._match()
@@ -180,7 +170,7 @@ class Trainer(ABC):
                         is_last = number == len(stages) - 1
                         result.losses[stage.name] = self._train(stage, is_last)
                 self._finish(result)
-        except TrainingStopped:
+        except processes.TrainingStopped:
             # All processes stop together; after any other exception they may not all be here.
             self.accelerator.end_training()
             raise
@@ -226,7 +216,7 @@ class Trainer(ABC):
         found: list[Path | None] = [None]
         if self.output is None:
             return None
-        with Processes().together():
+        with processes.Processes().together():
             if self.accelerator.is_main_process:
                 self.resources.enter_context(lock_output(self.output) or nullcontext())
                 found = [checkpoints.find_checkpoint(self.config.resume, self.output / "checkpoints")]
@@ -337,7 +327,7 @@ class Trainer(ABC):
         for step, loss in enumerate(losses, start=1):
             # There is attention of the finished model alone.
             self.reports.add(MATCHING, step, loss, {}, seconds, self.model if step == steps else None)
-        weights = {name: full_tensor(self.model.get_parameter(name)) for name in names}
+        weights = {name: processes.full_tensor(self.model.get_parameter(name)) for name in names}
         self._write_checkpoint(Position.of(MATCHING, steps), {checkpoints.WEIGHTS: weights})
         if folder is not None and accelerator.is_main_process:
             remove_directory(folder)
@@ -428,7 +418,7 @@ class Trainer(ABC):
         self.order = self._data_order(stage.name, accumulation_steps=config.gradient_accumulation_steps, **sharing)
         # Last, since it starts processes, which end when it is closed.
         workers = config.dataloader_num_workers
-        self.batches = read_batches(stage.make_batch, self.order, self.step, stage.steps, workers)
+        self.batches = processes.read_batches(stage.make_batch, self.order, self.step, stage.steps, workers)
 
     def _take_step(self) -> tuple[float, dict[str, float], bool]:
         """Take an optimizer step.
@@ -451,7 +441,7 @@ class Trainer(ABC):
             losses.append(loss.detach())
         norm = accelerator.clip_grad_norm_(self.module.parameters(), config.max_grad_norm or math.inf)
         # DeepSpeed gives a plain number.
-        gradient_norm = float(full_tensor(norm) if torch.is_tensor(norm) else norm)
+        gradient_norm = float(processes.full_tensor(norm) if torch.is_tensor(norm) else norm)
         total = torch.stack(losses).sum()
         stop_requested = torch.tensor(float(self.signals.received is not None), device=total.device)
         # Both in one message: all processes stop after the same step.
@@ -473,11 +463,12 @@ class Trainer(ABC):
             return
         accelerator, average = self.accelerator, self.average
         tensors = dict(self.model.named_parameters())
-        files = {checkpoints.WEIGHTS: {name: full_tensor(tensors[name]) for name in self.names}}
+        files = {checkpoints.WEIGHTS: {name: processes.full_tensor(tensors[name]) for name in self.names}}
         if accelerator.distributed_type != DistributedType.DEEPSPEED:
             files[checkpoints.MOMENTS] = checkpoints.collect_moments(self.model, self.plain_optimizer)
         if average is not None:
-            files[checkpoints.AVERAGES] = {name: full_tensor(tensor) for name, tensor in average.tensors.items()}
+            averages = average.tensors.items()
+            files[checkpoints.AVERAGES] = {name: processes.full_tensor(tensor) for name, tensor in averages}
         steps = average.ema.optimization_step if average is not None else None
         scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
         position = Position.of(self.stage.name, self.step)
@@ -502,7 +493,7 @@ class Trainer(ABC):
 
     # Messages.
 
-    def _stopped(self) -> TrainingStopped:
+    def _stopped(self) -> processes.TrainingStopped:
         """Return the exception that ends a stopped run, with its message in the main process."""
         message = ""
         if self.accelerator.is_main_process:
@@ -512,7 +503,7 @@ class Trainer(ABC):
             else:
                 saved = Position.of(self.stage.name, self.step).name
                 message += f"the same command with --resume {saved} continues from there (saved in {self.output})"
-        return TrainingStopped(message, self.signals.received or signal.SIGINT)
+        return processes.TrainingStopped(message, self.signals.received or signal.SIGINT)
 
     def _diverged(self, problem: str) -> FloatingPointError:
         """Return the exception that ends a run whose loss or gradient is not finite.
@@ -544,7 +535,7 @@ class Trainer(ABC):
     def _finish(self, result: TrainingResult) -> None:
         """Merge LoRA, and write the trained pipeline or model."""
         config, main = self.config, self.accelerator.is_main_process
-        model: Any = unsharded(self.model)
+        model: Any = processes.unsharded(self.model)
         if main and config.train == "lora" and self.output is not None:
             self._save_adapter(self.output / "lora", model)
         if config.train == "lora":

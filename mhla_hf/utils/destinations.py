@@ -21,11 +21,10 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from .files import TEMPORARY_PREFIX, clear_write_errors, flush_to_disk, temporary_sibling
 
@@ -47,24 +46,11 @@ _MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 
 
-class Lock(FileLock):  # type: ignore[misc, valid-type]
-    """A lock held by this process until it is closed or the process ends, however it ends."""
-
-    def __enter__(self) -> Lock:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the lock."""
-        self.release(force=True)
-
-
-def take_lock(path: Path, taken: str, patience: float = PATIENCE_SECONDS) -> Lock | None:
+def take_lock(path: Path, taken: str, patience: float = PATIENCE_SECONDS) -> AcquireReturnProxy | None:
     """Take the lock of a file.
 
-    The holder may remove the file before it closes the lock; whoever waits for it then locks a new file.
+    The process holds it until `with` ends or it ends itself, however it ends. The holder may remove the file before;
+    whoever waits for it then locks a new file.
 
     Args:
         path: The lock file; created if it does not exist, in a directory that does.
@@ -80,19 +66,18 @@ def take_lock(path: Path, taken: str, patience: float = PATIENCE_SECONDS) -> Loc
         OSError: If the file cannot be created.
     """
     # A soft lock would outlive a killed process.
-    lock = Lock(path, timeout=patience, thread_local=False, fallback_to_soft=False)
+    lock = FileLock(path, timeout=patience, thread_local=False, fallback_to_soft=False)
     try:
-        lock.acquire(poll_interval=0.1)
+        return lock.acquire(poll_interval=0.1)
     except Timeout:
         raise ValueError(taken) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         return None
-    return lock
 
 
-def lock_output(directory: Path, patience: float = PATIENCE_SECONDS) -> Lock | None:
+def lock_output(directory: Path, patience: float = PATIENCE_SECONDS) -> AcquireReturnProxy | None:
     """Take the lock of an output directory, which is created if needed; see [`take_lock`]."""
     directory.mkdir(parents=True, exist_ok=True)
     taken = f"output {directory} is in use by another run; wait for it or choose another"
@@ -222,14 +207,13 @@ def claim_destination(destination: Path, *, overwrite: bool = False) -> Iterator
     lock_path = claimed.home / f"{TEMPORARY_PREFIX}lock-{path.name}"
     taken = f"destination {destination} is being written by another run; wait for it or choose another one."
     lock = take_lock(lock_path, taken, _DESTINATION_PATIENCE_SECONDS)
-    try:
-        claimed.recover(remove=lock is not None)
-        claimed.check_content()
-        yield claimed
-    finally:
-        lock_path.unlink(missing_ok=True)
-        if lock is not None:
-            lock.close()
+    with lock or nullcontext():
+        try:
+            claimed.recover(remove=lock is not None)
+            claimed.check_content()
+            yield claimed
+        finally:
+            lock_path.unlink(missing_ok=True)
 
 
 @contextmanager

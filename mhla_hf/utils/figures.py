@@ -18,10 +18,7 @@ def new_figure(width: float, height: float) -> Any:
         ValueError: If matplotlib is not installed.
     """
     # A figure without pyplot needs no display and leaves a notebook's backend alone.
-    backend = import_extra("matplotlib.backends.backend_agg", "Figures", "report")
-    figure = import_extra("matplotlib.figure", "Figures", "report").Figure((width, height), layout="constrained")
-    backend.FigureCanvasAgg(figure)
-    return figure
+    return import_extra("matplotlib.figure", "Figures", "report").Figure((width, height), layout="constrained")
 
 
 def save_figure(figure: Any, path: Path) -> None:

@@ -172,7 +172,7 @@ def check_entry(path: Path, root: Path) -> os.stat_result:
         ValueError: If it is a link to somewhere else or to nothing, or no file and no folder.
     """
     real = Path(os.path.realpath(path))
-    if not any(real == allowed or allowed in real.parents for allowed in _allowed_roots(root)):
+    if not any(real == allowed or allowed in real.parents for allowed in allowed_roots(root)):
         problem = f"leads by a link to {real}, outside {root}; put a copy there or remove the link"
     elif not path.exists():
         problem = f"does not exist or is a link to nothing ({real})"
@@ -203,7 +203,8 @@ def read_weight_map(index: Path) -> list[Path]:
     return [path_inside(index.parent, names[name], f"weight_map of {index}") for name in sorted(names)]
 
 
-def _allowed_roots(root: Path) -> list[Path]:
+def allowed_roots(root: Path) -> list[Path]:
+    """Return the folders that files of a directory may be in: its own, and the blobs of its repository's cache."""
     real = Path(os.path.realpath(root))
     for folder in (real, *real.parents):
         # A snapshot of the Hub's cache consists of links to ../../blobs.
@@ -214,11 +215,7 @@ def _allowed_roots(root: Path) -> list[Path]:
 
 
 def read_json(
-    path: Path,
-    what: str,
-    *,
-    required: Mapping[str, Types] | None = None,
-    optional: Mapping[str, Types] | None = None,
+    path: Path, what: str, *, required: Mapping[str, Types] | None = None, optional: Mapping[str, Types] | None = None
 ) -> dict[str, Any]:
     """Read a file that holds a JSON object.
 
@@ -266,10 +263,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def check_fields(
-    content: Any,
-    where: str,
-    required: Mapping[str, Types] | None = None,
-    optional: Mapping[str, Types] | None = None,
+    content: Any, where: str, required: Mapping[str, Types] | None = None, optional: Mapping[str, Types] | None = None
 ) -> dict[str, Any]:
     """Check that parsed JSON is an object with fields of the right types.
 
@@ -285,23 +279,17 @@ def check_fields(
     Raises:
         ValueError: See [`read_json`].
     """
-    problem = _problem(content, required or {}, optional or {})
-    if problem:
-        raise ValueError(f"{where}{problem}.")
-    return content
-
-
-def _problem(content: Any, required: Mapping[str, Types], optional: Mapping[str, Types]) -> str:
     if not isinstance(content, dict):
-        return f" is not a JSON object but {type(content).__name__}"
-    for name, types in {**optional, **required}.items():
-        if name not in content:
-            if name in required:
-                return f" has no field {name!r}"
-        elif not _is(content[name], types):
-            allowed = " or ".join(kind.__name__ for kind in (types if isinstance(types, tuple) else (types,)))
-            return f": {name!r} must be {allowed}, and is {type(content[name]).__name__}"
-    return ""
+        raise ValueError(f"{where} is not a JSON object but {type(content).__name__}.")
+    for name, types in {**(optional or {}), **(required or {})}.items():
+        if name in content:
+            allowed = types if isinstance(types, tuple) else (types,)
+            if not _is(content[name], allowed):
+                kinds = " or ".join(kind.__name__ for kind in allowed)
+                raise ValueError(f"{where}: {name!r} must be {kinds}, and is {type(content[name]).__name__}.")
+        elif required and name in required:
+            raise ValueError(f"{where} has no field {name!r}.")
+    return content
 
 
 def _read_text(path: Path, what: str) -> str:
@@ -318,8 +306,7 @@ def _read_text(path: Path, what: str) -> str:
     raise ValueError(f"{what} {path} {problem}.")
 
 
-def _is(value: Any, types: Types) -> bool:
-    allowed = types if isinstance(types, tuple) else (types,)
+def _is(value: Any, allowed: tuple[type, ...]) -> bool:
     if isinstance(value, bool):
         return bool in allowed
     if isinstance(value, int) and float in allowed:

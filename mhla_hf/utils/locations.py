@@ -22,15 +22,7 @@ EXPORT_FOLDERS = ("onnx", "openvino", "coreml", "original")
 EXPORT_FILES = ("consolidated*.safetensors", "consolidated*.json", "*.gguf", "*.ot", "*.tflite")
 """Files that hold the same weights for other programs."""
 
-LOCATION_OPTIONS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-)
+LOCATION_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 """Arguments of `from_pretrained` in diffusers that locate a configuration."""
 
 WEIGHTS = (".safetensors", ".gguf")

@@ -222,9 +222,7 @@ def plan_shards(
 
 
 def write_shards(
-    folder: Path,
-    shards: Mapping[str, Sequence[TensorEntry]],
-    on_bytes: Callable[[int], None] = lambda count: None,
+    folder: Path, shards: Mapping[str, Sequence[TensorEntry]], on_bytes: Callable[[int], None] = lambda count: None
 ) -> None:
     """Write shards one at a time, and their index if there are several.
 

@@ -101,6 +101,15 @@ def gather_uneven(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> t
     return torch.cat([piece[:size] for piece, size in zip(pieces, sizes)]).transpose(0, dim)
 
 
+def resolve_on_cpus(model: Any, config: Any) -> ParallelConfig:
+    """What diffusers makes of a configuration, for processes on CPUs, of which it counts none."""
+    context = getattr(config, "context_parallel_config", config)
+    mesh = context.mesh or dist.init_device_mesh("cpu", context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
+    model._parallel_config = ParallelConfig(context_parallel_config=context)
+    model._parallel_config.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
+    return model._parallel_config
+
+
 def make_video(config: Any = None) -> torch.Tensor:
     """Latents that a whole pipeline makes in two steps, split as `config` says."""
     pipeline = wan_pipeline(MHLAWanTransformer3DModel, mhla={"blocks": [2, 2, 2], "layers": [0]})
@@ -156,6 +165,7 @@ def observe_layer(case: str, group: Any = None) -> dict[str, torch.Tensor]:
 def work(rank: int, path: Path, count: int, cases: list[tuple[str, torch.dtype]]) -> None:
     torch.set_num_threads(1)
     diffusers.hooks.context_parallel._all_gather_anything = gather_uneven
+    MHLAWanTransformer3DModel._resolve_parallel_config = resolve_on_cpus
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=count)
     models, layers, others = {}, {}, {}
     for case, dtype in cases:

@@ -124,7 +124,7 @@ def test_a_lock_dies_with_its_process(tmp_path):
             lock_output(tmp_path, patience=0)
         process.kill()
     assert names(tmp_path) == [LOCK]
-    lock_output(tmp_path, patience=0).close()
+    lock_output(tmp_path, patience=0).lock.release()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])

@@ -15,18 +15,8 @@ from transformers import initialization as init
 from transformers.utils import logging
 
 from ...config import MHLAConfig
+from ...layers import original as originals
 from ...layers.mhla import MHLA
-from ...layers.original import (
-    STATE_KEY,
-    base_parameters,
-    check_adapters,
-    is_softmax,
-    original_values,
-    record_weights,
-    switch_to_mhla,
-    switch_to_softmax,
-    weights_state,
-)
 from ...models.registry import TRANSFORMERS_FAMILIES
 from ...utils.compat import forward_parameters, has_mhla
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
@@ -333,7 +323,7 @@ def convert_transformers_model(
     model.set_attn_implementation(
         NAME if not model.config.sub_configs else configuration.implementations(model.config)
     )
-    record_weights(model)
+    originals.record_weights(model)
     if not without_weights:
         count = sum(".mhla." in name for name, _ in model.named_parameters())
         logger.warning(
@@ -374,17 +364,17 @@ def record(model: PreTrainedModel, missing: Collection[str] | None = None) -> No
     """
     state = "converted"
     if missing is not None and any(".mhla." in name and name not in missing for name in model.state_dict()):
-        state = getattr(model.config, STATE_KEY, "trained")
+        state = getattr(model.config, originals.STATE_KEY, "trained")
     elif missing is None and any(module.record for module in model.modules() if isinstance(module, MHLA)):
         # Built around a model that may have been trained before.
-        state = weights_state(model)
+        state = originals.weights_state(model)
     softmax = NAME not in _implementations(model)
     if softmax and state != "converted":
         raise ValueError(
             f"Cannot use softmax attention: the pretrained weights of this {type(model).__name__} are not known: it "
             f"was {state} before it was saved. Use the softmax original."
         )
-    record_weights(model, state, softmax)
+    originals.record_weights(model, state, softmax)
 
 
 def _implementations(model: PreTrainedModel) -> set[Any]:
@@ -412,12 +402,12 @@ def switching(model: PreTrainedModel) -> Iterator[None]:
         yield
         found = _implementations(model)
         if found == {NAME}:
-            switch_to_mhla(model)
-        elif not is_softmax(model):
+            originals.switch_to_mhla(model)
+        elif not originals.is_softmax(model):
             # Continuous batching takes flash attention where it can, without being asked.
             if not found <= _SOFTMAX:
                 raise ValueError(f"{type(model).__name__} has MHLA layers: they switch to 'sdpa' or 'eager' alone.")
-            switch_to_softmax(model)
+            originals.switch_to_softmax(model)
     except Exception:
         configuration.restore(before)
         raise
@@ -434,8 +424,8 @@ def saving(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> Iterato
     Yields:
         The tensors to save, likewise.
     """
-    if not is_softmax(model):
-        setattr(model.config, STATE_KEY, weights_state(model) if state_dict is None else "trained")
+    if not originals.is_softmax(model):
+        setattr(model.config, originals.STATE_KEY, originals.weights_state(model) if state_dict is None else "trained")
         # Options may have been changed by hand.
         mark(model.config)
         yield state_dict
@@ -451,7 +441,7 @@ def saving(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> Iterato
 
 
 def unconvert_transformers_model(model: PreTrainedModel) -> Any:
-    """Turn an MHLA model back into its softmax original, in place.
+    """Turn an MHLA model without adapters back into its softmax original, in place.
 
     Args:
         model: A converted model of transformers.
@@ -460,12 +450,11 @@ def unconvert_transformers_model(model: PreTrainedModel) -> Any:
         The same object.
 
     Raises:
-        ValueError: If its pretrained weights are not known, or it has adapters; nothing is changed then.
+        ValueError: If its pretrained weights are not known; nothing is changed then.
     """
-    check_adapters(model)
-    tensors = base_parameters(model)
+    tensors = originals.base_parameters(model)
     with torch.no_grad():
-        for name, value in original_values(model, "restore softmax attention").items():
+        for name, value in originals.original_values(model, "restore softmax attention").items():
             tensors[name].copy_(value)
     _detach(model)
     _forget_mhla(model)
@@ -482,7 +471,7 @@ def _forget_mhla(model: PreTrainedModel) -> None:
         vars(module.config).pop("mhla", None)
     for module in owners:
         mark(module.config)
-    vars(model.config).pop(STATE_KEY, None)
+    vars(model.config).pop(originals.STATE_KEY, None)
 
 
 def _is_converted(module: nn.Module) -> bool:

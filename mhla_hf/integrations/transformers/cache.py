@@ -14,13 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    EncoderDecoderCache,
-    StaticLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
 from ...layers.state import DecodingState, WindowState
 from ...ops import MHLAState, rewind_state
@@ -430,8 +424,6 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
     Raises:
         ValueError: If the layer holds keys and values already, or its kind cannot hold MHLA state.
     """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
@@ -456,8 +448,6 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
 
 def mhla_cache_layers(cache: Any) -> list[MHLACacheLayer]:
     """The layers of any cache, or of none, that keep MHLA state."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
     return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, MHLACacheLayer)]
 
 
@@ -528,8 +518,6 @@ def check_softmax_cache(cache: Any, index: int) -> None:
     Raises:
         ValueError: If the cache's layer keeps MHLA state.
     """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
     layers = getattr(cache, "layers", ())
     if index < len(layers) and isinstance(layers[index], MHLACacheLayer):
         raise ValueError("This cache was filled by MHLA attention; softmax attention needs a new one.")

@@ -27,14 +27,7 @@ from transformers.utils import logging
 from ...layers.state import TokenSequence
 from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import attention_of
-from .cache import (
-    MHLACacheLayer,
-    can_be_read,
-    check_softmax_cache,
-    follow_mask,
-    mhla_cache_layer,
-    mhla_cache_layers,
-)
+from .cache import MHLACacheLayer, can_be_read, check_softmax_cache, follow_mask, mhla_cache_layer, mhla_cache_layers
 from .configuration import NAME
 from .modules import is_image_model, patch_grid, reads_keywords, rotation_of, uses_rotary
 
@@ -305,14 +298,7 @@ def make_rotation(attention: nn.Module, position_embeddings: Any, query: torch.T
 
 # Inputs.
 
-_MODEL_ARGUMENTS = (
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "pixel_values",
-)
+_MODEL_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "pixel_values")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from ...layers.mhla import MHLA
 from ...utils.compat.transformers import add_parallel_rules, parallel_tools
 
 
-_TOOLS = parallel_tools()
-TensorParallelLayer: Any = _TOOLS.layer_class
+TensorParallelLayer: Any
+TensorParallelLayer, _STYLES, _generic_name = parallel_tools()
 
 STYLE = "mhla_heads"
 # Rules by which a projection puts out the heads of its own process only.
@@ -53,7 +53,7 @@ class HeadParallel(TensorParallelLayer):
             module.groups //= mesh.size()
         module = super().install_forward(module, mesh)
         if _is_shared(module):
-            module.forward = _TOOLS.styles[_SUMMED].install_forward(_MixingAlone(module), mesh).forward
+            module.forward = _STYLES[_SUMMED].install_forward(_MixingAlone(module), mesh).forward
         return module
 
 
@@ -90,7 +90,7 @@ def plan_heads(model: Any, distributed_config: Any) -> None:
     rules: dict[str, str] = {}
     for name, attention in model.named_modules():
         mhla = getattr(attention, "mhla", None)
-        generic = _TOOLS.generic_name(name)
+        generic = _generic_name(name)
         if isinstance(mhla, MHLA) and any(
             rule.startswith(f"{generic}.") and style in _SPLITTING for rule, style in plan.items()
         ):
@@ -127,4 +127,4 @@ def as_distributed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-_TOOLS.styles.register(STYLE, HeadParallel())
+_STYLES.register(STYLE, HeadParallel())

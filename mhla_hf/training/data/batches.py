@@ -200,7 +200,7 @@ def model_fingerprint(model: Any, without: Collection[str] = ()) -> str:
 
 
 def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
-    """Hash the size of a data set and some of its samples.
+    """Return the fingerprint that a data set has, or hash its size and some of its samples.
 
     Of tensors that differ each time they are read, as augmented ones do, the shapes alone count.
 
@@ -208,6 +208,8 @@ def samples_fingerprint(dataset: Any, samples: int = 8) -> str:
         dataset: See `LatentSamples`; other values than tensors may be among them.
         samples: Number of samples to read.
     """
+    if callable(fingerprint := getattr(dataset, "fingerprint", None)):
+        return fingerprint()
     digest = hashlib.sha256(f"{len(dataset)};".encode())
     for index in evenly_spaced(range(len(dataset)), samples):
         again = dataset[index]
@@ -467,8 +469,6 @@ class Latents(BatchSource):
         condition_dropout: float = 0.1,
         draws: int | None = None,
     ) -> None:
-        fingerprint = getattr(dataset, "fingerprint", None)
-        identity = fingerprint() if callable(fingerprint) else samples_fingerprint(dataset)
         self.null_condition = getattr(dataset, "null_condition", None)
         objective.check_data(model, dataset[0], self.null_condition)
         self.objective, self.model = objective, model
@@ -480,7 +480,8 @@ class Latents(BatchSource):
             self.samples, self.held_out_samples = (Subset(cast(Any, dataset), part) for part in parts)
         else:
             self.samples, self.held_out_samples = dataset, held_out
-        super().__init__(seed, identity, range(len(self.samples)), range(len(self.held_out_samples)))
+        indices = range(len(self.samples)), range(len(self.held_out_samples))
+        super().__init__(seed, samples_fingerprint(dataset), *indices)
         self.draws = draws or min(_MOST_DRAWS, math.ceil(_DRAWS / len(self.held_out_samples)))
         self.facts = {"shape": list(self.samples[0]["latents"].shape), "draws": self.draws}
 

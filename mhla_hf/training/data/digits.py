@@ -144,10 +144,6 @@ class DigitVideo:
     digits: tuple[int, ...] = field(default=())
     directions: tuple[str, ...] = field(default=())
 
-    def tensor(self) -> torch.Tensor:
-        """The video as the VAE takes it: `[3, num_frames, size, size]` float32 in -1..1."""
-        return frames_to_tensor(self.frames)
-
 
 def frames_to_tensor(frames: np.ndarray) -> torch.Tensor:
     """Convert grey uint8 frames `[..., F, H, W]` into `[..., 3, F, H, W]` float32 in -1..1."""
@@ -250,6 +246,6 @@ def digit_videos(count: int, size: int, num_frames: int) -> list[DataSample]:
     videos = MovingDigits("train", count, config=appearance)
 
     def sample(index: int) -> DataSample:
-        return DataSample(f"digits:{index}", videos[index].caption, lambda: videos[index].tensor())
+        return DataSample(f"digits:{index}", videos[index].caption, lambda: frames_to_tensor(videos[index].frames))
 
     return [sample(index) for index in range(count)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...utils.files import check_fields, parse_json, path_inside
+from ...utils.files import allowed_roots, check_fields, parse_json, path_inside
 from ...utils.messages import shorten_text
 
 
@@ -83,7 +83,7 @@ class DataFolder:
             raise ValueError(f"data must be an existing folder or 'digits', got {shorten_text(str(path), 300)!r}")
         self.path = path
         self.problems: list[str] = []
-        self._root = _storage_root(path.resolve())
+        self._roots = allowed_roots(path)
 
     def problem(self, path: Path) -> str | None:
         """Return why a path cannot be read as a file of this folder, or `None`."""
@@ -155,15 +155,7 @@ class DataFolder:
         return printable(f"{path.relative_to(self.path).as_posix()}:{status.st_size}:{status.st_mtime_ns}")
 
     def _holds(self, path: Path) -> bool:
-        return path.resolve().is_relative_to(self._root)
-
-
-def _storage_root(folder: Path) -> Path:
-    """The folder, or the repository's folder in the Hub's cache, whose snapshots consist of links to `blobs`."""
-    for parent in folder.parents:
-        if parent.name == "snapshots" and (parent.parent / "blobs").is_dir():
-            return parent.parent
-    return folder
+        return any(map(path.resolve().is_relative_to, self._roots))
 
 
 def captioned_samples(

@@ -19,16 +19,9 @@ from ...utils.files import read_json
 from ...utils.messages import shorten_list, shorten_text, shorten_value
 from ..config import DIGITS, Bucket
 from ..matching.layers import Batch
+from . import folders
 from .batches import BatchSource, drawn_held_out, stable_seed
 from .digits import digit_images
-from .folders import (
-    DataFolder,
-    DataSample,
-    UnusableSampleError,
-    captioned_samples,
-    log_problems,
-    printable,
-)
 
 
 logger = logging.getLogger(__name__)
@@ -56,7 +49,7 @@ def check_size(path: Path, width: int, height: int) -> None:
         UnusableSampleError: If there are too many pixels or none, or one side is far longer than the other.
     """
     if not 0 < width * height <= MAX_PIXELS or max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise UnusableSampleError(
+        raise folders.UnusableSampleError(
             f"{path} has {width} x {height} pixels; at most {MAX_PIXELS:,} are read, and one side may be "
             f"{MAX_ASPECT_RATIO} times the other: scale it down or crop it"
         )
@@ -92,13 +85,13 @@ def unreadable(path: Path, kind: str, error: Exception) -> Exception:
     Returns:
         `UnusableSampleError` with the last line of the error; the error itself where the machine is at fault.
     """
-    if isinstance(error, UnusableSampleError | MemoryError) or getattr(error, "errno", None) is not None:
+    if isinstance(error, folders.UnusableSampleError | MemoryError) or getattr(error, "errno", None) is not None:
         return error
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return UnusableSampleError(f"{path} cannot be read as {kind}: {shorten_text(lines[-1], 200)}")
+    return folders.UnusableSampleError(f"{path} cannot be read as {kind}: {shorten_text(lines[-1], 200)}")
 
 
-def captioned_images(folder: Path, sizes: Sequence[Bucket]) -> list[DataSample]:
+def captioned_images(folder: Path, sizes: Sequence[Bucket]) -> list[folders.DataSample]:
     """List the captioned images of a folder; see `folders.captioned_samples`. Unusable ones raise when read.
 
     Args:
@@ -108,12 +101,12 @@ def captioned_images(folder: Path, sizes: Sequence[Bucket]) -> list[DataSample]:
     Raises:
         ValueError: See `folders.captioned_samples`.
     """
-    return captioned_samples(folder, IMAGE_SUFFIXES, "images", partial(_load, sizes=sizes))
+    return folders.captioned_samples(folder, IMAGE_SUFFIXES, "images", partial(_load, sizes=sizes))
 
 
 def class_images(
     folder: Path, sizes: Sequence[Bucket], *, known_labels: Mapping[str, int], num_classes: int
-) -> list[DataSample]:
+) -> list[folders.DataSample]:
     """List the images of a folder with one subfolder per class.
 
     The first image of every class comes first, then the second of every class, and so on: the first part of the
@@ -129,7 +122,7 @@ def class_images(
         ValueError: If the folder does not exist, has no subfolders, or one of them has no images; or the classes
             do not fit the model.
     """
-    data = DataFolder(folder)
+    data = folders.DataFolder(folder)
     classes = data.subfolders()
     files = {path.name: data.files(IMAGE_SUFFIXES, path) for path in classes}
     empty = [name for name, found in files.items() if not found]
@@ -137,12 +130,12 @@ def class_images(
         lacking = f"these have none: {shorten_list(empty)}" if empty else "it has no folders"
         raise ValueError(f"data: {folder} must have one folder of images per class; {lacking}")
     labels = folder_labels(folder, files, known_labels, num_classes)
-    log_problems(data.problems)
+    folders.log_problems(data.problems)
     placed = sorted(
         (place, labels[name], name, path) for name, found in files.items() for place, path in enumerate(found)
     )
     load = partial(_load, sizes=sizes)
-    return [DataSample(data.key(path), label, partial(load, path), name) for _, label, name, path in placed]
+    return [folders.DataSample(data.key(path), label, partial(load, path), name) for _, label, name, path in placed]
 
 
 def read_image(path: Path) -> np.ndarray:
@@ -262,7 +255,7 @@ def folder_labels(folder: Path, names: Iterable[str], known: Mapping[str, int], 
             classes.
     """
     names = sorted(names)
-    path = DataFolder(folder).own_file(CLASSES_FILE)
+    path = folders.DataFolder(folder).own_file(CLASSES_FILE)
     numbers: dict[str, Any] = {name: _number(name) for name in names}
     if path is not None:
         stored = read_json(path, "data:")
@@ -376,25 +369,25 @@ def open_images(
         digits = digit_images(count, side, captions=False)
         images = {f"{sample.key}:{side}": partial(_as_bytes, sample) for sample in digits}
         return processor, images, 0
-    folder = DataFolder(Path(data).expanduser())
+    folder = folders.DataFolder(Path(data).expanduser())
     # Of a large folder only a part is read: it must not be that of the first classes.
     files = folder.files(IMAGE_SUFFIXES)
-    files.sort(key=lambda path: stable_seed(printable(path.relative_to(folder.path).as_posix())))
+    files.sort(key=lambda path: stable_seed(folders.printable(path.relative_to(folder.path).as_posix())))
     for path in files:
         if len(images) == count:
             break
         try:
             read_image(path)
             images[folder.key(path)] = partial(read_image, path)
-        except UnusableSampleError as error:
+        except folders.UnusableSampleError as error:
             folder.problems.append(str(error))
-    log_problems(folder.problems)
+    folders.log_problems(folder.problems)
     if len(images) < 2:
         problem = f" ({folder.problems[0]})" if folder.problems else ""
         raise ValueError(f"data: {data} has {len(images)} images that can be read; at least 2 are needed{problem}")
     return processor, images, len(folder.problems)
 
 
-def _as_bytes(sample: DataSample) -> np.ndarray:
+def _as_bytes(sample: folders.DataSample) -> np.ndarray:
     """uint8 `[H, W, 3]` of an image `[3, H, W]` in [-1, 1]."""
     return ((sample.load() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()

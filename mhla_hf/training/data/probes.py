@@ -125,12 +125,7 @@ def pipeline_batches(
 
 
 def _subjects(
-    pipeline: Any,
-    parameters: Mapping[str, Any],
-    prompts: Sequence[str] | None,
-    samples: int,
-    steps: int,
-    seed: int,
+    pipeline: Any, parameters: Mapping[str, Any], prompts: Sequence[str] | None, samples: int, steps: int, seed: int
 ) -> list[dict[str, Any]]:
     """Choose the prompt or class of each sample: at least one per prompt, and enough for the requested calls."""
     if isinstance(prompts, str) or (prompts is not None and not prompts):

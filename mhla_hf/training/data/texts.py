@@ -24,14 +24,7 @@ from ...utils.locations import is_hub_id
 from ...utils.messages import import_extra, shorten_list, shorten_text
 from ..config import GENERATED
 from ..matching.layers import Batch, mhla_layers
-from .batches import (
-    BatchSource,
-    chunks,
-    drawn_held_out,
-    last_held_out,
-    model_fingerprint,
-    stable_seed,
-)
+from .batches import BatchSource, chunks, drawn_held_out, last_held_out, model_fingerprint, stable_seed
 from .folders import DataFolder, log_problems, printable
 
 
@@ -175,19 +168,8 @@ class TokenTable:
         first, last = self.offsets[index : index + 2].tolist()
         return self.tokens[first:last].long()
 
-    def lengths(self) -> torch.Tensor:
-        """Number of tokens of each."""
-        return self.offsets.diff()
 
-
-def tokenize(
-    corpus: TextCorpus,
-    tokenizer: Any,
-    *,
-    packed: bool,
-    length: int,
-    samples: int,
-) -> TokenTable:
+def tokenize(corpus: TextCorpus, tokenizer: Any, *, packed: bool, length: int, samples: int) -> TokenTable:
     """Tokenise texts.
 
     Args:
@@ -313,7 +295,7 @@ class Passages(BatchSource):
 
     def __init__(self, table: TokenTable, held_out: int, padding: int, seed: int = 0) -> None:
         indices, held_out_indices = drawn_held_out(len(table), held_out)
-        self.table, self.padding, self.lengths = table, padding, table.lengths().tolist()
+        self.table, self.padding, self.lengths = table, padding, table.offsets.diff().tolist()
         super().__init__(seed, table.fingerprint, indices, sorted(held_out_indices, key=self.lengths.__getitem__))
         self.facts = {"length": max(self.lengths), "left_out": table.skipped}
         self._together = lru_cache(maxsize=4)(self._make_together)

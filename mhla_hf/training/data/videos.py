@@ -7,12 +7,13 @@ Reading takes imageio-ffmpeg, writing imageio as well (the extra `video`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from diffusers.utils import export_to_gif, export_to_video
 from PIL import Image
 
 from ...utils.files import atomic_file
@@ -78,7 +79,8 @@ def read_frames(
 def _frames(path: Path, num_frames: int, fps: float | None) -> Iterator[Image.Image]:
     """Decode the first frames of a file; errors as in `read_frames`."""
     rate = ["-fps_mode", "passthrough"] if fps is None else ["-vf", f"fps={fps}"]
-    reader = _ffmpeg().read_frames(str(path.absolute()), input_params=_FFMPEG_INPUT, output_params=rate)
+    ffmpeg = import_extra("imageio_ffmpeg", "video files", "video")
+    reader = ffmpeg.read_frames(str(path.absolute()), input_params=_FFMPEG_INPUT, output_params=rate)
     try:
         size = next(reader)["size"]
         check_size(path, *size)
@@ -98,10 +100,6 @@ def _choose_bucket(path: Path, buckets: Sequence[Bucket], fps: float | None) -> 
     return nearest_bucket(buckets, height, width, count) if count else None
 
 
-def _ffmpeg() -> Any:
-    return import_extra("imageio_ffmpeg", "video files", "video")
-
-
 def write_video(path: Path, frames: np.ndarray, fps: int = 8) -> Path:
     """Write frames as mp4, or as GIF where imageio-ffmpeg is missing.
 
@@ -113,18 +111,12 @@ def write_video(path: Path, frames: np.ndarray, fps: int = 8) -> Path:
     Returns:
         The path written.
     """
-    try:
-        _ffmpeg()
-        import imageio.v2 as imageio
-    except (ValueError, ImportError):
-        path = path.with_suffix(".gif")
-        images = [Image.fromarray(frame) for frame in frames]
-        with atomic_file(path) as temporary:
-            images[0].save(
-                temporary, save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0, format="GIF"
-            )
-        return path
-    path = path.with_suffix(".mp4")
+    is_video = all(map(find_spec, ("imageio", "imageio_ffmpeg")))
+    path = path.with_suffix(".mp4" if is_video else ".gif")
+    images = [Image.fromarray(frame) for frame in frames]
     with atomic_file(path) as temporary:
-        imageio.mimwrite(temporary, list(frames), fps=fps, macro_block_size=1, quality=8)
+        if is_video:
+            export_to_video(images, str(temporary), fps, quality=8, macro_block_size=1)
+        else:
+            export_to_gif(images, str(temporary), fps)
     return path

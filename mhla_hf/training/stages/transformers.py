@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _LANGUAGE_MODELS
 
-from ..config import TrainingConfig
 from ..data.batches import BatchSource, DataOrder
 from ..matching.layers import evaluating, only_trainable, without_dropout
 from ..matching.teacher import Teacher, compute_with
@@ -52,19 +51,12 @@ class TransformersStage(Stage):
         ValueError: If a model that is no language model is to train on a task of its own.
     """
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        model: nn.Module,
-        objective: TransformersObjective,
-        make_batch: Callable[[DataOrder, int, int], dict[str, Any]],
-        get_teacher: Callable[[], Teacher] | None = None,
-    ) -> None:
-        super().__init__(config, model, objective, make_batch, get_teacher)
-        if self.teacher_share < 1 and not objective.predicts_tokens:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.teacher_share < 1 and not self.objective.predicts_tokens:
             option = "distill_ratio must be 1" if self.name == "distill" else "max_steps must be 0"
             raise ValueError(
-                f"{option} for a {type(model).__name__}, which is no language model; train it on labels with "
+                f"{option} for a {type(self.model).__name__}, which is no language model; train it on labels with "
                 "transformers.Trainer"
             )
 

@@ -29,8 +29,6 @@ SUPPORTED = {"transformers": ">=5.17,<6", "diffusers": ">=0.40", "peft": ">=0.18
 CHECKED = {"transformers": "5.17 and 5.23", "diffusers": "0.40 and 0.42", "peft": "0.18 and 0.21"}
 """Versions that the functions below were checked with."""
 
-_wrapped: list[tuple[str, Any, str, Any]] = []
-
 
 class UnsupportedVersionError(ImportError):
     """Raised where another library is absent, of an unsupported version, or shaped in an unknown way."""
@@ -102,7 +100,7 @@ def wrap(library: str, owner: Any, name: str, around: Callable[..., Any]) -> Non
     """Replace a function or a method of any kind of another library; a second call does nothing.
 
     Args:
-        library: Name of the library, for [`unwrap`] and errors.
+        library: Name of the library, for errors.
         owner: Class or module.
         name: Name of the function in it.
         around: Called in its place as `around(original, *args, **kwargs)`. The first argument of methods is the
@@ -123,25 +121,8 @@ def wrap(library: str, owner: Any, name: str, around: Callable[..., Any]) -> Non
         return around(original, *args, **kwargs)
 
     replacement.wrapped_by_mhla = True  # type: ignore[attr-defined]
-    # An inherited function is restored by deleting the replacement.
-    _wrapped.append((library, owner, name, current if name in vars(owner) else None))
     kind = type(current) if isinstance(current, (classmethod, staticmethod)) else None
     setattr(owner, name, replacement if kind is None else kind(replacement))
-
-
-def unwrap(library: str) -> None:
-    """Restore every function of a library that [`wrap`] replaced.
-
-    Args:
-        library: Name of the library.
-    """
-    for entry in [entry for entry in reversed(_wrapped) if entry[0] == library]:
-        _, owner, name, original = entry
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
-        _wrapped.remove(entry)
 
 
 def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
@@ -221,11 +202,6 @@ def extend(
                 otherwise(module, error)
 
     after_import(name, extend_supported)
-
-
-def wrap_on_import(library: str, module: str, owner: str, name: str, around: Callable[..., Any]) -> None:
-    """As [`wrap`] for a method of a class, now or as soon as the class's module is imported; see [`extend`]."""
-    extend(library, module, lambda imported: wrap(library, getattr(imported, owner), name, around))
 
 
 class _PostImportFinder(MetaPathFinder):

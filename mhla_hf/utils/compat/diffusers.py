@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import attribute, imported, unknown_shape, wrap
 
@@ -44,17 +44,6 @@ def context_parallel_plan(model_class: Any, *without: str) -> dict[str, Any]:
 # Loading.
 
 
-class LoadedWeights(NamedTuple):
-    """Result of `ModelMixin._load_pretrained_model`."""
-
-    model: Any
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-    mismatched_keys: list[Any]
-    offload_index: Any
-    error_messages: list[str]
-
-
 def loading_call(load: Callable[..., Any], *args: Any, **kwargs: Any) -> inspect.BoundArguments:
     """Return the arguments of a call of `ModelMixin._load_pretrained_model`, which may be changed by name.
 
@@ -75,12 +64,16 @@ def loading_call(load: Callable[..., Any], *args: Any, **kwargs: Any) -> inspect
     return call
 
 
-def load_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> LoadedWeights:
-    """Call `ModelMixin._load_pretrained_model` with the arguments of [`loading_call`]."""
+def load_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> tuple[Any, ...]:
+    """Call `ModelMixin._load_pretrained_model` with the arguments of [`loading_call`].
+
+    Returns:
+        The model, names of missing, unexpected and mismatched weights, index of offloaded ones, messages of errors.
+    """
     result = load(*call.args, **call.kwargs)
-    if not isinstance(result, tuple) or len(result) != len(LoadedWeights._fields):
+    if not isinstance(result, tuple) or len(result) != 6:
         raise unknown_shape("diffusers", "result of ModelMixin._load_pretrained_model")
-    return LoadedWeights(*result)
+    return result
 
 
 def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
@@ -213,17 +206,6 @@ def checkpointed(model: Any, block: Any, *args: Any) -> Any:
 
 
 # Context parallelism.
-
-
-def check_parallel_setup(model_class: Any) -> None:
-    """Check that models set up parallelism in `_resolve_parallel_config`, which MHLA models override."""
-    attribute("diffusers", model_class, "_resolve_parallel_config", "ModelMixin")
-
-
-def set_parallel_config(model: Any, config: Any) -> None:
-    """Note the configuration of context parallelism on a model."""
-    attribute("diffusers", model, "_parallel_config", "ModelMixin")
-    model._parallel_config = config
 
 
 def parallel_config_of(processor: Any) -> Any:

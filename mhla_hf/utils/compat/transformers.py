@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import attribute, imported
 
@@ -98,18 +98,10 @@ def reported_names(model: Any, info: Any) -> tuple[set[str], set[str]]:
 # Tensor parallelism.
 
 
-class ParallelTools(NamedTuple):
-    """Base class of parallel styles, their registry, and a function that replaces layer numbers by wildcards."""
-
-    layer_class: Any
-    styles: Any
-    generic_name: Callable[[str], str]
-
-
-def parallel_tools() -> ParallelTools:
-    """Return the tools for tensor parallelism of transformers 5.23."""
+def parallel_tools() -> tuple[Any, Any, Callable[[str], str]]:
+    """Return the base class of parallel styles, their registry, and what replaces layer numbers by wildcards."""
     module = "distributed.tensor_parallel"
-    return ParallelTools(
+    return (
         imported("transformers", module, "TensorParallelLayer"),
         imported("transformers", module, "ALL_PARALLEL_STYLES"),
         imported("transformers", "distributed.parallel_utils", "replace_layer_number_by_wildcard"),

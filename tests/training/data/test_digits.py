@@ -12,6 +12,7 @@ from mhla_hf.training.data.digits import (
     MovingDigits,
     MovingDigitsConfig,
     digit_videos,
+    frames_to_tensor,
     load_scans,
 )
 
@@ -47,4 +48,4 @@ def test_a_digit_sets_off_as_captioned_and_stays_inside(direction):
 def test_samples_for_training():
     samples = digit_videos(2, 32, 5)
     example = MovingDigits("train", 2, config=MovingDigitsConfig(num_frames=5, size=32, digit_size=14))[1]
-    assert samples[1].condition == example.caption and torch.equal(samples[1].load(), example.tensor())
+    assert samples[1].condition == example.caption and torch.equal(samples[1].load(), frames_to_tensor(example.frames))
