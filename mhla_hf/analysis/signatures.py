@@ -153,7 +153,7 @@ def weight_signatures(
 def _block_signatures(mhla: MHLA, layer: str, layout: BlockLayout, linear: bool) -> list[FailureSignature]:
     """Find too few blocks for the token grid that the layer was made for, if it names one."""
     blocks, tokens = layout.num_blocks, layout.num_tokens
-    if mhla.config.causal or mhla.window_gain is not None or tokens == blocks or (linear and blocks == 1):
+    if mhla.config.causal or mhla.window_bias is not None or tokens == blocks or (linear and blocks == 1):
         return []
     bound = rank_bound(layout, mhla.head_dim * FEATURE_MAPS[mhla.config.feature_map].width_factor)
     return [_too_few_blocks(layer, bound, tokens, blocks)] if bound < LOW_BOUND * tokens else []
