@@ -120,8 +120,9 @@ def join_window(attended: torch.Tensor, window: torch.Tensor, bias: torch.Tensor
     Returns:
         `[B, T, H, V]` in the dtype of `window` or a wider one.
     """
-    own, rest = window[..., :2].to(bias.dtype).split(1, dim=-1)
-    rest = rest * bias.exp()[:, None]
+    dtype = torch.promote_types(bias.dtype, torch.float32)
+    own, rest = window[..., :2].to(dtype).split(1, dim=-1)
+    rest = rest * bias.to(dtype).exp()[:, None]
     # Padding has no weights.
     whole = own + rest + (own + rest == 0)
     own, rest = (share.to(window.dtype) for share in (1 / whole, rest / whole))
