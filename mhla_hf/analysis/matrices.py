@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layers.fused import HeadNorms
@@ -335,13 +336,18 @@ class LayerTokens(SoftmaxTokens):
         query = (query if rows is None else query[:, :, rows]) * scale
         inside = (query @ key.mT + bias).logsumexp(-1, keepdim=True)
         beyond = beyond.to(matrix)
-        count = beyond.sum(-1, keepdim=True)
-        landmark = (query * (beyond @ key / count.clamp(min=1))).sum(-1, keepdim=True) + count.log()
-        share = (inside - landmark - mhla.window_bias.detach().to(matrix)[heads, None, None]).sigmoid()
+        if mhla.config.is_sequence:
+            count = beyond.sum(-1, keepdim=True)
+            logits = (query * (beyond @ key / count.clamp(min=1))).sum(-1, keepdim=True)
+        else:
+            members = F.one_hot(self.layout.block_of_token).to(matrix)
+            count, logits = beyond @ members, query @ (members.T @ key / members.sum(0)[:, None]).mT
+        rest = (logits + count.log()).logsumexp(-1, keepdim=True)
+        share = (inside - rest - mhla.window_bias.detach().to(matrix)[heads, None, None]).sigmoid()
         return share * window + (1 - share) * matrix
 
     def _window(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens that the softmax window lets each row see, and those of its landmark, BoolTensors `[R, T]`."""
+        """Tokens that the softmax window lets each row see, and those of its landmarks, BoolTensors `[R, T]`."""
         config, prefix = self.mhla.config, self.layout.num_prefix_tokens
         assert self.mhla.window_size is not None
         layout = BlockLayout(self.layout.grid, block_size=self.mhla.window_size, num_prefix_tokens=prefix)

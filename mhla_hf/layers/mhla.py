@@ -463,9 +463,7 @@ class MHLA(nn.Module):
             tokens = query.to(value.dtype), key.to(value.dtype), value
             if sequence is None:
                 assert isinstance(call.layout, BlockLayout)
-                grid, prefix = call.layout.grid, self.num_prefix_tokens
-                options: dict[str, Any] = {"num_prefix_tokens": prefix, "scale": call.scaling}
-                return grid_window_attention(*tokens, window, size, grid, **options), None
+                return grid_window_attention(*tokens, window, size, call.layout, scale=call.scaling), None
             if state is None:
                 return sequence_window_attention(*tokens, window, size[0], sequence, scale=call.scaling), None
             past = state.window or empty_window_state(key, value, window, size[0], state.rewindable)

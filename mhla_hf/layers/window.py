@@ -2,15 +2,16 @@
 """The softmax window beside MHLA: each token attends exactly to those of its own block and of blocks near it.
 
 The output is a · window + (1 - a) · MHLA, with the share a = Z_w / (Z_w + Z_r) that softmax attention to all tokens
-gives to the window: Z is the sum of exp(scale · q·k) over the tokens of the window, and over the N others. Z_r is
-estimated by a landmark, the mean of their keys, as N · exp(scale · q·mean + b), with a learned b for each head. The
-landmark takes part in the softmax of the window, so that its weights tell the share. To that end tokens are widened by
-channels before their own, as many as make all widths equal and a multiple of 8, which fused kernels ask for:
+gives to the window: Z is the sum of exp(scale · q·k) over the tokens of the window, and over all others. Z_r is
+estimated by landmarks, means of keys, as exp(b) Σ_m n_m exp(scale · q·mean_m) with a learned b for each head. On a
+grid these are the means of MHLA's blocks, and n_m the number of tokens of a block that are not in the window; in a
+sequence the one mean of all keys outside the window. The estimate with b = 0 takes part in the softmax of the window
+as a key for all other tokens, so that its weights tell the share. To that end tokens are widened by channels, as many
+as make all widths equal and a multiple of 8, which fused kernels ask for. With r = log(Z_r) / scale in two parts,
+since half precision would round it too much in one:
 
-    query (1, 0, ..., q)    key (1, 0, ..., k)                             value (1, 0, 0, ..., v)
-                            landmark (1 + log N / scale, 0, ..., mean)           (0, 1, 0, ..., 0)
-
-The 1 in all keys changes no weight; sums of keys also count them.
+    query (r_high, r_low, ..., q)    key (0, 0, ..., k)    value (1, 0, ..., v)
+                                         (1, 1, ..., 0)          (0, 1, ..., 0)
 
 The window has its own layout. The tokens are grouped by its blocks, and the queries of a block meet the keys of
 the blocks that it sees in one call of PyTorch's fused attention: the cost is T · L for L tokens in a window, that is
@@ -38,17 +39,18 @@ included; F, P, Q blocks of a video along frames, height and width, X tokens bef
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..layouts.blocks import BlockLayout, cached, indices
+from ..layouts.blocks import BlockLayout, cached, indices, tiles_of
 from ..layouts.sequences import SequenceLayout
 from ..ops.operands import from_head_blocks, head_blocks
+from ..ops.tables import repeat_heads
 from .state import TokenSequence, WindowState
 
 
@@ -60,7 +62,7 @@ Prefix = tuple[torch.Tensor, torch.Tensor]
 # Numbers of keys copied at a time; that many again are values. Half a gigabyte each in bfloat16.
 MAX_COPIED = 2**28
 # Logarithm of the number of tokens that a landmark stands for where there are none.
-_NOTHING = -1e4
+_NOTHING = -1e3
 
 
 def grid_window_attention(
@@ -69,12 +71,11 @@ def grid_window_attention(
     value: torch.Tensor,
     window: str,
     window_size: Sequence[int],
-    grid: Sequence[int],
+    layout: BlockLayout,
     *,
-    num_prefix_tokens: int = 0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of the tokens of a grid to those of their windows and to a landmark for all others.
+    """Softmax attention of the tokens of a grid to those of their windows and to landmarks for all others.
 
     Tokens before the grid (class and register tokens) are in the window of every token and see all of them.
 
@@ -84,27 +85,29 @@ def grid_window_attention(
         value: `[B, T, H_kv, V]`.
         window: `"block"`, `"adjacent"` or `"cross"`.
         window_size: Tokens of a block along each axis.
-        grid: Tokens along each axis.
-        num_prefix_tokens: Tokens before those of the grid.
+        layout: Blocks of the landmarks, with the grid and the number of tokens before it.
         scale: Scale of q·k; `None` for K^-1/2.
 
     Returns:
-        `[B, T, H, W]` in the dtype of `value`: first the weights of the window's tokens together and the weight of the
-        landmark, last the sum `[B, T, H, V]` of the window's values by their weights. See [`join_window`].
+        `[B, T, H, W]` in the dtype of `value`: first the weights of the window's tokens together and that of all
+        landmarks, last the sum `[B, T, H, V]` of the window's values by their weights. See [`join_window`].
     """
-    step = _heads_at_once(key, window, len(grid))
+    step = _heads_at_once(key, window, len(layout.grid))
     if step < key.shape[2]:
         groups = query.shape[2] // key.shape[2]
         parts = zip(query.split(step * groups, dim=2), key.split(step, dim=2), value.split(step, dim=2))
-        options: dict[str, Any] = {"num_prefix_tokens": num_prefix_tokens, "scale": scale}
-        return torch.cat([grid_window_attention(*part, window, window_size, grid, **options) for part in parts], dim=2)
+        outputs = [grid_window_attention(*part, window, window_size, layout, scale=scale) for part in parts]
+        return torch.cat(outputs, dim=2)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    query, key, value, before = *_widened(query, key, value), num_prefix_tokens
+    size, before = tuple(window_size), layout.num_prefix_tokens
+    tokens = _widened(query, key, value, _rest(query, key, window, size, layout, scale), scale)
+    landmarks = (_landmark(x, n).expand(len(x), 1, x.shape[2], -1) for x, n in zip(tokens[1:], (2, 1)))
+    prefix = [torch.cat([x[:, :before], landmark], dim=1) for x, landmark in zip(tokens[1:], landmarks)]
     attend = {"block": _attend_own_blocks, "adjacent": _attend_adjacent, "cross": _attend_cross}[window]
-    tokens, prefix = (query[:, before:], key[:, before:], value[:, before:]), (key[:, :before], value[:, :before])
-    output = attend(tokens, tuple(window_size), tuple(grid), prefix, scale)
+    query, key, value = (x[:, before:] for x in tokens)
+    output = attend((query, key, value), size, layout.grid, (prefix[0], prefix[1]), scale)
     if before:
-        queries, keys, values = (x.transpose(1, 2).unsqueeze(2) for x in (query[:, :before], key, value))
+        queries, keys, values = (x.transpose(1, 2).unsqueeze(2) for x in (tokens[0][:, :before], *tokens[1:]))
         output = torch.cat([_attend(queries, keys, values, None, scale).squeeze(2).transpose(1, 2), output], dim=1)
     return output
 
@@ -137,45 +140,77 @@ def _heads_at_once(key: torch.Tensor, window: str, axes: int) -> int:
     return max(1, MAX_COPIED // (copies * key.shape[0] * key.shape[1] * key.shape[3]))
 
 
-def _widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tokens:
-    """Tokens with the channels that landmarks need before their own."""
-    width = -(-max(query.shape[3] + 1, value.shape[3] + 2) // 8) * 8
-
-    def widened(x: torch.Tensor) -> torch.Tensor:
-        channels = F.pad(x.new_ones(1), (0, width - x.shape[3] - 1))
-        return torch.cat([channels.expand(*x.shape[:3], -1), x], dim=3)
-
-    return widened(query), widened(key), widened(value)
-
-
-def _sums(keys: torch.Tensor) -> torch.Tensor:
-    """Sums over the tokens of blocks, `[..., W]` in fp32 from `[..., N, W]`, whose first channel counts them."""
-    return keys.sum(dim=-2, dtype=torch.promote_types(keys.dtype, torch.float32))
-
-
-def _with_others(
-    keys: torch.Tensor, values: torch.Tensor, rest: torch.Tensor, prefix: Prefix | None, scale: float
-) -> list[torch.Tensor]:
-    """Keys and values of windows, those that every token sees besides, and the landmark last.
+def _widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rest: torch.Tensor, scale: float) -> Tokens:
+    """Tokens with the channels that the share needs before their own, in any layout.
 
     Args:
-        keys: `[B, H_kv, M, L, W]`, or `[B · H_kv, ..., L, W]`.
-        values: The same shape.
-        rest: Sums of the keys of all other tokens, `[B, H_kv, M, W]`, or `[B · H_kv, ..., W]`.
-        prefix: Keys and values that every token sees.
+        query: `[..., K]`.
+        key: `[..., K]`.
+        value: `[..., V]`.
+        rest: Logarithm of what softmax attention gives to the tokens outside the window of each query, `[...]`.
         scale: Scale of q·k.
     """
-    count = rest[..., :1]
-    landmark = rest / count.clamp(min=1)
-    weight = torch.where(count > 0, count.clamp(min=1).log(), _NOTHING) / scale
-    landmark = torch.cat([landmark[..., :1] + weight, landmark[..., 1:]], dim=-1).unsqueeze(-2)
-    second = F.pad(values.new_ones(1), (1, values.shape[-1] - 2)).expand_as(landmark)
-    parts = [[keys], [values]]
-    for part, x in zip(parts, prefix or ()):
-        x = x.transpose(1, 2)
-        x = x.unsqueeze(2) if keys.dim() == 5 else x.flatten(0, 1)[:, None, None, None]
-        part.append(x.expand(*keys.shape[:-2], -1, -1))
-    return [torch.cat([*part, x.to(keys.dtype)], dim=-2) for part, x in zip(parts, (landmark, second))]
+    width = -(-(2 + max(query.shape[-1], value.shape[-1])) // 8) * 8
+    # What fp16 has no room for would be infinite.
+    rest = (rest.unsqueeze(-1) / scale).clamp(min=torch.finfo(query.dtype).min / 2)
+    high = rest.to(query.dtype)
+    query = torch.cat([high, (rest - high).to(query.dtype), query], dim=-1)
+    value = torch.cat([value.new_ones(1).expand(*value.shape[:-1], 1), value], dim=-1)
+    return _filled(query, width, 2), _filled(key, width, 0), _filled(value, width, 1)
+
+
+def _filled(x: torch.Tensor, width: int, place: int) -> torch.Tensor:
+    """Tokens of `width`, with zeros from a channel on."""
+    zeros = x.new_zeros(1).expand(*x.shape[:-1], width - x.shape[-1])
+    return torch.cat([x[..., :place], zeros, x[..., place:]], dim=-1)
+
+
+def _landmark(tokens: torch.Tensor, channels: int) -> torch.Tensor:
+    """A widened key or value `[W]` for all tokens outside the window: 1 in channels that are not the tokens' own."""
+    first = 0 if channels == 2 else 1
+    return F.pad(tokens.new_ones(channels), (first, tokens.shape[-1] - first - channels))
+
+
+def _rest(
+    query: torch.Tensor, key: torch.Tensor, window: str, size: tuple[int, ...], layout: BlockLayout, scale: float
+) -> torch.Tensor:
+    """Logarithm of what landmarks estimate softmax attention to give to the tokens outside the window, `[B, T, H]`."""
+    dtype = torch.promote_types(key.dtype, torch.float32)
+    outside, counts = cached(_tokens_outside, window, size, layout, dtype, query.device)
+    means = (head_blocks(key, layout).sum(3, dtype=dtype) / counts[:, None]).to(key.dtype)
+    logits = query.transpose(1, 2).unflatten(1, (key.shape[2], -1)) @ (scale * means).mT.unsqueeze(2)
+    return (logits.to(dtype) + outside).logsumexp(-1).flatten(1, 2).transpose(1, 2)
+
+
+def _tokens_outside(
+    window: str, size: tuple[int, ...], layout: BlockLayout, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logarithms of the number of tokens of each block outside the window of each token `[T, M]`, and of all `[M]`."""
+    overlaps = []
+    for axis, (length, side) in enumerate(zip(layout.grid, size)):
+        place = torch.arange(length, device=device) // side
+        apart = (place[:, None] - place).abs()
+        tile = F.one_hot(tiles_of(layout, axis, device)[0], layout.blocks[axis]).to(dtype)
+        # Tokens of each tile in the same block of the window, in that and those beside it, and on the whole axis.
+        overlaps.append([(apart <= reach).to(dtype) @ tile for reach in (0, 1, length)])
+
+    def count(*reaches: int) -> torch.Tensor:
+        return functools.reduce(torch.kron, [own[reach] for own, reach in zip(overlaps, reaches)])
+
+    axes = len(layout.grid)
+    inside = count(*[0 if window == "block" else 1] * axes)
+    if window == "cross":
+        inside = count(2, 0, 0) + count(0, 1, 1) - count(0, 0, 0)
+    outside = F.pad(count(*[2] * axes) - inside, (layout.num_prefix_blocks, 0, layout.num_prefix_tokens, 0))
+    return torch.where(outside > 0, outside.log(), _NOTHING), layout.block_tokens.to(device)
+
+
+def _with_prefix(prefix: Prefix, *blocks: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values `[B, H_kv, M, L, W]` after those that every token sees."""
+    return [
+        torch.cat([x.transpose(1, 2).unsqueeze(2).expand(-1, -1, y.shape[2], -1, -1), y], dim=3)
+        for x, y in zip(prefix, blocks)
+    ]
 
 
 def _attend_adjacent(
@@ -185,22 +220,19 @@ def _attend_adjacent(
     query, key, value = tokens
     layout = cached(BlockLayout, grid, None, size)
     seen = cached(_blocks_seen, layout, query.device)
-    mask = F.pad(cached(_slots_seen, layout, query.device), (0, prefix[0].shape[1] + 1), value=True)
-    keys, values = (head_blocks(x, layout) for x in (key, value))
-    sums = _sums(keys)
-    rest = sums.sum(2, keepdim=True) - _of_seen(sums.unsqueeze(3), seen).sum((3, 4))
-    keys, values = (_of_seen(x, seen).flatten(3, 4) for x in (keys, values))
-    keys, values = _with_others(keys, values, rest, prefix, scale)
+    mask = cached(_slots_seen, layout, query.device)
+    keys, values = (_of_seen(head_blocks(x, layout), seen).flatten(3, 4) for x in (key, value))
+    keys, values = _with_prefix(prefix, keys, values)
+    mask = F.pad(mask, (prefix[0].shape[1], 0), value=True)
     return from_head_blocks(_attend(head_blocks(query, layout), keys, values, mask, scale), layout)
 
 
 def _attend_own_blocks(
-    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix | None, scale: float
+    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix, scale: float
 ) -> torch.Tensor:
     """Attention of the tokens of a grid to their own blocks, without masks, and to the keys and values before."""
     query, key, value = tokens
     size = tuple([min(side, length) for side, length in zip(size, grid)])
-    total = _sums(key.transpose(1, 2)).unsqueeze(2)
     output = query.new_empty(query.shape[0], *grid, query.shape[2], value.shape[3])
     cuts = [_cuts(length, side) for length, side in zip(grid, size)]
     for part in itertools.product(*cuts):
@@ -210,8 +242,8 @@ def _attend_own_blocks(
         # Heads first, and the blocks and their tokens each as one axis.
         counts, tail = views[0].shape[2 : 2 + len(sides)], views[0].shape[2 + len(sides) : -1]
         blocks = [x.flatten(2, 1 + len(sides)).flatten(3, -2) for x in views]
-        keys, values = _with_others(blocks[1], blocks[2], total - _sums(blocks[1]), prefix, scale)
-        attended = _attend(blocks[0], keys, values, None, scale)
+        blocks[1:] = _with_prefix(prefix, *blocks[1:])
+        attended = _attend(blocks[0], blocks[1], blocks[2], None, scale)
         _own_blocks(output[places], sides).copy_(attended.unflatten(3, tail).unflatten(2, counts))
     return output.flatten(1, -3)
 
@@ -259,8 +291,6 @@ def sequence_window_attention(
     """
     length, device = query.shape[1], query.device
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    if window == "block" and not sequence.causal and sequence.valid is None and sequence.documents is None:
-        return _attend_own_blocks(_widened(query, key, value), (window_size,), (length,), None, scale)
     offsets = _offsets_seen(window, sequence.causal)
     layout = sequence.layout(query, window_size)
     seen = cached(_neighbours, layout.num_blocks, offsets, device)
@@ -276,15 +306,37 @@ def sequence_window_attention(
         # What is masked still spoils a softmax that is not finite. The tokens that see it are spoilt by MHLA.
         bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
         key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, value))
-    queries, keys, values = (head_blocks(x, layout) for x in _widened(query, key, value))
-    sums = _sums(keys)
-    rest = _blocks_beyond(layout, offsets, sequence.causal, device).to(sums.dtype) @ sums
+    queries, keys, values = (head_blocks(x, layout) for x in (query, key, value))
+    # With a channel that counts the tokens of a block.
+    filled = head_blocks(torch.ones_like(key[:, :, :1, :1]), layout).expand(*keys.shape[:4], 1)
+    sums = torch.cat([filled, keys], dim=-1).sum(3, dtype=torch.promote_types(key.dtype, torch.float32))
+    sums = _blocks_beyond(layout, offsets, sequence.causal, device).to(sums.dtype) @ sums
     if past is not None:
-        missing = past.new_zeros(1).expand(*past.shape[:2], rest.shape[3] - past.shape[2])
-        rest = rest + torch.cat([past[..., :1], missing, past[..., 1:]], dim=-1).unsqueeze(2)
-    keys, values = (_of_seen(x, seen).flatten(3, 4) for x in (keys, values))
-    keys, values = _with_others(keys, values, rest, None, scale)
+        sums = sums + past.unsqueeze(2)
+    rest = _one_landmark(queries, sums.unsqueeze(3), scale)
+    queries, keys, values = _widened(queries, keys, values, rest, scale)
+    keys, values = (
+        torch.cat([_of_seen(x, seen).flatten(3, 4), _landmark(x, n).expand(*x.shape[:3], 1, -1)], dim=3)
+        for x, n in ((keys, 2), (values, 1))
+    )
     return from_head_blocks(_attend(queries, keys, values, mask, scale), layout)
+
+
+def _one_landmark(query: torch.Tensor, sums: torch.Tensor, scale: float) -> torch.Tensor:
+    """Logarithm of what the mean of the keys outside the window estimates softmax attention to give to them.
+
+    Args:
+        query: `[B, H, ..., K]`.
+        sums: Number and sum of these keys, `[B, H_kv, ..., 1 + K]`.
+        scale: Scale of q·k.
+
+    Returns:
+        `[B, H, ...]`.
+    """
+    sums = repeat_heads(sums, query.shape[1], 1)
+    count = sums[..., 0].clamp(min=1)
+    logits = (query * sums[..., 1:]).sum(-1) * scale / count
+    return torch.where(sums[..., 0] > 0, logits + count.log(), _NOTHING)
 
 
 def empty_window_state(
@@ -340,11 +392,9 @@ def extend_window(
         # Query heads that share their keys stand side by side as tokens.
         queries = query[:, 0].unflatten(1, (key.shape[2], -1)) * scale
         keys, values = (ring.narrow(2, 0, state.size) for ring in (after.keys, after.values))
-        count = sums[..., :1]
-        landmark = (sums[..., 1:] / count.clamp(min=1)).to(keys.dtype).unsqueeze(2)
-        weight = torch.where(count > 0, count.clamp(min=1).log(), _NOTHING)
         logits = (queries @ keys.mT).masked_fill(~visible[:, None, None], float("-inf"))
-        logits = torch.cat([queries @ landmark.mT + weight.unsqueeze(2), logits], dim=-1)
+        rest = _one_landmark(query.transpose(1, 2), sums.unsqueeze(2), scale).unflatten(1, queries.shape[1:3])
+        logits = torch.cat([rest, logits], dim=-1)
         rest, own = logits.softmax(dim=-1).to(value.dtype).split([1, state.size], dim=-1)
         output = torch.cat([own.sum(-1, keepdim=True), rest, own @ values], dim=-1).flatten(1, 2).unsqueeze(1)
         return (output if valid is None else output.masked_fill(~valid[..., None, None], 0)), after
@@ -496,14 +546,13 @@ def _attend_cross(
     queries = _by_place(query * scale, grid, size)
     queries = queries.unflatten(0, (-1, groups)).movedim(1, 4).flatten(4, 5)
     keys, values = (_by_place(x, grid, size) for x in (key, value))
-    sums = _sums(keys)
-    rest = sums.sum((1, 2, 3), keepdim=True) - sums.sum(3, keepdim=True) - _around(sums.unsqueeze(4)).sum(4)
-    near_keys, near_values = _with_others(_around(keys), _around(values), rest, prefix, scale)
     rows = queries.flatten(3, 4)
     scores = [
         (rows @ keys.flatten(3, 4).transpose(-1, -2)).view(*queries.shape[:5], -1),
-        queries @ near_keys.transpose(-1, -2),
+        queries @ _around(keys).transpose(-1, -2),
     ]
+    before = [x.transpose(1, 2).flatten(0, 1)[:, None, None, None] for x in prefix]
+    scores.append(queries @ before[0].transpose(-1, -2))
     widths = [part.shape[-1] for part in scores]
     mask = cached(_cross_mask, grid, size, query.device)
     mask = F.pad(mask, (0, sum(widths) - mask.shape[-1]), value=True)
@@ -511,7 +560,7 @@ def _attend_cross(
     # Sums of half precision run in float32 inside, and only what comes out is rounded.
     weights = logits.softmax(dim=-1).to(value.dtype).split(widths, dim=-1)
     output = (weights[0].flatten(3, 4) @ values.flatten(3, 4)).view(*queries.shape[:5], -1)
-    output = output + weights[1] @ near_values
+    output = output + weights[1] @ _around(values) + weights[2] @ before[1]
     output = output.unflatten(4, (groups, -1)).movedim(4, 1).flatten(0, 1)
     return _from_places(output, batch, grid, size)
 

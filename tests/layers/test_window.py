@@ -44,10 +44,11 @@ def dense_window(
     beyond: torch.Tensor,
     scale: float,
     bias: torch.Tensor,
+    block_of_token: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention under a mask `[T, T]` or `[B, T, T]`, and its share; rows that see nothing get zeros.
 
-    `beyond` is a mask of the tokens that each token's landmark stands for.
+    `beyond` is a mask of the tokens that each token's landmarks stand for: one for their mean, or one for each block.
     """
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     logits = torch.einsum("bthk,bshk->bhts", query, key) * scale
@@ -55,9 +56,15 @@ def dense_window(
     logits = logits.masked_fill(~mask, float("-inf"))
     weights = logits.softmax(-1).masked_fill(~mask.any(-1, keepdim=True), 0)
     window = torch.einsum("bhts,bshv->bthv", weights, value)
-    count = beyond.sum(-1, keepdim=True).to(key)
-    means = beyond.to(key) @ key.transpose(1, 2) / count.clamp(min=1)
-    rest = count * torch.exp((query.transpose(1, 2) * means).sum(-1, keepdim=True) * scale + bias[:, None, None])
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
+    if block_of_token is None:
+        count = beyond.sum(-1, keepdim=True).to(key)
+        products = (query * (beyond.to(key) @ key / count.clamp(min=1))).sum(-1, keepdim=True)
+    else:
+        members = F.one_hot(block_of_token).to(key)
+        count = beyond.to(key) @ members
+        products = query @ (members.T @ key / members.sum(0)[:, None]).mT
+    rest = (count * torch.exp(products * scale + bias[:, None, None])).sum(-1, keepdim=True)
     inside = logits.exp().sum(-1, keepdim=True).masked_fill(~mask.any(-1, keepdim=True), 1)
     return window, (inside / (inside + rest)).transpose(1, 2)
 
@@ -94,7 +101,8 @@ def assert_same_with_gradients(
     rotary = where.get("rotary") or (lambda x: x)
     rotated = rotary(tokens[0]), rotary(tokens[1]), tokens[2]
     beyond = ~mask if beyond is None else beyond
-    window, share = dense_window(*rotated, mask, beyond, scale, layer.window_bias)
+    blocks = layer.layout_for(where["grid"]).block_of_token if "grid" in where else None
+    window, share = dense_window(*rotated, mask, beyond, scale, layer.window_bias, blocks)
     output = layer(*tokens, **where)
     expected = share * window + (1 - share) * parts.attended
     if parts.positional is not None:
@@ -246,17 +254,16 @@ def test_the_bias_is_a_number_for_each_head_of_a_window():
     assert torch.equal(other.window_bias, torch.zeros(HEADS)) and other.window_size == (1, 3, 3)
 
 
-@pytest.mark.parametrize("window, grid, size", [("block", (2, 7), (1, 7)), ("adjacent", (3, 5), (1, 5))])
-def test_the_share_is_that_of_softmax_where_the_tokens_beyond_have_one_key(window, grid, size):
-    layer, tokens = make_layer(blocks=(1, 1), window=window, window_size=size), make_tokens(grid[0] * grid[1])
-    # Those of the first row see all but the last row, which is all that they do not see.
-    tokens[1] = torch.cat([tokens[1][:, : -grid[1]], tokens[1][:, -1:].expand(-1, grid[1], -1, -1)], dim=1)
-    with torch.no_grad():
-        layer.window_bias.zero_()
-    logits = torch.einsum("bthk,bshk->bths", tokens[0], tokens[1].repeat_interleave(HEADS // SHARED, 2)) / WIDTH**0.5
-    expected = logits.softmax(-1)[:, : grid[1], :, : -grid[1]].sum(-1)
-    found = layer.attention_parts(*tokens, grid=grid).window[:, : grid[1], :, 0]
-    torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("window, grid, size", GRIDS, ids=lambda value: str(value).replace(" ", ""))
+def test_the_share_is_that_of_softmax_where_blocks_are_tokens(window, grid, size, seed):
+    layer = make_layer(blocks=grid, window=window, window_size=size)
+    length = torch.tensor(grid).prod().item()
+    tokens = make_tokens(length, seed)
+    key = tokens[1].repeat_interleave(HEADS // SHARED, 2)
+    weights = (torch.einsum("bthk,bshk->bths", tokens[0], key) / WIDTH**0.5).softmax(-1)
+    expected = (weights * dense_mask(grid, window, size)[:, None]).sum(-1)
+    torch.testing.assert_close(layer.attention_parts(*tokens, grid=grid).window[..., 0], expected)
 
 
 @pytest.mark.parametrize("window, grid, size", GRIDS[4:], ids=lambda value: str(value).replace(" ", ""))
