@@ -154,15 +154,16 @@ def _widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rest: 
     # What fp16 has no room for would be infinite.
     rest = (rest.unsqueeze(-1) / scale).clamp(min=torch.finfo(query.dtype).min / 2)
     high = rest.to(query.dtype)
-    query = torch.cat([high, (rest - high).to(query.dtype), query], dim=-1)
-    value = torch.cat([value.new_ones(1).expand(*value.shape[:-1], 1), value], dim=-1)
-    return _filled(query, width, 2), _filled(key, width, 0), _filled(value, width, 1)
+    query = _filled(width, high, (rest - high).to(query.dtype), query)
+    value = _filled(width, value.new_ones(1).expand(*value.shape[:-1], 1), value)
+    return query, _filled(width, key), value
 
 
-def _filled(x: torch.Tensor, width: int, place: int) -> torch.Tensor:
-    """Tokens of `width`, with zeros from a channel on."""
-    zeros = x.new_zeros(1).expand(*x.shape[:-1], width - x.shape[-1])
-    return torch.cat([x[..., :place], zeros, x[..., place:]], dim=-1)
+def _filled(width: int, *channels: torch.Tensor) -> torch.Tensor:
+    """Channels `[..., *]` side by side, with zeros before the last ones that make them `width` channels."""
+    missing = width - sum([x.shape[-1] for x in channels])
+    zeros = channels[-1].new_zeros(1).expand(*channels[-1].shape[:-1], missing)
+    return torch.cat([*channels[:-1], zeros, channels[-1]], dim=-1)
 
 
 def _landmark(tokens: torch.Tensor, channels: int) -> torch.Tensor:
