@@ -22,7 +22,6 @@ from .utils.options import Options, check_names, option
 
 MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 WINDOWS = ("block", "adjacent", "cross")
-WINDOW_GAINS = ("per_head", "per_channel")
 MAX_WINDOW_TOKENS = 2**14
 """Tokens of one block of a window: each of them attends to all of them."""
 # Weights of the depthwise convolution for each channel.
@@ -84,16 +83,16 @@ class MHLAConfig(Options):
         output_gate: Multiply the output by SiLU(linear(hidden states)).
         lepe_kernel: Odd kernel width of a depthwise convolution of the values over the token grid, added to the
             output; `None` for no convolution.
-        window: Exact softmax attention over the tokens near a query, beside MHLA and with a normaliser of its own:
+        window: Exact softmax attention over the tokens near a query, beside MHLA:
             `"block"` (own block of the window's layout), `"adjacent"` (own block and its neighbours on every axis,
             diagonal ones too; under `causal=True` own block up to the token and the block before it) or `"cross"`
             (for three axes: the blocks around it in the same frames, and the same place in all frames). The output is
-            g₀ · MHLA + g₁ · window with learned gains that start at 1 and 0. `None` for no window.
+            a · window + (1 - a) · MHLA with the share a that softmax attention gives to these tokens, estimated for
+            each query. `None` for no window.
         window_size: Number of tokens of a block of the window along each axis, whatever the blocks of MHLA; the last
             block of an axis may be shorter. `None` is MHLA's block size for sequences and else makes about 200 tokens
             that a query sees: (192,), (14, 14) or (21, 3, 3) for `"block"`, (64,), (5, 5) or (2, 2, 2) for
             `"adjacent"`, (1, 3, 3) for `"cross"`.
-        window_gains: One pair of gains a feature head (`"per_head"`) or a channel of one (`"per_channel"`).
         layers: The layers that are MHLA; the others stay softmax. Indices, a fraction such as `"2/3"` (see
             [`parse_layers`][mhla_hf.config.parse_layers]; a model keeps the indices), or `None` for every layer.
         causal: Blocks are consecutive chunks of `block_size` tokens and attention only looks back.
@@ -162,9 +161,6 @@ class MHLAConfig(Options):
         None,
         "Tokens per block and axis of the window: frames,height,width, such as 1,3,3; one number for text.",
         minimum=1,
-    )
-    window_gains: str = option(
-        "per_head", "Granularity of the learned gains of MHLA and window.", choices=WINDOW_GAINS
     )
     layers: tuple[int, ...] | str | None = option(
         None,

@@ -51,7 +51,7 @@ class LayerInspection:
         original: Attention of the host model: `"softmax"`, or `"linear"` for SANA.
         mixing: What the mixing weights have learned; `None` for layers that were not inspected.
         attention: Statistics on the probe; `None` without one.
-        gains: Mean gains of MHLA and of the softmax window; `None` without a window.
+        window_bias: Mean bias of the softmax window over the heads; `None` without a window.
         output_error: Mean and standard deviation over samples of ‖y − y₀‖ / ‖y₀‖: the layer's output compared with
             the base model's layer, for the inputs of that. `None` without a base model.
     """
@@ -62,7 +62,7 @@ class LayerInspection:
     original: str = "softmax"
     mixing: MixingSummary | None = None
     attention: AttentionSummary | None = None
-    gains: tuple[float, float] | None = None
+    window_bias: float | None = None
     output_error: dict[str, float] | None = None
 
 
@@ -131,8 +131,8 @@ class ModelInspection:
         if self.output_error:
             facts["output error of the model"] = percent(self.output_error["mean"])
         if options["window"]:
-            gain = mean([layer.gains[1] for layer in layers if layer.gains])
-            facts["softmax window"] = f"{options['window']}, mean gain {gain:.2f}"
+            bias = mean([layer.window_bias for layer in layers if layer.window_bias is not None])
+            facts["softmax window"] = f"{options['window']}, mean bias {bias:.2f}"
         return facts
 
 
@@ -249,8 +249,8 @@ def inspect_model(
                 layer.mixing = mixing_summary(mhla)
             except ValueError as error:
                 raise ValueError(f"layer {name}: {error}") from error
-            if mhla.window_gain is not None:
-                layer.gains = (mhla.window_gain[0].mean().item(), mhla.window_gain[1].mean().item())
+            if mhla.window_bias is not None:
+                layer.window_bias = mhla.window_bias.mean().item()
     wanted = {layer.name: layer for layer in found if layer.mixing is not None}
     if not wanted:
         known = ", ".join(str(layer.index) for layer in found if layer.kind == "mhla")

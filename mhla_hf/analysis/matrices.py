@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layers.fused import HeadNorms
@@ -236,7 +237,7 @@ class LayerTokens(SoftmaxTokens):
     @property
     def kind(self) -> str:
         """`"mhla"`, or `"linear"` for one block of all tokens without a softmax window."""
-        return "linear" if self.layout.num_blocks == 1 and self.mhla.window_gain is None else "mhla"
+        return "linear" if self.layout.num_blocks == 1 and self.mhla.window_bias is None else "mhla"
 
     @property
     def num_features(self) -> int:
@@ -247,7 +248,7 @@ class LayerTokens(SoftmaxTokens):
     @property
     def rank_bound(self) -> int | None:
         """Bound of the rank of MHLA's T × T matrices; `None` for windows and causal attention."""
-        if self.causal or self.mhla.window_gain is not None:
+        if self.causal or self.mhla.window_bias is not None:
             return None
         return rank_bound(self.layout, self.num_features)
 
@@ -257,8 +258,8 @@ class LayerTokens(SoftmaxTokens):
         """Compute an attention matrix, by which the values are multiplied.
 
         For MHLA it includes the normaliser, the scale that an output norm gives to each row, and the softmax window
-        with the gains of both, averaged if there is one for each channel. The convolution of the values (LePE), the
-        output gate and the weights of an output norm act on channels and are left out.
+        with the shares of both. The convolution of the values (LePE), the output gate and the weights of an output
+        norm act on channels and are left out.
 
         Args:
             kind: `"original"`, `"mhla"` (the default) or `"linear"`.
@@ -319,16 +320,29 @@ class LayerTokens(SoftmaxTokens):
         if mhla.output_norm is not None:
             output = matrix @ self.value[:, :, heads].transpose(1, 2)
             matrix = matrix / (output.square().mean(-1, keepdim=True) + (mhla.output_norm.eps or 0.0)).sqrt()
-        if mhla.window_gain is None:
+        if mhla.window_bias is None:
             return matrix
-        gains = mhla.window_gain.detach().to(matrix)[:, heads].mean(-1)[..., None, None]
-        seen = self._window(torch.arange(self.num_tokens) if rows is None else rows).to(matrix.device)
-        bias = torch.zeros_like(matrix[0, 0]).masked_fill(~seen, float("-inf"))
+        seen, beyond = self._window(torch.arange(self.num_tokens) if rows is None else rows)
+        bias = torch.zeros_like(matrix[0, 0]).masked_fill(~seen.to(matrix.device), float("-inf"))
         tokens = self.query[:, :, heads], self.key[:, :, heads]
-        return gains[0] * matrix + gains[1] * softmax_matrix(*tokens, scale=self.scaling, bias=bias, rows=rows)
+        window = softmax_matrix(*tokens, scale=self.scaling, bias=bias, rows=rows)
+        query, key = (x.transpose(1, 2) for x in tokens)
+        scale = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        query = (query if rows is None else query[:, :, rows]) * scale
+        inside = (query @ key.mT + bias).logsumexp(-1, keepdim=True)
+        beyond = beyond.to(matrix)
+        if mhla.config.is_sequence:
+            count = beyond.sum(-1, keepdim=True)
+            logits = (query * (beyond @ key / count.clamp(min=1))).sum(-1, keepdim=True)
+        else:
+            members = F.one_hot(self.layout.block_of_token).to(matrix)
+            count, logits = beyond @ members, query @ (members.T @ key / members.sum(0)[:, None]).mT
+        rest = (logits + count.log()).logsumexp(-1, keepdim=True)
+        share = (inside - rest - mhla.window_bias.detach().to(matrix)[heads, None, None]).sigmoid()
+        return share * window + (1 - share) * matrix
 
-    def _window(self, rows: torch.Tensor) -> torch.Tensor:
-        """Tokens that the softmax window lets each row see, BoolTensor `[R, T]`."""
+    def _window(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens that the softmax window lets each row see, and those of its landmarks, BoolTensors `[R, T]`."""
         config, prefix = self.mhla.config, self.layout.num_prefix_tokens
         assert self.mhla.window_size is not None
         layout = BlockLayout(self.layout.grid, block_size=self.mhla.window_size, num_prefix_tokens=prefix)
@@ -344,7 +358,10 @@ class LayerTokens(SoftmaxTokens):
             seen = (apart[..., 1:] == 0).all(-1) | ((apart[..., 0] == 0) & (apart[..., 1:] <= 1).all(-1))
         # Prefix tokens see, and are seen by, all others.
         seen = seen | (block < 0) | (block[rows] < 0)[:, None]
-        return seen & _seen(rows, layout.num_tokens) if self.causal else seen
+        if not self.causal:
+            return seen, ~seen
+        causal = _seen(rows, layout.num_tokens)
+        return seen & causal, ~seen & causal
 
 
 @torch.no_grad()

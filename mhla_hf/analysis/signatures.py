@@ -117,7 +117,7 @@ def weight_signatures(
     if not torch.isfinite(weights).all():
         return [_signature("non-finite-attention", layer, math.nan, part="mixing weights are")]
     blocks, tokens = layout.num_blocks, layout.num_tokens
-    is_bounded = not (config.causal or mhla.window_gain is not None or tokens == blocks or (linear and blocks == 1))
+    is_bounded = not (config.causal or mhla.window_bias is not None or tokens == blocks or (linear and blocks == 1))
     bound = rank_bound(layout, mhla.head_dim * FEATURE_MAPS[config.feature_map].width_factor)
     is_low = is_bounded and bound < LOW_BOUND * tokens
     found = [_too_few_blocks(layer, bound, tokens, blocks)] if is_low else []

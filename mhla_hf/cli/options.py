@@ -258,6 +258,5 @@ def conversion_options(*names: str) -> list[inspect.Parameter]:
 CONVERSION = conversion_options(
     "blocks", "block_size", "grid", "feature_map", "rope", "normalizer", "mixing_init", "mixing_heads",
     "mixing_constraint", "mixing_range", "output_norm", "output_gate", "lepe_kernel", "window", "window_size",
-    "window_gains",
 )  # fmt: skip
 """Options of a conversion."""

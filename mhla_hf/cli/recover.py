@@ -143,7 +143,7 @@ def calibrate_command(
 ) -> None:
     """Fit a converted model to its original, layer by layer.
 
-    Feature maps and mixing weights learn from a few samples for some seconds; convolutions, gains and output
+    Feature maps and mixing weights learn from a few samples for some seconds; convolutions and output
     projections are solved for in closed form.
 
     Examples:

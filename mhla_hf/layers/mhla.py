@@ -64,10 +64,10 @@ from .mixing import (
 )
 from .state import DecodingState, LastTokens, TokenSequence
 from .window import (
-    combine_parts,
     empty_window_state,
     extend_window,
     grid_window_attention,
+    join_window,
     sequence_window_attention,
 )
 
@@ -79,11 +79,12 @@ GATE_IDENTITY_BIAS = 1.2784645427610738
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """The parts of a layer's output, before the gains of the window.
+    """The parts of a layer's output.
 
     Attributes:
         attended: MHLA after output norm and gate, `[B, T, H, V]`.
-        window: The softmax window, `[B, T, H, V]`; `None` without one.
+        window: The softmax window and the weights that tell its share, `[B, T, H, W]`; `None` without one. See
+            [`grid_window_attention`][mhla_hf.layers.window.grid_window_attention].
         positional: The convolution of the values, `[B, T, H, V]`; `None` without one.
         state: State after these tokens, where the sequence had one to decode from.
     """
@@ -99,8 +100,9 @@ class MHLA(nn.Module):
 
     Parameters (all optional except `mixing`): `mixing` `[M, M]` or `[H, M, M]`, `output_norm.weight` `[V]`,
     `gate.weight` `[H·V, hidden]` and `gate.bias`, `lepe.weight` `[H·V, 1, k, ...]` and `lepe.bias`,
-    `feature_map_query.weight` and `feature_map_key.weight` `[H, K, K]`, `window_gain` `[2, H, 1]` or `[2, H, V]`
-    (row 0 for MHLA, row 1 for the softmax window). Fresh gates, convolutions and windows leave the output unchanged.
+    `feature_map_query.weight` and `feature_map_key.weight` `[H, K, K]`, `window_bias` `[H]` (added to the logarithm of
+    what the softmax over tokens outside of the window is estimated to be). Fresh gates and convolutions leave the
+    output unchanged.
 
     Args:
         config: The options. Needs `blocks`, or a `grid` (its own or `default_grid`) to derive them from.
@@ -161,10 +163,7 @@ class MHLA(nn.Module):
             convolution = _CONVOLUTIONS[len(self.blocks)]
             self.lepe = convolution(channels, channels, kernel, padding=kernel // 2, groups=channels)
         self.window_size = with_window_size(config, len(self.blocks)).window_size
-        self.window_gain = None
-        if config.window is not None:
-            channels = 1 if config.window_gains == "per_head" else value_head_dim
-            self.window_gain = nn.Parameter(torch.empty(2, num_heads, channels))
+        self.window_bias = None if config.window is None else nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
 
     def initial_tensor(self, name: str) -> torch.Tensor:
@@ -181,8 +180,6 @@ class MHLA(nn.Module):
             if name == "mixing":
                 weights = initial_mixing(self.config, self.blocks, int(self.num_prefix_tokens > 0)).expand(shape)
                 return mixing_parameter_value(self.config, weights).clone()
-            if name == "window_gain":
-                return torch.tensor([1.0, 0.0])[:, None, None].expand(shape).clone()
             if name == "output_norm.weight":
                 return torch.ones(shape)
             if name == "gate.bias":
@@ -239,7 +236,7 @@ class MHLA(nn.Module):
             return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
-        """Attend: the sum of [`MHLA.attention_parts`], MHLA and window times their gains.
+        """Attend: the sum of [`MHLA.attention_parts`], MHLA and window by their shares.
 
         Returns:
             `[B, T, H, V]` in the dtype of `value`; for a `sequence` with a state also the state after its tokens.
@@ -248,14 +245,18 @@ class MHLA(nn.Module):
             ValueError: As there.
         """
         parts = self.attention_parts(query, key, value, **options)
-        output, window, positional = parts.attended, parts.window, parts.positional
-        if window is not None:
-            assert self.window_gain is not None
-            output, positional = combine_parts(output, window, positional, self.window_gain, self.config.backend), None
-        if positional is not None:
-            output = output + positional
+        output = self.join(parts.attended, parts.window)
+        if parts.positional is not None:
+            output = output + parts.positional
         output = output.to(value.dtype)
         return output if parts.state is None else (output, parts.state)
+
+    def join(self, attended: torch.Tensor, window: torch.Tensor | None) -> torch.Tensor:
+        """MHLA and window of [`MHLA.attention_parts`] by their shares, `[B, T, H, V]`; MHLA alone without a window."""
+        if window is None:
+            return attended
+        assert self.window_bias is not None
+        return join_window(attended, window, self.window_bias)
 
     def attention_parts(
         self,
@@ -323,7 +324,7 @@ class MHLA(nn.Module):
             )  # fmt: skip
         call = Call(query, key, value, layout, sequence, gate, rotary, norms, scaling, identity, shard, backend)
         windowed = None
-        if self.window_gain is not None and not identity and not attended_alone:
+        if self.window_bias is not None and not identity and not attended_alone:
             call, windowed = self._with_windowed(call)
         path = next(path for path in PATHS if path.serves(self, call))
         output, state = path.attend(self, call)
@@ -334,8 +335,6 @@ class MHLA(nn.Module):
         window = None
         if windowed is not None:
             window, state = self._attend_window(windowed, state)
-        elif self.window_gain is not None:
-            window = repeat_heads(value, self.num_heads, 2)
         positional = None if self.lepe is None else self._convolve(call)
         return AttentionParts(output, window, positional, state)
 
@@ -352,7 +351,7 @@ class MHLA(nn.Module):
     def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
         grid = positive_axes("grid", grid)
         if shard is not None:
-            if self.window_gain is not None or self.num_prefix_tokens:
+            if self.window_bias is not None or self.num_prefix_tokens:
                 raise ValueError("shard is for layers without a softmax window and without tokens before the grid.")
             shard.check_length(num_tokens)
             num_tokens = shard.num_tokens
@@ -453,7 +452,7 @@ class MHLA(nn.Module):
         """Softmax attention to the tokens of each token's window, and the state with them in its window.
 
         Returns:
-            `[B, T, H, V]` in the dtype of the values, and the state.
+            `[B, T, H, W]` in the dtype of the values, and the state.
         """
         window, size, sequence = self.config.window, self.window_size, call.sequence
         assert window is not None and size is not None
@@ -464,9 +463,7 @@ class MHLA(nn.Module):
             tokens = query.to(value.dtype), key.to(value.dtype), value
             if sequence is None:
                 assert isinstance(call.layout, BlockLayout)
-                grid, prefix = call.layout.grid, self.num_prefix_tokens
-                options: dict[str, Any] = {"num_prefix_tokens": prefix, "scale": call.scaling}
-                return grid_window_attention(*tokens, window, size, grid, **options), None
+                return grid_window_attention(*tokens, window, size, call.layout, scale=call.scaling), None
             if state is None:
                 return sequence_window_attention(*tokens, window, size[0], sequence, scale=call.scaling), None
             past = state.window or empty_window_state(key, value, window, size[0], state.rewindable)

@@ -3,8 +3,9 @@
 
 Decoding with a causal softmax window keeps a ring of the last keys and values, constant in size: a token sees its own
 block up to itself and, with an `"adjacent"` window, the block before it. The ring keeps as many tokens more as may be
-taken back, so that taking back is counting back. Every batch entry has its own position, and no step reads a value
-back from the device.
+taken back, so that taking back is counting back. Keys that leave the ring are added up for the landmark that stands
+for all tokens before a window: no later call can take them back. Every batch entry has its own position, and no step
+reads a value back from the device.
 
 Shape letters: B batch, T tokens, H heads, H_kv key/value heads, K query/key width, V value width, R tokens of
 the ring.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layouts.blocks import BlockLayout, cached
+from ..layouts.blocks import BlockLayout, cached, indices
 from ..layouts.sequences import SequenceLayout
 from ..ops.operands import MHLAState, records_gradients
 
@@ -30,12 +31,16 @@ class WindowState:
         keys: `[B, H_kv, R + 1, K]`; the token at position p is in column p mod R. The last column is never read.
         values: The same of width V.
         position: Tokens seen so far, without padding, LongTensor `[B]`.
+        left: Sum of the keys that have left the ring, `[B, H_kv, K]` in fp32.
+        num_left: Number of these tokens, LongTensor `[B]`.
         is_empty: Whether no entry has seen a token, where this is known without asking the device.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     position: torch.Tensor
+    left: torch.Tensor
+    num_left: torch.Tensor
     is_empty: bool = False
 
     @property
@@ -56,6 +61,22 @@ class WindowState:
         position = before.position[:, None] + valid.long().cumsum(dim=1) - 1
         return before.with_tokens(*self.tokens_at(position), kept & valid)
 
+    def held(self, last: torch.Tensor) -> torch.Tensor:
+        """Position that each column holds, LongTensor `[B, R]`: the latest up to `last` `[B]` that belongs there."""
+        last = last[:, None]
+        return last - (last - indices(self.size, last.device)) % self.size
+
+    def before(self, position: torch.Tensor) -> torch.Tensor:
+        """Return number and sum of the keys before `position` `[B, 1]`, `[B, H_kv, 1 + K]` in fp32."""
+        held = self.held(self.position - 1)
+        total = self.left + self._sum(self.keys[:, :, :-1], (held >= self.num_left[:, None]) & (held < position))
+        count = position.clamp(min=0)[:, None].expand(-1, total.shape[1], -1)
+        return torch.cat([count.to(total.dtype), total], dim=-1)
+
+    def _sum(self, keys: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Sum `[B, H_kv, K]` of some of the keys `[B, H_kv, T, K]`, chosen by `[B, T]`."""
+        return keys.masked_fill(~chosen[:, None, :, None], 0).sum(dim=2, dtype=self.left.dtype)
+
     def tokens_at(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys `[B, T, H_kv, K]` and values at `position` `[B, T]`, as far as the ring holds them."""
         column = (position % self.size)[:, None, :, None]
@@ -73,13 +94,19 @@ class WindowState:
         after = self.position + count[:, -1]
         kept = position >= after[:, None] - size
         column = torch.where(kept if valid is None else kept & valid, position % size, size)[:, None, :, None]
+        # Tokens of a long text leave the ring without having been in it.
+        num_left = torch.maximum(self.num_left, after - size)
+        held, bound = self.held(self.position - 1), num_left[:, None]
+        leaving = (held >= self.num_left[:, None]) & (held < bound)
+        passing = position < bound if valid is None else valid & (position < bound)
+        left = self.left + self._sum(self.keys[:, :, :-1], leaving) + self._sum(key.transpose(1, 2), passing)
         rings = []
         for ring, new in ((self.keys, key), (self.values, value)):
             index = column.expand(-1, ring.shape[1], -1, ring.shape[3])
             # Gradients of earlier calls still need what they saw.
             write = ring.scatter if records_gradients(ring, new) else ring.scatter_
             rings.append(write(2, index, new.transpose(1, 2).to(ring.dtype)))
-        return WindowState(rings[0], rings[1], after)
+        return WindowState(rings[0], rings[1], after, left, num_left)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The softmax window beside MHLA: each token attends exactly to those of its own block and of blocks near it.
 
+The output is a · window + (1 - a) · MHLA, with the share a = Z_w / (Z_w + Z_r) that softmax attention to all tokens
+gives to the window: Z is the sum of exp(scale · q·k) over the tokens of the window, and over all others. Z_r is
+estimated by landmarks, means of keys, as exp(b) Σ_m n_m exp(scale · q·mean_m) with a learned b for each head. On a
+grid these are the means of MHLA's blocks, and n_m the number of tokens of a block that are not in the window; in a
+sequence the one mean of all keys outside the window. The estimate with b = 0 takes part in the softmax of the window
+as a key for all other tokens, so that its weights tell the share. To that end tokens are widened by channels, as many
+as make all widths equal and a multiple of 8, which fused kernels ask for. With r = log(Z_r) / scale in two parts,
+since half precision would round it too much in one:
+
+    query (r_high, r_low, ..., q)    key (0, 0, ..., k)    value (1, 0, ..., v)
+                                         (1, 1, ..., 0)          (0, 1, ..., 0)
+
 The window has its own layout. The tokens are grouped by its blocks, and the queries of a block meet the keys of
 the blocks that it sees in one call of PyTorch's fused attention: the cost is T · L for L tokens in a window, that is
 2 B T H L (K + V) operations.
 
 A window of own blocks needs no mask, and so PyTorch can take FlashAttention: blocks that are cut short at the end of
 an axis are computed apart from full ones, in 2 calls for each such axis. Each of q, k, v and the output is copied
-once, which reads and writes 4 B T D (H + H_kv) numbers for heads of width D, unless the tokens of a block lie next to
-each other; the attention itself reads and writes half as many. For Wan at 31,500 tokens (`docs/kernels.md`) and blocks
-of (21, 3, 3) these are 774 MB and 387 MB in bfloat16, and 36 GFLOP.
+twice, widened and by blocks, which reads and writes 8 B T W (H + H_kv) numbers; the attention itself reads and writes
+a quarter as many. For Wan at 31,500 tokens (`docs/kernels.md`) and blocks of (21, 3, 3) these are 1.6 GB and 411 MB in
+bfloat16, and 38 GFLOP.
 
 An `"adjacent"` window copies the keys and values of 3 blocks for each axis, 27 for videos, and needs a mask.
 
@@ -20,35 +32,37 @@ key once for each frame as well. With L tokens in a window these are B T H L num
 memory eight times, and 8 copies of keys and values: for that Wan and blocks of (1, 3, 3), 190 MB of scores and 1.5 GB
 of copies in bfloat16.
 
-Shape letters: B batch, T tokens, H heads, H_kv key/value heads, g = H / H_kv, K query/key width, V value width,
-M blocks of the window, N tokens of the largest one, S blocks that a block sees, itself included; F, P, Q blocks of a
-video along frames, height and width, X tokens before the grid.
+Shape letters: B batch, T tokens, H heads, H_kv key/value heads, g = H / H_kv, K query/key width, V value width, W
+width of widened tokens, M blocks of the window, N tokens of the largest one, S blocks that a block sees, itself
+included; F, P, Q blocks of a video along frames, height and width, X tokens before the grid.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..layouts.blocks import BlockLayout, cached, indices
+from ..layouts.blocks import BlockLayout, cached, indices, tiles_of
 from ..layouts.sequences import SequenceLayout
-from ..ops.backends import choose_backend
 from ..ops.operands import from_head_blocks, head_blocks
+from ..ops.tables import repeat_heads
 from .state import TokenSequence, WindowState
 
 
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries `[B, T, H, K]`, keys `[B, T, H_kv, K]` and values `[B, T, H_kv, V]` of a grid."""
-Prefix = tuple[torch.Tensor, torch.Tensor] | None
-"""Keys `[B, X, H_kv, K]` and values `[B, X, H_kv, V]` that every token sees as well."""
+"""Widened queries `[B, T, H, W]`, keys `[B, T, H_kv, W]` and values `[B, T, H_kv, W]` of a grid."""
+Prefix = tuple[torch.Tensor, torch.Tensor]
+"""Widened keys and values `[B, X, H_kv, W]` that every token sees as well."""
 
 # Numbers of keys copied at a time; that many again are values. Half a gigabyte each in bfloat16.
 MAX_COPIED = 2**28
+# Logarithm of the number of tokens that a landmark stands for where there are none.
+_NOTHING = -1e3
 
 
 def grid_window_attention(
@@ -57,12 +71,11 @@ def grid_window_attention(
     value: torch.Tensor,
     window: str,
     window_size: Sequence[int],
-    grid: Sequence[int],
+    layout: BlockLayout,
     *,
-    num_prefix_tokens: int = 0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of the tokens of a grid to those of their windows.
+    """Softmax attention of the tokens of a grid to those of their windows and to landmarks for all others.
 
     Tokens before the grid (class and register tokens) are in the window of every token and see all of them.
 
@@ -72,28 +85,51 @@ def grid_window_attention(
         value: `[B, T, H_kv, V]`.
         window: `"block"`, `"adjacent"` or `"cross"`.
         window_size: Tokens of a block along each axis.
-        grid: Tokens along each axis.
-        num_prefix_tokens: Tokens before those of the grid.
+        layout: Blocks of the landmarks, with the grid and the number of tokens before it.
         scale: Scale of q·k; `None` for K^-1/2.
 
     Returns:
-        `[B, T, H, V]` in the dtype of `value`.
+        `[B, T, H, W]` in the dtype of `value`: first the weights of the window's tokens together and that of all
+        landmarks, last the sum `[B, T, H, V]` of the window's values by their weights. See [`join_window`].
     """
-    step = _heads_at_once(key, window, len(grid))
+    step = _heads_at_once(key, window, len(layout.grid))
     if step < key.shape[2]:
         groups = query.shape[2] // key.shape[2]
         parts = zip(query.split(step * groups, dim=2), key.split(step, dim=2), value.split(step, dim=2))
-        options: dict[str, Any] = {"num_prefix_tokens": num_prefix_tokens, "scale": scale}
-        return torch.cat([grid_window_attention(*part, window, window_size, grid, **options) for part in parts], dim=2)
-    before, after = slice(0, num_prefix_tokens), slice(num_prefix_tokens, None)
-    tokens = query[:, after], key[:, after], value[:, after]
-    prefix = (key[:, before], value[:, before]) if num_prefix_tokens else None
+        outputs = [grid_window_attention(*part, window, window_size, layout, scale=scale) for part in parts]
+        return torch.cat(outputs, dim=2)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    size, before = tuple(window_size), layout.num_prefix_tokens
+    tokens = _widened(query, key, value, _rest(query, key, window, size, layout, scale), scale)
+    landmarks = (_landmark(x, n).expand(len(x), 1, x.shape[2], -1) for x, n in zip(tokens[1:], (2, 1)))
+    prefix = [torch.cat([x[:, :before], landmark], dim=1) for x, landmark in zip(tokens[1:], landmarks)]
     attend = {"block": _attend_own_blocks, "adjacent": _attend_adjacent, "cross": _attend_cross}[window]
-    output = attend(tokens, tuple(window_size), tuple(grid), prefix, scale)
-    if not num_prefix_tokens:
-        return output
-    queries, keys, values = (x.transpose(1, 2).unsqueeze(2) for x in (query[:, before], key, value))
-    return torch.cat([_attend(queries, keys, values, None, scale).squeeze(2).transpose(1, 2), output], dim=1)
+    query, key, value = (x[:, before:] for x in tokens)
+    output = attend((query, key, value), size, layout.grid, (prefix[0], prefix[1]), scale)
+    if before:
+        queries, keys, values = (x.transpose(1, 2).unsqueeze(2) for x in (tokens[0][:, :before], *tokens[1:]))
+        output = torch.cat([_attend(queries, keys, values, None, scale).squeeze(2).transpose(1, 2), output], dim=1)
+    return output
+
+
+def join_window(attended: torch.Tensor, window: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Add up MHLA and a window by their shares.
+
+    Args:
+        attended: `[B, T, H, V]`.
+        window: What the functions of this module return, `[B, T, H, W]`.
+        bias: Bias b of the landmark of each head, `[H]`: minus infinity gives the window alone.
+
+    Returns:
+        `[B, T, H, V]` in the dtype of `window` or a wider one.
+    """
+    dtype = torch.promote_types(bias.dtype, torch.float32)
+    own, rest = window[..., :2].to(dtype).split(1, dim=-1)
+    rest = rest * bias.to(dtype).exp()[:, None]
+    # Padding has no weights.
+    whole = own + rest + (own + rest == 0)
+    own, rest = (share.to(window.dtype) for share in (1 / whole, rest / whole))
+    return own * window[..., -attended.shape[3] :] + rest * attended
 
 
 def _heads_at_once(key: torch.Tensor, window: str, axes: int) -> int:
@@ -104,8 +140,74 @@ def _heads_at_once(key: torch.Tensor, window: str, axes: int) -> int:
     return max(1, MAX_COPIED // (copies * key.shape[0] * key.shape[1] * key.shape[3]))
 
 
-def _with_prefix(prefix: tuple[torch.Tensor, torch.Tensor], *blocks: torch.Tensor) -> list[torch.Tensor]:
-    """Keys and values `[B, H_kv, M, L, D]` after those before the grid."""
+def _widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rest: torch.Tensor, scale: float) -> Tokens:
+    """Tokens with the channels that the share needs before their own, in any layout.
+
+    Args:
+        query: `[..., K]`.
+        key: `[..., K]`.
+        value: `[..., V]`.
+        rest: Logarithm of what softmax attention gives to the tokens outside the window of each query, `[...]`.
+        scale: Scale of q·k.
+    """
+    width = -(-(2 + max(query.shape[-1], value.shape[-1])) // 8) * 8
+    # What fp16 has no room for would be infinite.
+    rest = (rest.unsqueeze(-1) / scale).clamp(min=torch.finfo(query.dtype).min / 2)
+    high = rest.to(query.dtype)
+    query = _filled(width, high, (rest - high).to(query.dtype), query)
+    value = _filled(width, value.new_ones(1).expand(*value.shape[:-1], 1), value)
+    return query, _filled(width, key), value
+
+
+def _filled(width: int, *channels: torch.Tensor) -> torch.Tensor:
+    """Channels `[..., *]` side by side, with zeros before the last ones that make them `width` channels."""
+    missing = width - sum([x.shape[-1] for x in channels])
+    zeros = channels[-1].new_zeros(1).expand(*channels[-1].shape[:-1], missing)
+    return torch.cat([*channels[:-1], zeros, channels[-1]], dim=-1)
+
+
+def _landmark(tokens: torch.Tensor, channels: int) -> torch.Tensor:
+    """A widened key or value `[W]` for all tokens outside the window: 1 in channels that are not the tokens' own."""
+    first = 0 if channels == 2 else 1
+    return F.pad(tokens.new_ones(channels), (first, tokens.shape[-1] - first - channels))
+
+
+def _rest(
+    query: torch.Tensor, key: torch.Tensor, window: str, size: tuple[int, ...], layout: BlockLayout, scale: float
+) -> torch.Tensor:
+    """Logarithm of what landmarks estimate softmax attention to give to the tokens outside the window, `[B, T, H]`."""
+    dtype = torch.promote_types(key.dtype, torch.float32)
+    outside, counts = cached(_tokens_outside, window, size, layout, dtype, query.device)
+    means = (head_blocks(key, layout).sum(3, dtype=dtype) / counts[:, None]).to(key.dtype)
+    logits = query.transpose(1, 2).unflatten(1, (key.shape[2], -1)) @ (scale * means).mT.unsqueeze(2)
+    return (logits.to(dtype) + outside).logsumexp(-1).flatten(1, 2).transpose(1, 2)
+
+
+def _tokens_outside(
+    window: str, size: tuple[int, ...], layout: BlockLayout, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logarithms of the number of tokens of each block outside the window of each token `[T, M]`, and of all `[M]`."""
+    overlaps = []
+    for axis, (length, side) in enumerate(zip(layout.grid, size)):
+        place = torch.arange(length, device=device) // side
+        apart = (place[:, None] - place).abs()
+        tile = F.one_hot(tiles_of(layout, axis, device)[0], layout.blocks[axis]).to(dtype)
+        # Tokens of each tile in the same block of the window, in that and those beside it, and on the whole axis.
+        overlaps.append([(apart <= reach).to(dtype) @ tile for reach in (0, 1, length)])
+
+    def count(*reaches: int) -> torch.Tensor:
+        return functools.reduce(torch.kron, [own[reach] for own, reach in zip(overlaps, reaches)])
+
+    axes = len(layout.grid)
+    inside = count(*[0 if window == "block" else 1] * axes)
+    if window == "cross":
+        inside = count(2, 0, 0) + count(0, 1, 1) - count(0, 0, 0)
+    outside = F.pad(count(*[2] * axes) - inside, (layout.num_prefix_blocks, 0, layout.num_prefix_tokens, 0))
+    return torch.where(outside > 0, outside.log(), _NOTHING), layout.block_tokens.to(device)
+
+
+def _with_prefix(prefix: Prefix, *blocks: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values `[B, H_kv, M, L, W]` after those that every token sees."""
     return [
         torch.cat([x.transpose(1, 2).unsqueeze(2).expand(-1, -1, y.shape[2], -1, -1), y], dim=3)
         for x, y in zip(prefix, blocks)
@@ -113,7 +215,7 @@ def _with_prefix(prefix: tuple[torch.Tensor, torch.Tensor], *blocks: torch.Tenso
 
 
 def _attend_adjacent(
-    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix, scale: float | None
+    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix, scale: float
 ) -> torch.Tensor:
     """Attention of the tokens of a grid to their blocks and those beside them, and to the keys and values before."""
     query, key, value = tokens
@@ -121,23 +223,17 @@ def _attend_adjacent(
     seen = cached(_blocks_seen, layout, query.device)
     mask = cached(_slots_seen, layout, query.device)
     keys, values = (_of_seen(head_blocks(x, layout), seen).flatten(3, 4) for x in (key, value))
-    if prefix is not None:
-        keys, values = _with_prefix(prefix, keys, values)
-        mask = F.pad(mask, (prefix[0].shape[1], 0), value=True)
+    keys, values = _with_prefix(prefix, keys, values)
+    mask = F.pad(mask, (prefix[0].shape[1], 0), value=True)
     return from_head_blocks(_attend(head_blocks(query, layout), keys, values, mask, scale), layout)
 
 
 def _attend_own_blocks(
-    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix, scale: float | None
+    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix, scale: float
 ) -> torch.Tensor:
     """Attention of the tokens of a grid to their own blocks, without masks, and to the keys and values before."""
     query, key, value = tokens
     size = tuple([min(side, length) for side, length in zip(size, grid)])
-    if prefix is None and query.shape[2] == key.shape[2] and size[1:] == grid[1:] and grid[0] % size[0] == 0:
-        # The tokens of a block lie next to each other: blocks are batch entries, and nothing is copied.
-        blocks = [x.unflatten(1, (-1, math.prod(size))).flatten(0, 1).transpose(1, 2) for x in tokens]
-        output = F.scaled_dot_product_attention(blocks[0], blocks[1], blocks[2], scale=scale)
-        return output.transpose(1, 2).reshape(*query.shape[:3], value.shape[3])
     output = query.new_empty(query.shape[0], *grid, query.shape[2], value.shape[3])
     cuts = [_cuts(length, side) for length, side in zip(grid, size)]
     for part in itertools.product(*cuts):
@@ -147,8 +243,7 @@ def _attend_own_blocks(
         # Heads first, and the blocks and their tokens each as one axis.
         counts, tail = views[0].shape[2 : 2 + len(sides)], views[0].shape[2 + len(sides) : -1]
         blocks = [x.flatten(2, 1 + len(sides)).flatten(3, -2) for x in views]
-        if prefix is not None:
-            blocks[1:] = _with_prefix(prefix, *blocks[1:])
+        blocks[1:] = _with_prefix(prefix, *blocks[1:])
         attended = _attend(blocks[0], blocks[1], blocks[2], None, scale)
         _own_blocks(output[places], sides).copy_(attended.unflatten(3, tail).unflatten(2, counts))
     return output.flatten(1, -3)
@@ -177,24 +272,26 @@ def sequence_window_attention(
     sequence: TokenSequence,
     *,
     scale: float | None = None,
+    past: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of the tokens of a sequence to those of their windows.
+    """Softmax attention of the tokens of a sequence to those of their windows and to a landmark for all others.
 
     Arguments that are not listed are those of [`grid_window_attention`]. Blocks are counted from the start of every
     document, without padding. With causal attention a token sees its own block up to itself and, where the window is
-    `"adjacent"`, the block before it.
+    `"adjacent"`, the block before it; the landmark stands for all tokens before those blocks, or for all others of the
+    document where attention is not causal.
 
     Args:
         window: `"block"` or `"adjacent"`.
         window_size: Tokens of a block.
         sequence: Padding and documents; its state is not looked at.
+        past: Number and sum of the keys of tokens before these `[B, H_kv, 1 + K]`, none of them in a window.
 
     Returns:
-        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+        `[B, T, H, W]` as there; zero for padding.
     """
     length, device = query.shape[1], query.device
-    if window == "block" and not sequence.causal and sequence.valid is None and sequence.documents is None:
-        return _attend_own_blocks((query, key, value), (window_size,), (length,), None, scale)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
     offsets = _offsets_seen(window, sequence.causal)
     layout = sequence.layout(query, window_size)
     seen = cached(_neighbours, layout.num_blocks, offsets, device)
@@ -204,17 +301,43 @@ def sequence_window_attention(
         mask = _of_documents(layout.token_table(device) < length, layout.first_blocks(), seen)
     if sequence.causal:
         mask = mask & cached(_up_to_itself, mask.shape[-1], offsets, device)
-    mask = mask.flatten(-2)
-    if isinstance(layout, SequenceLayout):
-        # The empty slots of a block without tokens see zeros, so that nothing divides by zero.
-        mask = mask | ~mask.any(dim=-1, keepdim=True)
+    # All see the landmark, blocks without tokens as well, so that nothing divides by zero.
+    mask = F.pad(mask.flatten(-2), (0, 1), value=True)
     if sequence.causal:
         # What is masked still spoils a softmax that is not finite. The tokens that see it are spoilt by MHLA.
         bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
         key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, value))
     queries, keys, values = (head_blocks(x, layout) for x in (query, key, value))
-    keys, values = (_of_seen(x, seen).flatten(3, 4) for x in (keys, values))
+    # With a channel that counts the tokens of a block.
+    filled = head_blocks(torch.ones_like(key[:, :, :1, :1]), layout).expand(*keys.shape[:4], 1)
+    sums = torch.cat([filled, keys], dim=-1).sum(3, dtype=torch.promote_types(key.dtype, torch.float32))
+    sums = _blocks_beyond(layout, offsets, sequence.causal, device).to(sums.dtype) @ sums
+    if past is not None:
+        sums = sums + past.unsqueeze(2)
+    rest = _one_landmark(queries, sums.unsqueeze(3), scale)
+    queries, keys, values = _widened(queries, keys, values, rest, scale)
+    keys, values = (
+        torch.cat([_of_seen(x, seen).flatten(3, 4), _landmark(x, n).expand(*x.shape[:3], 1, -1)], dim=3)
+        for x, n in ((keys, 2), (values, 1))
+    )
     return from_head_blocks(_attend(queries, keys, values, mask, scale), layout)
+
+
+def _one_landmark(query: torch.Tensor, sums: torch.Tensor, scale: float) -> torch.Tensor:
+    """Logarithm of what the mean of the keys outside the window estimates softmax attention to give to them.
+
+    Args:
+        query: `[B, H, ..., K]`.
+        sums: Number and sum of these keys, `[B, H_kv, ..., 1 + K]`.
+        scale: Scale of q·k.
+
+    Returns:
+        `[B, H, ...]`.
+    """
+    sums = repeat_heads(sums, query.shape[1], 1)
+    count = sums[..., 0].clamp(min=1)
+    logits = (query * sums[..., 1:]).sum(-1) * scale / count
+    return torch.where(sums[..., 0] > 0, logits + count.log(), _NOTHING)
 
 
 def empty_window_state(
@@ -232,7 +355,8 @@ def empty_window_state(
     size = _reach(window, window_size) + rewindable
     keys, values = (x.new_zeros(x.shape[0], x.shape[2], size + 1, x.shape[3]) for x in (key, value))
     position = torch.zeros(key.shape[0], dtype=torch.long, device=key.device)
-    return WindowState(keys, values, position, is_empty=True)
+    left = keys.new_zeros(*keys.shape[:2], keys.shape[3], dtype=torch.promote_types(keys.dtype, torch.float32))
+    return WindowState(keys, values, position, left, position, is_empty=True)
 
 
 def extend_window(
@@ -246,7 +370,7 @@ def extend_window(
     valid: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, WindowState]:
-    """Attend to the window of each of these tokens, those that the state has seen included.
+    """Attend to the window and the landmark of each of these tokens, those that the state has seen included.
 
     Arguments that are not listed are those of [`grid_window_attention`][mhla_hf.layers.window.grid_window_attention].
 
@@ -257,30 +381,37 @@ def extend_window(
         valid: BoolTensor `[B, T]`, False for padding, which is skipped and gets zeros; `None` for no padding.
 
     Returns:
-        The output `[B, T, H, V]`, and the state after these tokens.
+        What [`grid_window_attention`][mhla_hf.layers.window.grid_window_attention] does, and the state after these
+        tokens.
     """
+    first = _first_seen(state.position, window, window_size)
     if query.shape[1] == 1:
-        after, last = state.with_tokens(key, value, valid), state.position[:, None]
-        # What each column holds is the latest position that belongs there.
-        held = last - (last - indices(state.size, query.device)) % state.size
-        visible = held >= _first_seen(state.position, window, window_size).clamp(min=0)
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        after = state.with_tokens(key, value, valid)
+        sums = after.before(first)
+        visible = after.held(state.position) >= first.clamp(min=0)
         # Query heads that share their keys stand side by side as tokens.
-        queries = query[:, 0].unflatten(1, (key.shape[2], -1))
+        queries = query[:, 0].unflatten(1, (key.shape[2], -1)) * scale
         keys, values = (ring.narrow(2, 0, state.size) for ring in (after.keys, after.values))
-        output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible[:, None, None], scale=scale)
-        output = output.flatten(1, 2).unsqueeze(1)
+        logits = (queries @ keys.mT).masked_fill(~visible[:, None, None], float("-inf"))
+        rest = _one_landmark(query.transpose(1, 2), sums.unsqueeze(2), scale).unflatten(1, queries.shape[1:3])
+        logits = torch.cat([rest, logits], dim=-1)
+        rest, own = logits.softmax(dim=-1).to(value.dtype).split([1, state.size], dim=-1)
+        output = torch.cat([own.sum(-1, keepdim=True), rest, own @ values], dim=-1).flatten(1, 2).unsqueeze(1)
         return (output if valid is None else output.masked_fill(~valid[..., None, None], 0)), after
+    before: torch.Tensor | None = None
     tokens, seen, lead = (query, key, value), valid, 0
     if not state.is_empty:
         # The past that the new tokens see goes before them, from the start of a block on.
         lead = _reach(window, window_size)
-        position = _first_seen(state.position, window, window_size) + indices(lead, query.device)
+        position, before = first + indices(lead, query.device), state.before(first)
         past = state.tokens_at(position)
         tokens = F.pad(query, (0, 0, 0, 0, lead, 0)), torch.cat([past[0], key], 1), torch.cat([past[1], value], 1)
         known = (position >= 0) & (position < state.position[:, None])
         new = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device) if valid is None else valid
         seen = torch.cat([known, new], dim=1)
-    output = sequence_window_attention(*tokens, window, window_size, TokenSequence(True, seen), scale=scale)
+    sequence = TokenSequence(True, seen)
+    output = sequence_window_attention(*tokens, window, window_size, sequence, scale=scale, past=before)
     return output[:, lead:], state.with_tokens(key, value, valid)
 
 
@@ -295,37 +426,10 @@ def _first_seen(position: torch.Tensor, window: str, window_size: int) -> torch.
     return ((position // window_size - before) * window_size)[:, None]
 
 
-def combine_parts(
-    attended: torch.Tensor,
-    window: torch.Tensor,
-    positional: torch.Tensor | None,
-    gains: torch.Tensor,
-    backend: str,
-) -> torch.Tensor:
-    """Add MHLA and the window times their gains, and the convolution of the values.
-
-    Args:
-        attended: `[B, T, H, V]`.
-        window: `[B, T, H, V]`.
-        positional: `[B, T, H, V]`, or `None`.
-        gains: `[2, H, 1]` or `[2, H, V]`.
-        backend: What was asked for, see [`mhla_hf.ops.choose_backend`]: one kernel, or operations of torch.
-
-    Returns:
-        `[B, T, H, V]`, in the dtype of `window` or a wider one.
-    """
-    if choose_backend(backend, attended, window, window, gains, products=False, family="combine") == "triton":
-        from ..ops.triton import combine_parts as combine_in_kernel
-
-        return combine_in_kernel(attended, window, positional, gains, window.dtype)
-    output = gains[0] * attended + gains[1] * window
-    return output if positional is None else output + positional
-
-
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Attention inside each block: `[B, H, M, N, V]` from queries `[B, H, M, N, K]` and keys `[B, H_kv, M, L, K]`.
+    """Attention inside each block: `[B, H, M, N, W]` from queries of that shape and keys `[B, H_kv, M, L, W]`.
 
     The mask is `[B or 1, 1, M, N or 1, L]`. Query heads that share their keys stand side by side as tokens.
     """
@@ -363,6 +467,20 @@ def _neighbours(num_blocks: int, offsets: tuple[int, ...], device: torch.device)
     """The blocks that each block of a sequence sees, LongTensor `[M, S]`; M where there is none."""
     seen = torch.arange(num_blocks, device=device)[:, None] + torch.tensor(offsets, device=device)
     return torch.where((seen >= 0) & (seen < num_blocks), seen, num_blocks)
+
+
+def _blocks_beyond(
+    layout: BlockLayout | SequenceLayout, offsets: tuple[int, ...], causal: bool, device: torch.device
+) -> torch.Tensor:
+    """The blocks of a document beyond those that each block sees, BoolTensor `[M, M]` or `[B, 1, M, M]`."""
+    index = indices(layout.num_blocks, device)
+    apart = index - index[:, None]
+    beyond = apart < offsets[0]
+    if not causal:
+        beyond = beyond | (apart > offsets[-1])
+    if isinstance(layout, SequenceLayout) and layout.index_in_document is not None:
+        beyond = beyond & layout.same_document()[:, None]
+    return beyond
 
 
 def _of_documents(filled: torch.Tensor, first_block: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:
@@ -417,13 +535,12 @@ def _blocks_seen(layout: BlockLayout, device: torch.device) -> torch.Tensor:
 
 
 def _attend_cross(
-    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix, scale: float | None
+    tokens: Tokens, size: tuple[int, ...], grid: tuple[int, ...], prefix: Prefix, scale: float
 ) -> torch.Tensor:
     """Attention of the tokens of a video to those of their cross windows, and to the keys and values before."""
     query, key, value = tokens
     batch, _, heads, _ = query.shape
     groups = heads // key.shape[2]
-    scale = query.shape[3] ** -0.5 if scale is None else scale
     # Slots that a block has beyond the grid would be computed like tokens.
     size = tuple([min(side, length) for side, length in zip(size, grid)])
     # Query heads that share their keys stand side by side as tokens: [B · H_kv, P, Q, F, g · N, K].
@@ -435,9 +552,8 @@ def _attend_cross(
         (rows @ keys.flatten(3, 4).transpose(-1, -2)).view(*queries.shape[:5], -1),
         queries @ _around(keys).transpose(-1, -2),
     ]
-    if prefix is not None:
-        before = [x.transpose(1, 2).flatten(0, 1)[:, None, None, None] for x in prefix]
-        scores.append(queries @ before[0].transpose(-1, -2))
+    before = [x.transpose(1, 2).flatten(0, 1)[:, None, None, None] for x in prefix]
+    scores.append(queries @ before[0].transpose(-1, -2))
     widths = [part.shape[-1] for part in scores]
     mask = cached(_cross_mask, grid, size, query.device)
     mask = F.pad(mask, (0, sum(widths) - mask.shape[-1]), value=True)
@@ -445,9 +561,7 @@ def _attend_cross(
     # Sums of half precision run in float32 inside, and only what comes out is rounded.
     weights = logits.softmax(dim=-1).to(value.dtype).split(widths, dim=-1)
     output = (weights[0].flatten(3, 4) @ values.flatten(3, 4)).view(*queries.shape[:5], -1)
-    output = output + weights[1] @ _around(values)
-    if prefix is not None:
-        output = output + weights[2] @ before[1]
+    output = output + weights[1] @ _around(values) + weights[2] @ before[1]
     output = output.unflatten(4, (groups, -1)).movedim(4, 1).flatten(0, 1)
     return _from_places(output, batch, grid, size)
 

@@ -188,7 +188,7 @@ class BlockLayout:
     def block_of_token(self) -> torch.Tensor:
         """The block of each token, LongTensor `[T]`; blocks are numbered in row-major order of the block grid."""
         device = torch.device("cpu")
-        tiles = [_tiles(self, axis, device)[0] for axis in range(len(self.grid))]
+        tiles = [tiles_of(self, axis, device)[0] for axis in range(len(self.grid))]
         block = _row_major(tiles, self.blocks) + self.num_prefix_blocks
         return torch.cat([torch.zeros(self.num_prefix_tokens, dtype=torch.long, device=device), block])
 
@@ -395,7 +395,7 @@ def _edges(layout: BlockLayout, axis: int, device: torch.device) -> torch.Tensor
     return (index * layout._sizes[axis]).clamp(max=length)
 
 
-def _tiles(layout: BlockLayout, axis: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tiles_of(layout: BlockLayout, axis: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each position on an axis: its tile, its offset inside the tile, and the tile's length. LongTensors."""
     length, edges = layout.grid[axis], _edges(layout, axis, device)
     position = torch.arange(length, device=device)
@@ -426,7 +426,7 @@ def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
 
     Positions count in the block's own shape: a ragged block fills its first N_b slots.
     """
-    tiles, offsets, own_lengths = zip(*[_tiles(layout, axis, device) for axis in range(len(layout.grid))])
+    tiles, offsets, own_lengths = zip(*[tiles_of(layout, axis, device) for axis in range(len(layout.grid))])
     position = _row_major(offsets, own_lengths)
     block = _row_major(tiles, layout.blocks) + layout.num_prefix_blocks
     prefix = torch.arange(layout.num_prefix_tokens, device=device)

@@ -70,7 +70,7 @@ _SHARD = r".*-\d{5}-of-\d{5}.*\.safetensors"
 # diffusers names the file, and does not say what is wrong with it.
 _SAFETENSORS_NAMED = re.compile(r"'([^']+\.safetensors)'")
 # Parts of an MHLA layer that leave its output unchanged when they are fresh.
-_STARTS_AS_IDENTITY = ("gate", "lepe", "window_gain")
+_STARTS_AS_IDENTITY = ("gate", "lepe")
 
 
 @dataclass(frozen=True)
@@ -458,14 +458,14 @@ def _check_overrides(name: Any, model: Any) -> None:
         raise ValueError(f"The MHLA weights of {name} are for blocks={before}, but the mhla options ask for {now}.")
     # diffusers would advise to overwrite those of other shapes.
     kept = ["mixing_constraint", "mixing_heads"]
-    kept += ["lepe_kernel"] * (stored.lepe_kernel is not None) + ["window_gains"] * (stored.window is not None)
+    kept += ["lepe_kernel"] * (stored.lepe_kernel is not None)
     for field in kept:
         if getattr(stored, field) != getattr(wanted, field):
             raise ValueError(
                 f"The MHLA weights of {name} are stored under {field}={getattr(stored, field)!r}, but the mhla "
                 f"options ask for {getattr(wanted, field)!r}."
             )
-    # Gains of a window that was not there are fresh, and leave the output as it was.
+    # Of a window that was not there, the fresh bias is warned of.
     fields = TRAINED_WITH if stored.window is None else (*TRAINED_WITH, "window", "window_size")
     changed = [field for field in fields if getattr(stored, field) != getattr(wanted, field)]
     if changed:

@@ -375,32 +375,11 @@ def _rotated_by_torch(inputs: Results, sizes: Sizes) -> Results:
     return {"output": _rotated(_normed(inputs, "query"), inputs["cosine"], inputs["sine"])}
 
 
-# The parts of a layer's output, added up.
-
-
-def _combine_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
-    shape = 2, math.prod(sizes.grid), HEADS, value_width
-    parts = {name: _draw(generator, *shape) for name in ("attended", "window", "positional")}
-    return {**parts, "gains": _draw(generator, 2, HEADS, value_width)}
-
-
-def _combined_by_kernel(inputs: Results, sizes: Sizes) -> Results:
-    from .triton import combine_parts
-
-    return {"output": combine_parts(*inputs.values(), inputs["window"].dtype)}
-
-
-def _combined_by_torch(inputs: Results, sizes: Sizes) -> Results:
-    weighted = inputs["gains"][0] * inputs["attended"] + inputs["gains"][1] * inputs["window"]
-    return {"output": weighted + inputs["positional"]}
-
-
 FAMILIES: dict[str, Case] = {
     "block": _attention(causal=False),
     "fused": Case(_fused_inputs, _by_fused_kernels, _like_fused_kernels, has_gradients=True),
     "hedgehog": Case(_hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True),
     "rotary": Case(_rotary_inputs, _rotated_by_kernel, _rotated_by_torch, has_gradients=True),
-    "combine": Case(_combine_inputs, _combined_by_kernel, _combined_by_torch, has_gradients=True),
     "causal": _attention(causal=True),
     "prompt": Case(
         _recurrent_inputs(lambda sizes: sizes.length), _recurrent(False, "triton"), _recurrent(False, "torch")

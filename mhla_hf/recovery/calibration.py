@@ -73,7 +73,7 @@ class LayerCalibration:
         error_before: Squared error of the layer's output on held-out samples, relative to the variance of the
             original's; with the weights as they were.
         error_after: The same with the weights as they are written.
-        changed: Changed parts: `"feature_map"`, `"mixing"`, `"gains"`, `"lepe"`, `"projection"`.
+        changed: Changed parts: `"feature_map"`, `"mixing"`, `"window_bias"`, `"lepe"`, `"projection"`.
         projection_ridge: Strength of the ridge that the projection was fitted with.
         tokens: Tokens that were fitted.
         held_out_tokens: Tokens that the errors were measured on.
@@ -141,9 +141,9 @@ def calibrate(
 
     The projections of a freshly converted model are those of its original, so the model itself provides the outputs of
     its softmax attention. Each layer is fitted to those on a small probe: the temperature of a hedgehog feature map;
-    then feature map and mixing weights by a short training on recorded queries, keys and values; in closed form the
-    convolution of the values (`lepe_kernel`), the gains of a window, and the output projection, by ridge regression
-    towards its present value. A quarter of the batches (of the samples, if there are fewer than four batches) is held
+    then feature map, mixing weights and the bias of a window by a short training on recorded queries, keys and values;
+    in closed form the convolution of the values (`lepe_kernel`) and the output projection, by ridge regression towards
+    its present value. A quarter of the batches (of the samples, if there are fewer than four batches) is held
     out; strengths are chosen by the error on them, and a layer whose error does not fall is left alone.
 
     Args:
@@ -351,7 +351,7 @@ def _calibrate_layer(
     fitted = {
         "feature_map": getattr(mhla.feature_map_key, "weight", None),
         "mixing": mhla.mixing,
-        "gains": mhla.window_gain,
+        "window_bias": mhla.window_bias,
         "lepe": getattr(mhla.lepe, "weight", None),
         "projection": getattr(projection, "weight", None),
     }

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..layers.mhla import MHLA
 from ..ops.tables import repeat_heads
 from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters
 from ..training.matching.ridge import Moments, solve_ridge, sums_device
@@ -120,7 +119,7 @@ class TemperatureFit:
 
 @dataclass(frozen=True)
 class HeadsSolution:
-    """Solution for the convolution and the gains.
+    """Solution for the convolution.
 
     Attributes:
         error: Squared held-out error of the heads.
@@ -134,146 +133,75 @@ class HeadsSolution:
 
 
 class HeadsFit:
-    """The convolution of the values, and the gains of the window, by ridge regression for each channel.
+    """The convolution of the values by ridge regression towards zero, for each channel.
 
-    The columns of a channel are MHLA, the window, the neighbours of the token and the original's heads, in this
-    order. Weights are shrunk towards zero and gains towards (1, 0). Gains of whole heads are fitted to all their
-    channels at once, each with a convolution of its own.
+    The columns of a channel are the neighbours of the token, and what MHLA and window leave of the original's heads.
 
     Args:
-        layer: The layer.
+        layer: A layer with a convolution.
         own: Other values for parameters of `mhla`.
     """
 
     def __init__(self, layer: AttentionLayer, own: Changes) -> None:
-        self.mhla, self.own = layer.mhla, own
-        columns, channels = self._columns(self.mhla), self._channels(self.mhla)
-        self._moments = [Moments(channels, columns, sums_device(self.mhla.mixing.device)) for _ in range(2)]
-
-    @staticmethod
-    def applies(layer: AttentionLayer) -> bool:
-        """True for a layer with a convolution or a window."""
-        return layer.mhla.lepe is not None or layer.mhla.window_gain is not None
-
-    @staticmethod
-    def _channels(mhla: MHLA) -> int:
-        return mhla.num_heads * mhla.value_head_dim
-
-    @staticmethod
-    def _columns(mhla: MHLA) -> int:
-        return (2 if mhla.window_gain is None else 3) + (0 if mhla.lepe is None else mhla.lepe.weight[0].numel())
+        lepe = layer.mhla.lepe
+        assert lepe is not None and lepe.bias is not None
+        self.mhla, self.lepe, self.own = layer.mhla, lepe, own
+        columns, device = lepe.weight[0].numel() + 1, sums_device(lepe.weight.device)
+        self._moments = [Moments(len(lepe.weight), columns, device) for _ in range(2)]
 
     def observe(self, call: HeadsCall) -> None:
         """Add the rows of one call."""
         with swapped_parameters(self.own):
-            alone = self.mhla.window_gain is None
-            parts = self.mhla.attention_parts(*call.args, **call.kwargs, attended_alone=alone)
+            parts = self.mhla.attention_parts(*call.args, **call.kwargs)
+            left = call.heads - self.mhla.join(parts.attended, parts.window)
         # The convolution leaves tokens before the grid alone.
-        start = self.mhla.num_prefix_tokens if self.mhla.lepe is not None else 0
-        grid = call.kwargs.get("grid")
-        first = [parts.attended] if parts.window is None else [parts.attended, parts.window]
+        start = self.mhla.num_prefix_tokens
         for held_out, moments in zip((False, True), self._moments):
             if not (call.held_out == held_out).any():
                 continue
-            outer = [call.rows(tokens.flatten(2), held_out, start).T for tokens in (*first, call.heads)]
-            patches = None
-            if self.mhla.lepe is not None:
-                value = repeat_heads(call.value, self.mhla.num_heads, 2)[call.held_out == held_out, start:]
-                assert grid is not None
-                image = value.flatten(2).transpose(1, 2).unflatten(2, tuple(grid))
-                patches = _patches(image, self.mhla.lepe.weight.shape[-1])
-            step = max(1, _ROW_NUMBERS // (outer[0].shape[1] * moments.mean.shape[1]))
-            for channel in range(0, len(outer[0]), step):
+            target = call.rows(left.flatten(2), held_out, start).T
+            value = repeat_heads(call.value, self.mhla.num_heads, 2)[call.held_out == held_out, start:]
+            image = value.flatten(2).transpose(1, 2).unflatten(2, tuple(call.kwargs["grid"]))
+            patches = _patches(image, self.lepe.weight.shape[-1])
+            axes = len(patches.shape) // 2 - 1
+            dtype = torch.promote_types(target.dtype, torch.float32)
+            step = max(1, _ROW_NUMBERS // (target.shape[1] * moments.mean.shape[1]))
+            for channel in range(0, len(target), step):
                 chosen = slice(channel, channel + step)
-                columns = [tokens[chosen, :, None] for tokens in outer]
-                if patches is not None:
-                    axes = len(patches.shape) // 2 - 1
-                    columns.insert(-1, patches[chosen].flatten(2 + axes).flatten(1, 1 + axes))
-                dtype = torch.promote_types(outer[0].dtype, torch.float32)
-                moments.add(torch.cat([column.to(dtype) for column in columns], dim=-1), channel)
+                near = patches[chosen].flatten(2 + axes).flatten(1, 1 + axes)
+                moments.add(torch.cat([near.to(dtype), target[chosen, :, None].to(dtype)], dim=-1), channel)
 
     def solve(self) -> HeadsSolution:
         """New parameters, or none where the held-out error does not fall."""
-        best = HeadsSolution(self._error(self._current()), None, {})
+        best = HeadsSolution(self._error(self.lepe.weight.detach(), self.lepe.bias.detach()), None, {})
+        products, mean = self._moments[0].products(centred=True), self._moments[0].mean
         for strength in HEADS_STRENGTHS:
-            candidate = self._candidate(strength)
-            error = self._error({**self._current(), **candidate})
+            solved = solve_ridge(products[:, :-1, :-1], products[:, :-1, -1:], strength)[..., 0]
+            weight = solved.reshape(self.lepe.weight.shape).to(self.lepe.weight)
+            bias = (mean[:, -1] - (weight.flatten(1).to(mean) * mean[:, :-1]).sum(-1)).to(self.lepe.bias)
+            error = self._error(weight, bias)
             if error < best.error:
-                best = HeadsSolution(error, strength, candidate)
+                best = HeadsSolution(error, strength, {self.lepe.weight: weight, self.lepe.bias: bias})
         return best
 
-    def _candidate(self, strength: float) -> Changes:
-        mhla, moments = self.mhla, self._moments[0]
-        gain, lepe = mhla.window_gain, mhla.lepe
-        gains = 0 if gain is None else 2
-        products = moments.products(centred=lepe is not None)
-        # What is left after MHLA with a gain of one is what the other columns have to make up for.
-        residual = products[:, :, -1:] - products[:, :, :1]
-        first = 1 if gain is None else 2
-        near, outer = products[:, first:-1, first:-1], products[:, :gains, :gains]
-        across = products[:, first:-1, :gains]
-        solved = solve_ridge(near, torch.cat([across, residual[:, first:-1]], -1), strength)
-        change = torch.zeros_like(residual[:, :gains])
-        if gain is not None:
-            outer = outer + strength * torch.diag_embed(outer.diagonal(dim1=1, dim2=2))
-            matrix = outer - across.mT @ solved[..., :gains]
-            target = residual[:, :gains] - across.mT @ solved[..., gains:]
-            if gain.shape[-1] == 1:
-                matrix, target = (x.unflatten(0, (mhla.num_heads, -1)).sum(1) for x in (matrix, target))
-            change = solve_ridge(matrix, target, 1e-9)
-        changes: Changes = {}
-        shared = change if len(change) == len(solved) else change.repeat_interleave(mhla.value_head_dim, 0)
-        if gain is not None:
-            values = change[..., 0].T + change.new_tensor([1.0, 0.0])[:, None]
-            changes[gain] = values.reshape(gain.shape).to(gain)
-        if lepe is not None:
-            weight = (solved[..., gains:] - solved[..., :gains] @ shared)[..., 0]
-            changes[lepe.weight] = weight.reshape(lepe.weight.shape).to(lepe.weight)
-            coefficients, _ = self._coefficients({**self._current(), **changes})
-            bias = (coefficients * moments.mean).sum(-1)
-            assert lepe.bias is not None
-            changes[lepe.bias] = bias.to(lepe.bias)
-        return changes
-
-    def _current(self) -> Changes:
-        gain, lepe = self.mhla.window_gain, self.mhla.lepe
-        parameters: list[torch.Tensor] = [] if gain is None else [gain]
-        if lepe is not None:
-            assert lepe.bias is not None
-            parameters += [lepe.weight, lepe.bias]
-        return {parameter: parameter.detach() for parameter in parameters}
-
-    def _coefficients(self, values: Changes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Coefficients of the error's columns `[C, P]`, and its intercept `[C]`, for values of the parameters."""
-        mhla, gain, sums = self.mhla, self.mhla.window_gain, self._moments[0].mean
-        channels = len(sums)
-        columns, intercept = [], sums.new_zeros(channels)
-        if gain is None:
-            columns.append(sums.new_ones(channels, 1))
-        else:
-            wide = values[gain].expand(2, mhla.num_heads, mhla.value_head_dim)
-            columns.append(wide.reshape(2, channels).T.to(sums))
-        if mhla.lepe is not None:
-            assert mhla.lepe.bias is not None
-            columns.append(values[mhla.lepe.weight].reshape(channels, -1).to(sums))
-            intercept = -values[mhla.lepe.bias].to(sums)
-        return torch.cat([*(-column for column in columns), sums.new_ones(channels, 1)], -1), intercept
-
-    def _error(self, values: Changes) -> float:
-        coefficients, intercept = self._coefficients(values)
-        return float(self._moments[1].squared_sums(coefficients[:, None], intercept[:, None]).sum())
+    def _error(self, weight: torch.Tensor, bias: torch.Tensor) -> float:
+        """Squared held-out error with a weight and a bias of the convolution."""
+        moments = self._moments[1]
+        columns = -weight.flatten(1).to(moments.mean)
+        coefficients = torch.cat([columns, torch.ones_like(columns[:, :1])], dim=-1)
+        return float(moments.squared_sums(coefficients[:, None], -bias.to(columns)[:, None]).sum())
 
 
 @torch.no_grad()
 def fit_heads(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -> Changes:
-    """New values for the convolution and the gains of a layer, where it has such and the held-out error falls.
+    """New values for the convolution of a layer, where it has one and the held-out error falls.
 
     Args:
         layer: The layer.
         calls: Its calls.
         own: Other values for parameters of `mhla`.
     """
-    if not HeadsFit.applies(layer):
+    if layer.mhla.lepe is None:
         return {}
     fit = HeadsFit(layer, own)
     for call in calls:

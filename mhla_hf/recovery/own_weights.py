@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short training of what MHLA adds to a layer, feature maps and mixing weights, towards the original's heads.
+"""A short training of what MHLA adds to a layer towards the original's heads: feature maps, mixing weights and the
+bias of a window.
 
-Queries, keys, values and the original's heads are those of a probe, computed once. Projections, norms and the
-convolution stay as they are, so a step costs attention alone. Errors of a head are relative to its variance: those of
-heads with large values would win otherwise.
+Queries, keys, values and the original's heads are those of a probe, computed once. Projections, norms, the convolution
+and the softmax of a window stay as they are, so a step costs MHLA alone. Errors of a head are relative to its
+variance: those of heads with large values would win otherwise.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from ..training.parameters import learning_rate_factor, set_learning_rate
 from .fits import HeadsCall, fit_heads
 
 
-# Peak rates of feature maps and of the logarithms of mixing weights; what measured best on the demo's Wan.
-_FEATURE_MAP_RATE, _MIXING_RATE = 2e-2, 1e-1
+# Peak rates of feature maps and biases, and of the logarithms of mixing weights; what measured best on the demo's Wan.
+_RATE, _MIXING_RATE = 2e-2, 1e-1
 _WARMUP_STEPS, _ROUNDS = 10, 2
 
 
 def trained_weights(layer: AttentionLayer) -> dict[str, nn.Parameter]:
-    """The feature maps and mixing weights of a layer by their names in `mhla`, as far as it has such that matter."""
+    """What is trained of a layer by its names in `mhla`, as far as it has such that matters."""
     mhla = layer.mhla
     names = ["mixing"] if mhla.mixing.shape[-1] > 1 else []
-    names += [name for name, _ in mhla.named_parameters() if name.startswith("feature_map_")]
+    names += [name for name, _ in mhla.named_parameters() if name.startswith(("feature_map_", "window_"))]
     return {name: mhla.get_parameter(name) for name in names}
 
 
 def fit_own_weights(
     layer: AttentionLayer, calls: Sequence[HeadsCall], start: Changes, steps: int, advance: Callable[[], None]
 ) -> Changes:
-    """Train a layer's own weights in two rounds, with the convolution and the gains in closed form after each.
+    """Train a layer's own weights in two rounds, with the convolution in closed form after each.
 
     Args:
         layer: The layer.
         calls: Its calls; a step learns from one of those that are not held out.
-        start: Values of parameters of `mhla` to start from, with the convolution and the gains fitted.
+        start: Values of parameters of `mhla` to start from, with the convolution fitted.
         steps: Steps in all.
         advance: Called after every step.
 
@@ -70,15 +71,14 @@ def _train(
     order: list[int] = []
     calls = [call for call in calls if not call.held_out.all()]
     with swapped_parameters({**start, **own}), only_trainable(mhla, trained), torch.enable_grad():
-        gain = 1.0 if mhla.window_gain is None else mhla.window_gain[0].detach()
-        targets = [_targets(layer, call, gain) for call in calls]
+        targets, windows = zip(*[_targets(layer, call) for call in calls])
         rows = torch.cat([call.rows(target, held_out=False) for call, target in zip(calls, targets)])
         variance = rows.var(dim=0, unbiased=False).mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
         del rows
         groups = [
             {"params": [parameter], "kind": LOGARITHM, "peak_lr": _MIXING_RATE, "config": mhla.config}
             if name == "mixing"
-            else {"params": [parameter], "kind": ADAM, "peak_lr": _FEATURE_MAP_RATE}
+            else {"params": [parameter], "kind": ADAM, "peak_lr": _RATE}
             for name, parameter in trained.items()
         ]
         optimizer = Muon(groups, weight_decay=0.0)
@@ -90,7 +90,8 @@ def _train(
             factor = learning_rate_factor(step, schedule="cosine", warmup_steps=warmup, total_steps=steps)
             set_learning_rate(optimizer, factor)
             attended = mhla.attention_parts(*call.args, **call.kwargs, attended_alone=True).attended
-            error = call.rows((gain * attended).float() - targets[number], held_out=False)
+            output = mhla.join(attended, windows[number])
+            error = call.rows(output.float() - targets[number], held_out=False)
             loss = (error.square().mean((0, 2)) / variance).mean()
             loss.backward()
             optimizer.step()
@@ -100,11 +101,10 @@ def _train(
 
 
 @torch.no_grad()
-def _targets(layer: AttentionLayer, call: HeadsCall, gain: torch.Tensor | float) -> torch.Tensor:
-    """The original's heads less what window and convolution give, `[B, T, H, V]` in fp32."""
-    mhla, heads = layer.mhla, call.heads.float()
-    if mhla.window_gain is None and mhla.lepe is None:
-        return heads
-    rest = mhla(*call.args, **call.kwargs).float()
-    attended = mhla.attention_parts(*call.args, **call.kwargs, attended_alone=True).attended
-    return heads - (rest - (gain * attended).float())
+def _targets(layer: AttentionLayer, call: HeadsCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The original's heads less what the convolution gives, `[B, T, H, V]` in fp32, and the softmax of the window."""
+    heads = call.heads.float()
+    if layer.mhla.window_bias is None and layer.mhla.lepe is None:
+        return heads, None
+    parts = layer.mhla.attention_parts(*call.args, **call.kwargs)
+    return heads if parts.positional is None else heads - parts.positional.float(), parts.window

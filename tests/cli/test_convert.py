@@ -37,7 +37,7 @@ def test_every_option(pipeline_dir, tmp_path):
         "--feature-map", "hedgehog", "--normalizer", "none", "--rope", "before_feature_map", "--output-norm",
         "--output-gate", "--lepe-kernel", "3", "--mixing-init", "gaussian", "--mixing-heads", "per_head",
         "--mixing-constraint", "nonnegative", "--mixing-range", "2", "--window", "cross", "--window-size", "1,2,2",
-        "--window-gains", "per_channel", "--dtype", "bf16", "--max-shard-size", "1MB",
+        "--dtype", "bf16", "--max-shard-size", "1MB",
     ).output  # fmt: skip
     assert "2 of 3" in output and "1×2×2" in output and "mhla-hf calibrate" in output
     mhla = mhla_of(tmp_path / "mhla/transformer")
@@ -57,7 +57,6 @@ def test_every_option(pipeline_dir, tmp_path):
         "mixing_range": 2.0,
         "window": "cross",
         "window_size": [1, 2, 2],
-        "window_gains": "per_channel",
     }
     assert {name: mhla[name] for name in expected} == expected
     MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla", subfolder="transformer")

@@ -74,12 +74,12 @@ def test_report_compares_on_the_same_draws(finished):
             assert figures["above_softmax_percent"] == pytest.approx(100 * (figures["loss"] / softmax - 1))
         assert all(seconds > 0 for seconds in entry["cpu_seconds"].values())
     # In the second of two layers 80 x 80 mixing weights per head, against one, the same convolution of 24 channels and
-    # the same feature maps of queries and keys; a window has two gains a channel.
+    # the same feature maps of queries and keys; a window has a bias for each head.
     heads, width = 2, 12
     same = 24 * 3**3 + 24 + 2 * heads * width**2
     counts = {name: entry["parameters"] for name, entry in report["variants"].items()}
     assert counts["mhla"] - report["softmax"]["parameters"] == heads * 80 * 80 + same
-    assert counts["mhla_window"] - counts["mhla"] == 2 * heads * width
+    assert counts["mhla_window"] - counts["mhla"] == heads
     assert counts["linear"] - report["softmax"]["parameters"] == heads + same
 
 

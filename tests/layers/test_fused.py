@@ -28,7 +28,7 @@ OPTIONS = [
     {"feature_map": "exp", "output_gate": True, "head_dim": 12},
     {"kv_heads": 1, "mixing_heads": "per_head"},
     {"kv_heads": 1, "normalizer": "none", "feature_map": "identity"},
-    {"kv_heads": 1, "window": "adjacent", "window_size": (2, 2), "window_gains": "per_channel"},
+    {"kv_heads": 1, "window": "adjacent", "window_size": (2, 2)},
 ]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from mhla_hf import MHLA, MHLAConfig
 from mhla_hf.layers.fused import PairwiseRotary
 from mhla_hf.layers.state import TokenSequence
+from mhla_hf.layers.window import empty_window_state, extend_window, sequence_window_attention
 
 
 HIDDEN, HEADS, SHARED, WIDTH = 12, 4, 2, 6
@@ -35,15 +37,36 @@ def dense_mask(grid: tuple[int, ...], window: str, size: tuple[int, ...], prefix
 
 
 def dense_window(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Softmax attention under a mask `[T, T]` or `[B, T, T]`; rows that see nothing get zeros."""
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    beyond: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor,
+    block_of_token: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention under a mask `[T, T]` or `[B, T, T]`, and its share; rows that see nothing get zeros.
+
+    `beyond` is a mask of the tokens that each token's landmarks stand for: one for their mean, or one for each block.
+    """
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     logits = torch.einsum("bthk,bshk->bhts", query, key) * scale
-    mask = mask[None] if mask.dim() == 2 else mask
-    mask = mask[:, None]
-    weights = logits.masked_fill(~mask, float("-inf")).softmax(-1).masked_fill(~mask.any(-1, keepdim=True), 0)
-    return torch.einsum("bhts,bshv->bthv", weights, value)
+    mask, beyond = (x[None, None] if x.dim() == 2 else x[:, None] for x in (mask, beyond))
+    logits = logits.masked_fill(~mask, float("-inf"))
+    weights = logits.softmax(-1).masked_fill(~mask.any(-1, keepdim=True), 0)
+    window = torch.einsum("bhts,bshv->bthv", weights, value)
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
+    if block_of_token is None:
+        count = beyond.sum(-1, keepdim=True).to(key)
+        products = (query * (beyond.to(key) @ key / count.clamp(min=1))).sum(-1, keepdim=True)
+    else:
+        members = F.one_hot(block_of_token).to(key)
+        count = beyond.to(key) @ members
+        products = query @ (members.T @ key / members.sum(0)[:, None]).mT
+    rest = (count * torch.exp(products * scale + bias[:, None, None])).sum(-1, keepdim=True)
+    inside = logits.exp().sum(-1, keepdim=True).masked_fill(~mask.any(-1, keepdim=True), 1)
+    return window, (inside / (inside + rest)).transpose(1, 2)
 
 
 def make_layer(seed: int = 0, *, prefix: int = 0, shared: int = SHARED, **options: object) -> MHLA:
@@ -66,15 +89,22 @@ def make_tokens(length: int, seed: int = 0, batch: int = 2, shared: int = SHARED
     ]
 
 
-def assert_same_with_gradients(layer: MHLA, tokens: list[torch.Tensor], mask: torch.Tensor, **where: object) -> None:
-    """The layer's output, and the gradients of tokens and gains, are those of its MHLA part and the dense window."""
+def assert_same_with_gradients(
+    layer: MHLA, tokens: list[torch.Tensor], mask: torch.Tensor, beyond: torch.Tensor | None = None, **where: object
+) -> None:
+    """The layer's output, and all gradients, are those of its MHLA part and the dense window.
+
+    Landmarks stand for all that is not in the window where `beyond` does not say for what.
+    """
     parts = layer.attention_parts(*tokens, **where)
     scale = where.get("scaling") or WIDTH**-0.5
     rotary = where.get("rotary") or (lambda x: x)
-    expected_window = dense_window(rotary(tokens[0]), rotary(tokens[1]), tokens[2], mask, scale)
-    torch.testing.assert_close(parts.window, expected_window, rtol=1e-10, atol=1e-10)
+    rotated = rotary(tokens[0]), rotary(tokens[1]), tokens[2]
+    beyond = ~mask if beyond is None else beyond
+    blocks = layer.layout_for(where["grid"]).block_of_token if "grid" in where else None
+    window, share = dense_window(*rotated, mask, beyond, scale, layer.window_bias, blocks)
     output = layer(*tokens, **where)
-    expected = layer.window_gain[0] * parts.attended + layer.window_gain[1] * expected_window
+    expected = share * window + (1 - share) * parts.attended
     if parts.positional is not None:
         expected = expected + parts.positional
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
@@ -111,7 +141,7 @@ GRIDS = [
 @pytest.mark.parametrize("window, grid, size", GRIDS, ids=lambda value: str(value).replace(" ", ""))
 def test_grids_agree_with_the_dense_form(window, grid, size, seed):
     blocks = tuple(min(2, length) for length in grid)
-    layer = make_layer(seed, blocks=blocks, window=window, window_size=size, window_gains="per_channel", lepe_kernel=3)
+    layer = make_layer(seed, blocks=blocks, window=window, window_size=size, lepe_kernel=3)
     length = torch.tensor(grid).prod().item()
     assert_same_with_gradients(layer, make_tokens(length, seed), dense_mask(grid, window, size), grid=grid)
 
@@ -155,10 +185,16 @@ def test_queries_and_keys_are_rotated_whatever_the_order_for_mhla(rope):
     assert_same_with_gradients(layer, make_tokens(48), dense_mask(grid, "cross", size), grid=grid, rotary=rotary)
 
 
-def sequence_mask(window: str, size: int, causal: bool, valid: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """BoolTensor `[B, T, T]`, token by token: positions count the valid tokens of a document."""
+def sequence_masks(
+    window: str, size: int, causal: bool, valid: torch.Tensor, documents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each token sees, and what its landmark stands for, BoolTensors `[B, T, T]`, token by token.
+
+    Positions count the valid tokens of a document.
+    """
     batch, length = valid.shape
     mask = torch.zeros(batch, length, length, dtype=torch.bool)
+    beyond = torch.zeros_like(mask)
     for b in range(batch):
         counts: dict[int, int] = {}
         position = []
@@ -172,7 +208,8 @@ def sequence_mask(window: str, size: int, causal: bool, valid: torch.Tensor, doc
             distance = position[i] // size - position[j] // size
             near = distance == 0 or (window == "adjacent" and (distance == 1 if causal else abs(distance) == 1))
             mask[b, i, j] = near and (not causal or position[j] <= position[i])
-    return mask
+            beyond[b, i, j] = not near and (not causal or distance > 0)
+    return mask, beyond
 
 
 VALID = {
@@ -193,9 +230,9 @@ def test_sequences_agree_with_the_dense_form(causal, window, shared, padding):
     )
     valid = None if padding is None else VALID[padding]
     known = VALID["full"] if valid is None else valid
-    mask = sequence_mask(window, 5, causal, known, torch.zeros(2, 21, dtype=torch.long))
+    masks = sequence_masks(window, 5, causal, known, torch.zeros(2, 21, dtype=torch.long))
     tokens = make_tokens(21, shared=shared)
-    assert_same_with_gradients(layer, tokens, mask, sequence=TokenSequence(causal, valid), scaling=0.7)
+    assert_same_with_gradients(layer, tokens, *masks, sequence=TokenSequence(causal, valid), scaling=0.7)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["encoder", "causal"])
@@ -204,23 +241,40 @@ def test_documents_do_not_see_each_other(causal, padding):
     documents = torch.tensor([[0] * 7 + [1] * 2 + [2] * 12, [0] * 10 + [1] * 11])
     layer = make_layer(block_size=4, grid=24, causal=causal, resize="extend", window="adjacent", window_size=3)
     valid = None if padding is None else VALID[padding]
-    mask = sequence_mask("adjacent", 3, causal, VALID["full"] if valid is None else valid, documents)
-    assert_same_with_gradients(layer, make_tokens(21), mask, sequence=TokenSequence(causal, valid, documents, 3))
+    masks = sequence_masks("adjacent", 3, causal, VALID["full"] if valid is None else valid, documents)
+    assert_same_with_gradients(layer, make_tokens(21), *masks, sequence=TokenSequence(causal, valid, documents, 3))
 
 
-def test_a_fresh_window_leaves_the_output_unchanged():
-    tokens = make_tokens(48)
+def test_the_bias_is_a_number_for_each_head_of_a_window():
     options = {"hidden_size": HIDDEN, "num_heads": HEADS, "num_key_value_heads": SHARED, "head_dim": WIDTH}
-    for gains in ("per_head", "per_channel"):
-        config = MHLAConfig(blocks=(1, 2, 2))
-        plain = MHLA(config, **options).double()
-        other = MHLA(config.replace(window="cross", window_gains=gains), **options).double()
-        assert torch.equal(plain(*tokens, grid=(3, 4, 4)), other(*tokens, grid=(3, 4, 4)))
-        assert torch.equal(other.initial_tensor("window_gain")[:, 0, 0], torch.tensor([1.0, 0.0]))
-    assert "window_gain" not in dict(plain.named_parameters())
-    assert plain.attention_parts(*tokens, grid=(3, 4, 4)).window is None
-    other = MHLA(config.replace(window="cross", window_gains="per_channel"), **options)
-    assert other.window_gain.shape == (2, HEADS, WIDTH) and other.window_size == (1, 3, 3)
+    plain = MHLA(MHLAConfig(blocks=(1, 2, 2)), **options)
+    assert "window_bias" not in dict(plain.named_parameters())
+    assert plain.double().attention_parts(*make_tokens(48), grid=(3, 4, 4)).window is None
+    other = MHLA(MHLAConfig(blocks=(1, 2, 2), window="cross"), **options)
+    assert torch.equal(other.window_bias, torch.zeros(HEADS)) and other.window_size == (1, 3, 3)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("window, grid, size", GRIDS, ids=lambda value: str(value).replace(" ", ""))
+def test_the_share_is_that_of_softmax_where_blocks_are_tokens(window, grid, size, seed):
+    layer = make_layer(blocks=grid, window=window, window_size=size)
+    length = torch.tensor(grid).prod().item()
+    tokens = make_tokens(length, seed)
+    key = tokens[1].repeat_interleave(HEADS // SHARED, 2)
+    weights = (torch.einsum("bthk,bshk->bths", tokens[0], key) / WIDTH**0.5).softmax(-1)
+    expected = (weights * dense_mask(grid, window, size)[:, None]).sum(-1)
+    torch.testing.assert_close(layer.attention_parts(*tokens, grid=grid).window[..., 0], expected)
+
+
+@pytest.mark.parametrize("window, grid, size", GRIDS[4:], ids=lambda value: str(value).replace(" ", ""))
+def test_the_window_is_alone_with_a_bias_of_minus_infinity(window, grid, size):
+    layer = make_layer(blocks=(1,) * len(grid), window=window, window_size=size)
+    tokens = make_tokens(torch.tensor(grid).prod().item())
+    with torch.no_grad():
+        layer.window_bias.fill_(float("-inf"))
+    mask = dense_mask(grid, window, size)
+    expected, _ = dense_window(*tokens, mask, ~mask, WIDTH**-0.5, layer.window_bias)
+    torch.testing.assert_close(layer(*tokens, grid=grid), expected)
 
 
 def test_parts_add_up_without_a_window():
@@ -235,8 +289,57 @@ def test_parts_add_up_without_a_window():
 def test_identity_is_the_token_itself_in_both_parts():
     layer, tokens = make_layer(blocks=(1, 2, 2), window="cross"), make_tokens(48)
     value = tokens[2].repeat_interleave(HEADS // SHARED, dim=2)
-    expected = layer.window_gain[0] * value + layer.window_gain[1] * value
-    torch.testing.assert_close(layer(*tokens, grid=(3, 4, 4), identity=True), expected)
+    assert torch.equal(layer(*tokens, grid=(3, 4, 4), identity=True), value)
+
+
+@pytest.mark.parametrize("window, size", [("block", 4), ("adjacent", 3), ("adjacent", 1)])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_walk_of_the_state_agrees_with_recomputation(window, size, seed):
+    random, rewindable = torch.Generator().manual_seed(seed), 7
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=random))
+
+    state = empty_window_state(*make_tokens(1)[1:], window, size, rewindable)
+    # What each row has seen, and how many of its last tokens may be taken back.
+    seen = [[x[0, :0] for x in make_tokens(1)] for _ in range(2)]
+    left, last = 0, None
+    for index in range(60):
+        action = number(0, 5)
+        if action == 0 and last is not None and last.shape[1] <= left:
+            # The last tokens, or some of them, and in their place others.
+            kept = torch.rand(last.shape, generator=random) < 0.5 if number(0, 2) else None
+            state, left = state.rewound(last, kept), left - last.shape[1]
+            for row, tokens in enumerate(seen):
+                count = int(last[row].sum())
+                places = torch.arange(len(tokens[0]))
+                stay = places < len(tokens[0]) - count
+                if kept is not None:
+                    stay[len(stay) - count :] = kept[row][last[row]]
+                seen[row] = [x[stay] for x in tokens]
+            last = None
+        elif action == 1:
+            order = torch.tensor([1, 0])
+            names = ("keys", "values", "position", "left", "num_left")
+            state = dataclasses.replace(state, **{name: getattr(state, name)[order] for name in names})
+            seen, last = seen[::-1], None if last is None else last[order]
+        else:
+            length = 1 if action < 4 else number(2, 25)
+            tokens = [x.detach() for x in make_tokens(length, seed=1000 * seed + index)]
+            valid = torch.rand(2, length, generator=random) < 0.8 if number(0, 2) else None
+            output, state = extend_window(*tokens, state, window, size, valid=valid, scale=0.6)
+            last = torch.ones(2, length, dtype=torch.bool) if valid is None else valid
+            left = min(left + length, rewindable)
+            for row in range(2):
+                new = [x[row, last[row]] for x in tokens]
+                seen[row] = [torch.cat(pair) for pair in zip(seen[row], new)]
+                if len(new[0]):
+                    whole = [x[None] for x in seen[row]]
+                    expected = sequence_window_attention(*whole, window, size, TokenSequence(True), scale=0.6)
+                    for part in (slice(0, 2), slice(-WIDTH, None)):
+                        found = output[row, last[row]][..., part]
+                        torch.testing.assert_close(found, expected[0, -len(new[0]) :, :, part], rtol=1e-9, atol=1e-9)
+                assert not output[row, ~last[row]].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -263,7 +366,6 @@ def test_half_precision_and_autocast(dtype):
         ({"window_size": 4}, r"window_size=\(4,\) needs window, one of 'block', 'adjacent', 'cross'"),
         ({"window": "block", "window_size": 0}, "window_size must be at least 1, got 0"),
         ({"window": "block", "window_size": (200, 200)}, "window_size=.* has more than 16384 tokens in a block"),
-        ({"window": "block", "window_gains": "shared"}, "window_gains='shared' is not one of 'per_head', 'per_chan"),
         (
             {"window": "cross", "blocks": (2, 2)},
             "window='cross' needs the three axes of a video .*layout has 2",
@@ -301,5 +403,5 @@ def test_torch_compile_traces_the_window_whole_at_any_size():
         output = compiled(*tokens, grid=grid)
         torch.testing.assert_close(output, layer(*tokens, grid=grid), rtol=1e-10, atol=1e-10)
     F.mse_loss(output, tokens[0]).backward()
-    assert layer.window_gain.grad.abs().sum() > 0
+    assert layer.window_bias.grad.abs().sum() > 0
     torch.compiler.reset()

@@ -15,7 +15,6 @@ from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.bench import SHAPES
 from mhla_hf.ops import empty_state, mhla_extend, mhla_step
 from mhla_hf.ops.triton import (
-    combine_parts,
     fits_fused_kernels,
     fits_hedgehog_kernels,
     fused_mhla_attention,
@@ -162,17 +161,14 @@ def window(
     trains: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Stages:
-    """Beside a softmax window: norm and rotary embedding alone, and the sum of a layer's parts."""
-    query, *parts = (tokens(batch, layout.num_tokens, heads, width, dtype, trains) for _ in range(4))
-    norm = weights(heads * width, trains=trains, dtype=dtype)
-    gains, angles = weights(2, heads, 1, trains=trains), weights(layout.num_tokens, width // 2)
+    """Beside a softmax window: norm and rotary embedding alone."""
+    query = tokens(batch, layout.num_tokens, heads, width, dtype, trains)
+    norm, angles = weights(heads * width, trains=trains, dtype=dtype), weights(layout.num_tokens, width // 2)
     yield "forward"
     rotated = rotated_tokens(query, (angles, angles), (norm, 1e-6), dtype)
-    output = combine_parts(*parts, gains, dtype)
     if trains:
         yield "backward"
         differentiate(rotated, query, norm)
-        differentiate(output, *parts, gains)
 
 
 def generation(

@@ -379,7 +379,7 @@ class MHLACacheLayer(CacheLayerMixin):
 
 
 _STATE_TENSORS = ("summaries", "current", "prefix", "upcoming", "position")
-_WINDOW_TENSORS = ("keys", "values", "position")
+_WINDOW_TENSORS = ("keys", "values", "position", "left", "num_left")
 
 
 class MHLACache(DynamicCache):

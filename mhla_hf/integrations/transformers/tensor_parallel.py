@@ -2,7 +2,7 @@
 """Tensor parallelism: every process keeps the MHLA parameters of its own heads.
 
 Where a model's plan splits the heads of an attention module, its `mhla` is split with them: mixing weights and learned
-feature maps of each head, the gains of the window, the gate and the convolution of the values by their rows. The
+feature maps of each head, the bias of the window, the gate and the convolution of the values by their rows. The
 output norm and mixing weights that all heads share stay whole, with the sum of all processes' gradients. Checkpoints
 are split and gathered like any other parameter.
 """
@@ -40,8 +40,7 @@ class HeadParallel(TensorParallelLayer):
         whole = module._parameters.get(param)
         if whole is None or (param == "mixing" and _is_shared(module)):
             return
-        heads = Shard(1 if param == "window_gain" else 0)
-        split = distribute_tensor(whole, mesh, [heads], src_data_rank=None)
+        split = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         module._parameters[param] = nn.Parameter(split, requires_grad=whole.requires_grad)
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:

@@ -14,7 +14,6 @@ from ...utils import lazy_names
 if TYPE_CHECKING:
     from .block import triton_block_mhla_attention as triton_block_mhla_attention
     from .causal import triton_causal_mhla_attention as triton_causal_mhla_attention
-    from .combine import combine_parts as combine_parts
     from .decode import decode_token as decode_token
     from .fused import fused_mhla_attention as fused_mhla_attention
     from .fused_products import fits_fused_kernels as fits_fused_kernels

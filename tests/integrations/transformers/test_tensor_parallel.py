@@ -19,7 +19,7 @@ from .tiny_models import FAMILIES, softmax_model
 
 
 SIZES = {"num_hidden_layers": 2}
-WINDOW = {"window": "block", "window_size": 5, "window_gains": "per_channel"}
+WINDOW = {"window": "block", "window_size": 5}
 # Families and options beside those of `default_options`, which give every head mixing weights of its own.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped": ("llama", {"output_gate": True, "output_norm": True, "window": "adjacent", "window_size": 3}),
@@ -167,14 +167,14 @@ def test_every_process_holds_its_own_heads(results):
         "output_norm.weight": (8,),
         "gate.weight": (16, 32),
         "gate.bias": (16,),
-        "window_gain": (2, 2, 1),
+        "window_bias": (2,),
     }
     assert seen["partial"]["local"].keys() == {
         f"model.layers.1.self_attn.mhla.{name}"
         for name in ("mixing", "feature_map_query.weight", "feature_map_key.weight")
     }
     assert seen["norms"]["local"]["model.layers.1.self_attn.mhla.mixing"] == (6, 6)
-    assert seen["norms"]["local"]["model.layers.1.self_attn.mhla.window_gain"] == (2, 2, 8)
+    assert seen["norms"]["local"]["model.layers.1.self_attn.mhla.window_bias"] == (2,)
     assert seen["image"]["local"]["layers.0.attention.mhla.lepe.weight"] == (16, 1, 3, 3)
 
 

@@ -19,16 +19,16 @@ from .tiny_models import FIRST_ORDINARY_TOKEN, VOCABULARY, inputs
 
 WINDOWS = [
     {"window": "adjacent", "window_size": 3},
-    {"window": "block", "window_size": 5, "window_gains": "per_channel"},
+    {"window": "block", "window_size": 5},
 ]
 
 
 def window_model(name: str = "llama", window: int = 0, **options):
-    """A model whose windows count as much as MHLA."""
+    """A model with another bias for each head of its windows."""
     model = mhla_model(name, **{**WINDOWS[window], **options})
     for module in mhla_modules(model):
         with torch.no_grad():
-            module.window_gain[1].add_(0.8)
+            module.window_bias.copy_(torch.linspace(-1, 1, len(module.window_bias)))
     return model
 
 
@@ -68,7 +68,7 @@ def test_the_window_is_that_of_the_softmax_model_of_short_texts():
     # As long as a text is no longer than the window, window alone is the whole of softmax attention.
     model = window_model("llama", 1, window_size=16)
     for module in mhla_modules(model):
-        module.window_gain[0], module.window_gain[1] = 0, 1
+        module.window_bias.fill_(float("-inf"))
     softmax = copy.deepcopy(model)
     softmax.set_attn_implementation("sdpa")
     given = {**prompt(True), "use_cache": False}
@@ -137,7 +137,7 @@ def test_the_state_follows_what_is_done_to_the_cache(llama):
     without = MHLACache(config=llama.config)
     plain = mhla_model("llama")
     plain(text(11), past_key_values=without)
-    assert cache.num_bytes - without.num_bytes == 3 * (2 * 2 * 2 * 71 * 8 * 4 + 2 * 8)
+    assert cache.num_bytes - without.num_bytes == 3 * (2 * 2 * 2 * 71 * 8 * 4 + 2 * 2 * 8 * 4 + 2 * 2 * 8)
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 3]))
@@ -219,4 +219,4 @@ def test_gradient_checkpointing_changes_nothing(llama):
         model(**given, use_cache=False).logits.square().mean().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     torch.testing.assert_close(*gradients)
-    assert gradients[0]["model.layers.0.self_attn.mhla.window_gain"].abs().sum() > 0
+    assert gradients[0]["model.layers.0.self_attn.mhla.window_bias"].abs().sum() > 0
