@@ -87,6 +87,9 @@ LINEAR: dict[str, dict[str, Any]] = {
 }
 """Changes to the recipe that make linear attention: one block for all positions."""
 
+SIZES: dict[str, dict[str, Any]] = {"language": {"data.max_length": 256}}
+"""Changes for all variants of a model: the language model has been trained on rows of 256 tokens."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -158,8 +161,8 @@ def _recover(case: Case, source: Path, folder: Path, output: Path, options: Mapp
         # A quarter of the layers stays softmax, or none and every layer has a window.
         layers = "all" if case.variant == "window" else None
     chosen: dict[str, Any] = {"layers": layers, "seed": case.seed, "device": "cpu", "progress": False, **options}
-    if case.variant == "linear":
-        chosen["changes"] = LINEAR[case.model] | chosen.get("changes", {})
+    changes = SIZES.get(case.model, {}) | (LINEAR[case.model] if case.variant == "linear" else {})
+    chosen["changes"] = changes | chosen.get("changes", {})
     window = "adjacent" if case.variant == "window" else None
     return mhla_hf.recover(model, output, data, window=window, **chosen).to_dict()
 

@@ -222,9 +222,14 @@ def _attend_adjacent(
     layout = cached(BlockLayout, grid, None, size)
     seen = cached(_blocks_seen, layout, query.device)
     mask = cached(_slots_seen, layout, query.device)
-    keys, values = (_of_seen(head_blocks(x, layout), seen).flatten(3, 4) for x in (key, value))
-    keys, values = _with_prefix(prefix, keys, values)
-    mask = F.pad(mask, (prefix[0].shape[1], 0), value=True)
+    # What all see is in blocks of its own, after the one that stands for missing ones: one copy gathers everything.
+    count, size_of_block = prefix[0].shape[1], mask.shape[-1] // seen.shape[1]
+    extra = -(-count // size_of_block)
+    seen = torch.cat([seen, layout.num_blocks + 1 + indices(extra, seen.device).expand(len(seen), extra)], dim=1)
+    mask = F.pad(F.pad(mask, (0, count), value=True), (0, extra * size_of_block - count))
+    keys, values = (
+        _of_seen(head_blocks(x, layout), seen, y.transpose(1, 2)).flatten(3, 4) for x, y in zip((key, value), prefix)
+    )
     return from_head_blocks(_attend(head_blocks(query, layout), keys, values, mask, scale), layout)
 
 
@@ -449,11 +454,19 @@ def _attend(
     return output
 
 
-def _of_seen(blocks: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """The blocks that each block sees: `[B, H, M, S, N, ...]` from `[B, H, M, N, ...]`, zero for missing ones."""
+def _of_seen(blocks: torch.Tensor, seen: torch.Tensor, others: torch.Tensor | None = None) -> torch.Tensor:
+    """The blocks that each block sees: `[B, H, M, S, N, ...]` from `[B, H, M, N, ...]`, zero for missing ones.
+
+    Block M is the missing one; other tokens `[B, H, X, ...]` follow it in blocks of their own.
+    """
     if seen.shape[1] == 1:
         return blocks.unsqueeze(3)
     padded = F.pad(blocks, [0, 0] * (blocks.dim() - 3) + [0, 1])
+    if others is not None:
+        others = F.pad(others, [0, 0] * (others.dim() - 3) + [0, -others.shape[2] % blocks.shape[3]])
+        padded = torch.cat(
+            [padded, others.expand(len(blocks), *others.shape[1:]).unflatten(2, (-1, blocks.shape[3]))], 2
+        )
     return padded.index_select(2, seen.flatten()).unflatten(2, seen.shape)
 
 

@@ -56,8 +56,8 @@ FIT_STEPS = 300
 """Steps of the fit of a layer's own weights, where nothing else is said."""
 # One batch in so many is held out, or one sample where there are fewer batches.
 _HELD_OUT = 4
-# Temperatures are few numbers: so many calls are enough for them.
-_TEMPERATURE_CALLS = 16
+# Temperatures are few numbers: so many calls are enough for them, and so many for all that is in closed form.
+_TEMPERATURE_CALLS, _CLOSED_FORM_CALLS = 16, 128
 # One to fit and one to measure the error.
 _LEAST_BATCHES = 2
 # Relative errors below this are rounding.
@@ -313,9 +313,9 @@ def _calibrate_layer(
 ) -> tuple[LayerCalibration, Changes]:
     """Choose new values for a layer without changing it: none if they would not lower the held-out error."""
     report = LayerCalibration(layer.name)
-    for held_out in (False, True):
-        count = sum(len(call.rows(call.heads, held_out)) for call in calls)
-        report.tokens, report.held_out_tokens = (report.tokens, count) if held_out else (count, 0)
+    probe, calls = calls, calls[:_CLOSED_FORM_CALLS]
+    report.tokens = sum(len(call.rows(call.heads, held_out=False)) for call in probe)
+    report.held_out_tokens = sum(len(call.rows(call.heads, held_out=True)) for call in calls)
     if not report.tokens:
         report.note = "the probe does not reach it"
         return report, {}
@@ -332,7 +332,7 @@ def _calibrate_layer(
     # The best temperature of MHLA by itself need not be that of MHLA with what is fitted to it: both are followed up.
     candidates: list[Changes] = [{**start, **fit_heads(layer, calls, start)} for start in starts]
     if fit_steps and trained_weights(layer):
-        candidates.append(fit_own_weights(layer, calls, candidates[-1], fit_steps, advance))
+        candidates.append(fit_own_weights(layer, probe, candidates[-1], fit_steps, advance))
     errors = [_held_out_error(layer, calls, own) for own in ({}, *candidates)]
     # The fit of the projection is the most expensive one: it has no say in the choice.
     own = candidates[min(range(len(candidates)), key=lambda index: errors[1 + index])]

@@ -30,7 +30,6 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MIXING_FACTOR, _CONVOLUTION_FACTOR = 2.5, 0.5
 # Smaller matrices, such as tables of few rows, are no maps to orthogonalise.
 _LEAST_SIDE = 8
-_WIDE = 256
 
 
 def autocast(device: torch.device, precision: str | None) -> torch.autocast:
@@ -83,7 +82,7 @@ def trained_names(layer: AttentionLayer, train: str) -> list[str]:
 def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: TrainingConfig) -> Muon:
     """The optimizer of some parameters of a layer: Muon or Adam for matrices, multiplicative steps for mixing weights.
 
-    Matrices of wide models are orthogonalised head by head: few tokens overfit them otherwise.
+    Matrices are orthogonalised head by head: that takes a fraction of the time, and few tokens overfit the whole.
     """
     parameters = layer.parameters()
     base = config.transfer_learning_rate or config.learning_rate
@@ -106,10 +105,10 @@ def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: Trainin
 
 
 def _heads(layer: AttentionLayer, parameter: nn.Parameter) -> dict[str, Any]:
-    """How a matrix of a wide layer is divided into heads."""
+    """How a matrix is divided into heads; one of a feed-forward network is not."""
     by_columns = layer.projection is not None and parameter is layer.projection.weight
     length, width = parameter.shape[1 if by_columns else 0], layer.mhla.head_dim
-    if max(parameter.shape) <= _WIDE or length % width or length > width * layer.mhla.num_heads:
+    if length % width or length > width * layer.mhla.num_heads:
         return {}
     return {"heads": length // width, "by_columns": by_columns}
 
