@@ -328,10 +328,8 @@ def default_recipe(family: str, variant: str | None = None, window: str | None =
     if variant is not None:
         content = _merged(content, variants[variant][family])
     if window is not None:
-        if variant in (None, "fast") and family in settings["window"]["families"]:
-            # Only of stages that the recipe has.
-            changes = settings["window"]["changes"]
-            content = _merged(content, {name: changes[name] for name in changes if name in content})
+        if variant in (None, "fast"):
+            content = _merged(content, settings["window"].get(family, {}))
         content = _merged(content, {"mhla": {"window": window}})
     name = "default recipe" if variant is None else f"variant {variant}"
     return parse_recipe({"family": family, **content}, f"the {name} of {family}")
