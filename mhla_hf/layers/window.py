@@ -101,7 +101,7 @@ def grid_window_attention(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     size, before = tuple(window_size), layout.num_prefix_tokens
     tokens = _widened(query, key, value, _rest(query, key, window, size, layout, scale), scale)
-    landmarks = (_landmark(x, n).expand(len(x), 1, x.shape[2], -1) for x, n in zip(tokens[1:], (2, 1)))
+    landmarks = (x.expand(len(query), 1, key.shape[2], -1) for x in _landmark(tokens[1], scale))
     prefix = [torch.cat([x[:, :before], landmark], dim=1) for x, landmark in zip(tokens[1:], landmarks)]
     attend = {"block": _attend_own_blocks, "adjacent": _attend_adjacent, "cross": _attend_cross}[window]
     query, key, value = (x[:, before:] for x in tokens)
@@ -125,10 +125,14 @@ def join_window(attended: torch.Tensor, window: torch.Tensor, bias: torch.Tensor
     """
     dtype = torch.promote_types(bias.dtype, torch.float32)
     own, rest = window[..., :2].to(dtype).split(1, dim=-1)
-    rest = rest * bias.to(dtype).exp()[:, None]
+    # Of the weights e^b and 1 the larger one is 1: neither overflows. Nor is one so small that float32 takes it for 0.
+    bias = bias.to(dtype).clamp(max=80)[:, None]
+    factor, rest = (-bias.clamp(min=0)).exp(), rest * bias.clamp(max=0).exp()
+    whole = own * factor + rest
     # Padding has no weights.
-    whole = own + rest + (own + rest == 0)
-    own, rest = (share.to(window.dtype) for share in (1 / whole, rest / whole))
+    whole = whole + (whole == 0)
+    largest = torch.finfo(window.dtype).max
+    own, rest = ((part / whole).clamp(max=largest).to(window.dtype) for part in (factor, rest))
     return own * window[..., -attended.shape[3] :] + rest * attended
 
 
@@ -151,8 +155,7 @@ def _widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rest: 
         scale: Scale of q·k.
     """
     width = -(-(2 + max(query.shape[-1], value.shape[-1])) // 8) * 8
-    # What fp16 has no room for would be infinite.
-    rest = (rest.unsqueeze(-1) / scale).clamp(min=torch.finfo(query.dtype).min / 2)
+    rest = rest.unsqueeze(-1) / (scale * _unit(scale))
     high = rest.to(query.dtype)
     query = _filled(width, high, (rest - high).to(query.dtype), query)
     value = _filled(width, value.new_ones(1).expand(*value.shape[:-1], 1), value)
@@ -166,10 +169,20 @@ def _filled(width: int, *channels: torch.Tensor) -> torch.Tensor:
     return torch.cat([*channels[:-1], zeros, channels[-1]], dim=-1)
 
 
-def _landmark(tokens: torch.Tensor, channels: int) -> torch.Tensor:
-    """A widened key or value `[W]` for all tokens outside the window: 1 in channels that are not the tokens' own."""
-    first = 0 if channels == 2 else 1
-    return F.pad(tokens.new_ones(channels), (first, tokens.shape[-1] - first - channels))
+def _unit(scale: float) -> float:
+    """The power of two nearest to 1 / scale: by it the logarithm of a landmark's weight keeps its size in fp16."""
+    return 2.0 ** round(-math.log2(scale))
+
+
+def _landmark(key: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The widened key and value `[W]` for all tokens outside the window: zero in the tokens' own channels.
+
+    Args:
+        key: Any widened keys `[..., W]`.
+        scale: Scale of q·k.
+    """
+    missing = key.shape[-1] - 2
+    return F.pad(key.new_full((2,), _unit(scale)), (0, missing)), F.pad(key.new_ones(1), (1, missing))
 
 
 def _rest(
@@ -322,8 +335,8 @@ def sequence_window_attention(
     rest = _one_landmark(queries, sums.unsqueeze(3), scale)
     queries, keys, values = _widened(queries, keys, values, rest, scale)
     keys, values = (
-        torch.cat([_of_seen(x, seen).flatten(3, 4), _landmark(x, n).expand(*x.shape[:3], 1, -1)], dim=3)
-        for x, n in ((keys, 2), (values, 1))
+        torch.cat([_of_seen(x, seen).flatten(3, 4), landmark.expand(*x.shape[:3], 1, -1)], dim=3)
+        for x, landmark in zip((keys, values), _landmark(keys, scale))
     )
     return from_head_blocks(_attend(queries, keys, values, mask, scale), layout)
 

@@ -10,7 +10,7 @@ carried from block to block, so all records together cost one pass through each 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 
 from ...layers.mhla import MHLA
-from ...utils.messages import shorten_list
+from ...utils.messages import format_bytes, shorten_list
 from ..config import TrainingConfig
 from ..data.batches import DataOrder
 from .layer_training import LayerTraining
@@ -39,7 +40,7 @@ from .layers import (
     take_hidden_states,
     trunk_for,
 )
-from .records import choose_cache, free_room
+from .records import free_room
 from .teacher import SharedTeacher
 
 
@@ -150,14 +151,16 @@ def list_blocks(model: nn.Module, batch: Batch) -> list[Block]:
 
 @dataclass
 class _Records:
-    """What goes into a block in the converted model and in its original, for some batches.
+    """What goes into a block in the converted model and in its original, for some batches; tensors are on the CPU.
 
     Attributes:
+        dtype: Type of the hidden states in the model.
         arguments: Of each batch the arguments of every block.
-        student: Hidden states of the converted model by the number of the batch, fp32 on the CPU.
+        student: Hidden states of the converted model by the number of the batch, in fp32.
         original: Those of the original.
     """
 
+    dtype: torch.dtype
     arguments: dict[int, list[CallArguments]]
     student: dict[int, torch.Tensor]
     original: dict[int, torch.Tensor]
@@ -172,7 +175,7 @@ class _Records:
         Raises:
             ValueError: If they do not fit into memory, or blocks hand on more than hidden states.
         """
-        records = cls({}, {}, {})
+        records = cls(torch.float32, {}, {}, {})
         for number in numbers:
             batch = on_device(make_batch(number), model)
             seen: list[tuple[CallArguments, torch.Tensor]] = []
@@ -187,27 +190,36 @@ class _Records:
                 blocks[0].model(batch)
             if not records.arguments:
                 _check_blocks(blocks, seen, batch)
-                room = [2 * len(numbers) * 4 * seen[0][1].numel()]
-                choose_cache("memory", room, [free_room(None)])
+                records.dtype = seen[0][1].dtype
+                needed, room = 2 * len(numbers) * 4 * seen[0][1].numel(), free_room(None)[0]
+                if needed > room:
+                    raise ValueError(
+                        f"the hidden states of {len(numbers)} batches need {format_bytes(needed)}, more than half of "
+                        f"the free memory, {format_bytes(room)}: use fewer batches (blocks.batches)."
+                    )
             # The last block is computed with all that comes after it, from the batch.
-            records.arguments[number] = [arguments for arguments, _ in seen[:-1]] + [CallArguments((), dict(batch), 0)]
+            arguments = [arguments for arguments, _ in seen[:-1]] + [CallArguments((), dict(batch), 0)]
+            copies: dict[int, torch.Tensor] = {}
+            # Blocks share tensors, such as rotary tables: each is kept once.
+            records.arguments[number] = recursively_apply(
+                lambda tensor: copies.setdefault(id(tensor), tensor.detach().cpu()),  # noqa: B023
+                arguments,
+            )
             records.student[number] = records.original[number] = seen[0][1].to("cpu", torch.float32, copy=True)
         return records
 
     @torch.no_grad()
-    def after(self, block: Block, index: int, hidden_states: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Hidden states after a block, or the model's output after the last one.
+    def advance(self, block: Block, index: int, hidden_states: dict[int, torch.Tensor]) -> None:
+        """Replace hidden states by those after a block, or by the model's output after the last one.
 
         Args:
             block: The block.
             index: Its number.
-            hidden_states: Those before it.
+            hidden_states: `student` or `original`.
         """
-        dtype = next((each.dtype for each in block.attention.parameters() if each.is_floating_point()), torch.float32)
-        return {
-            number: block(self.arguments[number][index], on_device(each.to(dtype), block.attention)).float().cpu()
-            for number, each in hidden_states.items()
-        }
+        for number, before in hidden_states.items():
+            call = on_device((self.arguments[number][index], before.to(self.dtype)), block.attention)
+            hidden_states[number] = block(*call).float().cpu()
 
     def call(self, number: int, index: int) -> LayerCall:
         """The call of a block in the converted model, with what the original has after it."""
@@ -219,11 +231,13 @@ class _Records:
 
 def _check_blocks(blocks: Sequence[Block], seen: Sequence[tuple[CallArguments, torch.Tensor]], batch: Batch) -> None:
     """Compare the model's output with that of its blocks called one by one."""
+    expected = blocks[-1].model(batch)
+    if not expected.isfinite().all():
+        raise ValueError("the model's output is not finite for the first batch of the stage blocks.")
     hidden_states = seen[0][1]
     for block, (arguments, _) in zip(blocks[:-1], seen):
         hidden_states = block(arguments, hidden_states)
     output = blocks[-1](CallArguments((), dict(batch), 0), hidden_states)
-    expected = blocks[-1].model(batch)
     if len(seen) != len(blocks) or not torch.allclose(output, expected, rtol=1e-2, atol=1e-2 * expected.std().item()):
         raise ValueError("the blocks of this model hand on more than hidden states: leave the stage blocks out.")
 
@@ -246,7 +260,7 @@ def match_blocks(
         make_batch: Makes the keyword arguments of the model's forward of a number, always the same.
         num_batches: Number of batches.
         steps: Steps of each block with an MHLA layer; one with 0 is left as it is.
-        teacher: The original, with the values of all parameters.
+        teacher: The original, with the values of all parameters; those outside the blocks must be the model's.
         config: Learning rates, optimizer, seed and the rest of the options.
         output: Directory of finished blocks; a killed run repeats the block that it was at.
         progress: Called after every step with the block, its steps and the loss.
@@ -268,8 +282,7 @@ def match_blocks(
         numbers = sorted({order.dataset_index(step) for step in range(max(counts.values(), default=0))})
         records = _Records.start(blocks, numbers, make_batch, model)
         for index, block in enumerate(blocks[: max(counts, default=-1) + 1]):
-            hidden_states = records.original
-            records.original = teacher.compute(lambda _: records.after(block, index, hidden_states))  # noqa: B023
+            teacher.compute(lambda _: records.advance(block, index, records.original))  # noqa: B023
             if (count := counts.get(index, 0)) > 0:
                 training = LayerTraining(block, config, output / f"{block.name}.safetensors", count)  # type: ignore[arg-type]
                 with only_trainable(model, training.names), training.prepared(None):
@@ -282,5 +295,5 @@ def match_blocks(
                 last = training.losses[-max(1, len(training.losses) // 10) :]
                 report[block.name] = {"steps": count, "first": training.losses[0], "last_tenth": sum(last) / len(last)}
             if index < max(counts):
-                records.student = records.after(block, index, records.student)
+                records.advance(block, index, records.student)
     return report

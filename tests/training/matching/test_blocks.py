@@ -40,9 +40,8 @@ def test_blocks_one_by_one_are_the_model(name):
         original = teacher.compute(lambda model: first_output(trunk_for(model, batch), batch, padding=True))
         records = module._Records.start(blocks, [3], {3: batch}.__getitem__, model)
         for index, block in enumerate(blocks):
-            before = records.original
-            records.original = teacher.compute(lambda _: records.after(block, index, before))  # noqa: B023
-            records.student = records.after(block, index, records.student)
+            teacher.compute(lambda _: records.advance(block, index, records.original))  # noqa: B023
+            records.advance(block, index, records.student)
     torch.testing.assert_close(records.student[3], expected)
     torch.testing.assert_close(records.original[3], original)
     assert not torch.allclose(expected, original, rtol=1e-3, atol=1e-3)
