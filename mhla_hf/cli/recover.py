@@ -77,8 +77,8 @@ def recover_command(
 ) -> None:
     """Convert a model and recover the quality of the original.
 
-    The model is calibrated, matched, distilled and fine-tuned, as its recipe says. A run that was stopped continues
-    with --resume. OUTPUT becomes a directory for from_pretrained, with a report.
+    The model is calibrated, matched layer by layer and block by block, distilled and fine-tuned, as its recipe says. A
+    run that was stopped continues with --resume. OUTPUT becomes a directory for from_pretrained, with a report.
 
     Examples:
 
@@ -143,8 +143,8 @@ def calibrate_command(
 ) -> None:
     """Fit a converted model to its original, layer by layer.
 
-    Feature maps and mixing weights learn from a few samples for some seconds; convolutions and output
-    projections are solved for in closed form.
+    Feature maps, mixing weights and the bias of a window learn from a few samples for some seconds; convolutions and
+    output projections are solved for in closed form.
 
     Examples:
 

@@ -10,6 +10,7 @@ import copy
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from ..training.data.batches import Latents
 from ..training.data.digits import MovingDigits, stack_videos
 from ..training.families import encode_videos
 from ..training.matching.layers import mhla_layers
+from ..training.processes import TrainingStopped
 from ..utils.destinations import LOCK, lock_output
 from ..utils.figures import save_figure
 from ..utils.files import atomic_file, read_json, write_json
@@ -91,6 +93,8 @@ class DigitLatents:
 def run_demo(config: DemoConfig) -> dict[str, Any]:
     """Run the demo, or what an earlier run did not finish.
 
+    Copies are recovered in processes of their own: a script calls this under `if __name__ == "__main__":`.
+
     Returns:
         The report, as in `OUTPUT/report.json`.
 
@@ -98,11 +102,7 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
         ValueError: If `output` holds a demo with other options or files of something else, another demo is running
             there, or the base is no Wan pipeline.
     """
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    diffusers_logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
+    _hide_progress_bars()
     began = time.perf_counter()
     console = Console(stderr=True, quiet=not config.progress)
     with _claimed(config):
@@ -116,6 +116,15 @@ def run_demo(config: DemoConfig) -> dict[str, Any]:
                 videos[name], costs[name] = _generate(config, folder)
         with _shown(console, "Write the report"):
             return write_outputs(config, videos, results, costs, time.perf_counter() - began)
+
+
+def _hide_progress_bars() -> None:
+    """Hide those of loading models."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
 
 
 def digit_latents(config: DemoConfig) -> tuple[DigitLatents, DigitLatents]:
@@ -171,20 +180,38 @@ def _recover_all(
     # of short operations would wait, spinning, for a thread that is not running.
     workers, start = min(len(VARIANTS), os.cpu_count() or 1), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, start, _prepare_worker) as pool:
-        futures = {name: pool.submit(recover_variant, config, name, train, held_out) for name in VARIANTS}
+        futures = {name: pool.submit(_recover_in_worker, config, name, train, held_out) for name in VARIANTS}
         results = {}
         try:
             for name, future in futures.items():
                 with _shown(console, f"Recover {name}"):
                     results[name] = future.result()
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            errors = [future.exception() for future in futures.values() if not future.cancelled()]
+            # What was saved, and how to go on.
+            raise next(
+                (error for error in errors if isinstance(error, TrainingStopped)), KeyboardInterrupt()
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
     return results
 
 
+def _recover_in_worker(*arguments: Any) -> dict[str, Any]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return recover_variant(*arguments)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _prepare_worker() -> None:
     """Compute on one thread, and end with the process that started this one, even if that is killed."""
+    _hide_progress_bars()
     torch.set_num_threads(1)
+    # Of an idle worker: Ctrl-C is for those at work and for the process that waits for them.
+    signal.signal(signal.SIGINT, lambda *_: None)
     parent = multiprocessing.parent_process()
     assert parent is not None
 

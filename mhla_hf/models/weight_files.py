@@ -465,7 +465,7 @@ def _check_overrides(name: Any, model: Any) -> None:
                 f"The MHLA weights of {name} are stored under {field}={getattr(stored, field)!r}, but the mhla "
                 f"options ask for {getattr(wanted, field)!r}."
             )
-    # Of a window that was not there, the fresh bias is warned of.
+    # A window that was not there has a warning of its own, about its fresh bias.
     fields = TRAINED_WITH if stored.window is None else (*TRAINED_WITH, "window", "window_size")
     changed = [field for field in fields if getattr(stored, field) != getattr(wanted, field)]
     if changed:

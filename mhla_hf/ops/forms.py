@@ -202,7 +202,9 @@ def _pairs_cost_less(query: torch.Tensor, value: torch.Tensor) -> bool:
     """
     (blocks, tokens, width), value_width = query.shape[-3:], value.shape[-1]
     pairs, summaries = (blocks * tokens) ** 2, blocks * width * value_width
-    return pairs * (width + value_width + 48) < summaries * (2 * tokens + blocks + 48)
+    cost, other = pairs * (width + value_width + 48), summaries * (2 * tokens + blocks + 48)
+    # Nor do they take more memory than summaries and their mixtures.
+    return cost < other and pairs <= 2 * summaries
 
 
 def _attend_by_pair(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:

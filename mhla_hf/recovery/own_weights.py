@@ -26,7 +26,7 @@ _WARMUP_STEPS, _ROUNDS = 10, 2
 
 
 def trained_weights(layer: AttentionLayer) -> dict[str, nn.Parameter]:
-    """What is trained of a layer by its names in `mhla`, as far as it has such that matters."""
+    """What is trained of a layer by its names in `mhla`, where it has any that matter."""
     mhla = layer.mhla
     names = ["mixing"] if mhla.mixing.shape[-1] > 1 else []
     names += [name for name, _ in mhla.named_parameters() if name.startswith(("feature_map_", "window_"))]

@@ -33,7 +33,8 @@ _OTHER_MASK = (
 class MHLACacheLayer(CacheLayerMixin):
     """Decoding state of one MHLA layer: constant in size for a block, growing by one summary a block.
 
-    A layer with a softmax window keeps the keys and values of two of its blocks as well.
+    A layer with a softmax window also keeps the keys and values of one or two of its blocks, and the sum of all
+    keys before them.
 
     `keys` and `values` are those of the last tokens alone, as in a layer of a sliding window.
 

@@ -50,7 +50,7 @@ def is_complete(options: Any) -> bool:
 
 def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Warn of options that change the meaning of stored weights."""
-    # Of a window that was not there, the fresh bias is warned of.
+    # A window that was not there has a warning of its own, about its fresh bias.
     added = {"window", "window_size"} if stored["window"] is None else set()
     changed = [name for name in _TRAINED_WITH if name in given and name not in added and given[name] != stored[name]]
     if changed:

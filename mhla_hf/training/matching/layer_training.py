@@ -82,7 +82,7 @@ def trained_names(layer: AttentionLayer, train: str) -> list[str]:
 def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: TrainingConfig) -> Muon:
     """The optimizer of some parameters of a layer: Muon or Adam for matrices, multiplicative steps for mixing weights.
 
-    Matrices are orthogonalised head by head: that takes a fraction of the time, and few tokens overfit the whole.
+    Matrices are orthogonalised head by head: that takes a fraction of the time, and whole matrices overfit few tokens.
     """
     parameters = layer.parameters()
     base = config.transfer_learning_rate or config.learning_rate
@@ -105,7 +105,7 @@ def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: Trainin
 
 
 def _heads(layer: AttentionLayer, parameter: nn.Parameter) -> dict[str, Any]:
-    """How a matrix is divided into heads; one of a feed-forward network is not."""
+    """Divide a matrix into parts as wide as a head: an output projection by columns, others with so few rows by rows."""
     by_columns = layer.projection is not None and parameter is layer.projection.weight
     length, width = parameter.shape[1 if by_columns else 0], layer.mhla.head_dim
     if length % width or length > width * layer.mhla.num_heads:
