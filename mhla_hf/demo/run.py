@@ -190,9 +190,8 @@ def _recover_all(
             pool.shutdown(cancel_futures=True)
             errors = [future.exception() for future in futures.values() if not future.cancelled()]
             # What was saved, and how to go on.
-            raise next(
-                (error for error in errors if isinstance(error, TrainingStopped)), KeyboardInterrupt()
-            ) from None
+            stops = [error for error in errors if isinstance(error, TrainingStopped)]
+            raise (stops[0] if stops else KeyboardInterrupt()) from None
         finally:
             pool.shutdown(cancel_futures=True)
     return results

@@ -56,7 +56,7 @@ FIT_STEPS = 300
 """Steps of the fit of a layer's own weights, where nothing else is said."""
 # One batch in so many is held out, or one sample where there are fewer batches.
 _HELD_OUT = 4
-# Temperatures are few numbers: so many calls are enough for them, and so many for everything else that is solved in closed form.
+# Temperatures are few numbers: so many calls are enough for them, and so many for all else that has a closed form.
 _TEMPERATURE_CALLS, _CLOSED_FORM_CALLS = 16, 128
 # One to fit and one to measure the error.
 _LEAST_BATCHES = 2

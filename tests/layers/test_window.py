@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from mhla_hf import MHLA, MHLAConfig
 from mhla_hf.layers.fused import PairwiseRotary
 from mhla_hf.layers.state import TokenSequence
-from mhla_hf.layers.window import empty_window_state, extend_window, sequence_window_attention
+from mhla_hf.layers.window import (
+    empty_window_state,
+    extend_window,
+    grid_window_attention,
+    join_window,
+    sequence_window_attention,
+)
+from mhla_hf.layouts.blocks import BlockLayout
 
 
 HIDDEN, HEADS, SHARED, WIDTH = 12, 4, 2, 6
@@ -405,3 +412,26 @@ def test_torch_compile_traces_the_window_whole_at_any_size():
     F.mse_loss(output, tokens[0]).backward()
     assert layer.window_bias.grad.abs().sum() > 0
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("window", "size"), [("block", 6), ("adjacent", 4)])
+def test_large_logits_fit_into_half_precision(window, size, dtype):
+    """Unscaled logits of 73,728 are beyond fp16; divided by the root of the width they are not."""
+    tokens = torch.randn(3, 1, 24, 2, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layout = BlockLayout((24,), blocks=(4,))
+    output = grid_window_attention(tokens[0] + 24, tokens[1] + 24, tokens[2], window, (size,), layout)
+    assert output.isfinite().all()
+    torch.testing.assert_close(output[..., :2].float().sum(-1), torch.ones(1, 24, 2), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("bias", [-torch.inf, -100.0, -12.0, 0.0, 12.0, 100.0])
+def test_shares_are_finite_at_any_bias(bias, dtype):
+    """The sum lies between the two parts, also where one of them has no weight at all."""
+    attended, value = torch.full((1, 3, 2, 4), 3.0), torch.full((1, 3, 2, 4), 5.0)
+    own = torch.tensor([1.0, 0.5, 0.125]).view(1, 3, 1, 1).expand(1, 3, 2, 1)
+    window = torch.cat([own, 1 - own, own * value], dim=-1)
+    output = join_window(attended.to(dtype), window.to(dtype), torch.full((2,), bias)).float()
+    share = 1 / (1 + (((1 - own) / own).log() + bias).exp())
+    torch.testing.assert_close(output, share * value + (1 - share) * attended, rtol=2e-3, atol=2e-3)

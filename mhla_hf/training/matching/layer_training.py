@@ -105,7 +105,7 @@ def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: Trainin
 
 
 def _heads(layer: AttentionLayer, parameter: nn.Parameter) -> dict[str, Any]:
-    """Divide a matrix into parts as wide as a head: an output projection by columns, others with so few rows by rows."""
+    """Divide a matrix into parts as wide as a head: an output projection by columns, others by rows."""
     by_columns = layer.projection is not None and parameter is layer.projection.weight
     length, width = parameter.shape[1 if by_columns else 0], layer.mhla.head_dim
     if length % width or length > width * layer.mhla.num_heads:
