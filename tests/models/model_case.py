@@ -67,12 +67,17 @@ class ModelCase:
 
     def make_mhla(self, *, trained: bool = True, **options: Any) -> torch.nn.Module:
         """A tiny MHLA model; `trained` moves the MHLA parameters off their initial values."""
-        model = self.make(self.mhla_class, mhla={**self.options, **options})
+        model = self.make(self.mhla_class, mhla=self._own_options(options))
         return perturb_mhla(model) if trained else model
+
+    def _own_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        # A window of the default size sees the whole of these grids, and MHLA would have no share in the output.
+        small = {"window_size": (1,) * len(self.mhla_class.default_grid)} if options.get("window") else {}
+        return {**self.options, **small, **options}
 
     def full_options(self, **options: Any) -> MHLAConfig:
         """All options of `make_mhla(**options)`: the class's defaults, the case's, and these."""
-        config = MHLAConfig(**{**self.mhla_class.default_options, **self.options, **options})
+        config = MHLAConfig(**{**self.mhla_class.default_options, **self._own_options(options)})
         return with_window_size(config, len(self.mhla_class.default_grid))
 
     def run(self, model: torch.nn.Module, size: int = 0, **options: Any) -> torch.Tensor:
