@@ -302,14 +302,23 @@ def draw_learned_mixing(demo: Path, name: str) -> None:
 
 
 def draw_side_by_side(demo: Path, name: str, frames: tuple[int, ...] = (0, 4, 8, 12, 16), scale: int = 2) -> None:
-    """Frames of the demo's videos, a row for each model, from `work/videos` of its output."""
-    from PIL import ImageDraw, ImageFont
-    from safetensors.numpy import load_file
+    """Frames of the demo's videos, a row for each model, cut out of its `side_by_side.gif`."""
+    from PIL import ImageDraw, ImageFont, ImageSequence
 
-    folder = demo / "work" / "videos"
-    videos = {path.stem: load_file(path)["frames"] for path in folder.glob("*.safetensors")}
-    _, _, height, width, _ = next(iter(videos.values())).shape
-    prompts = next(iter(videos.values())).shape[0]
+    with Image.open(demo / "side_by_side.gif") as animation:
+        canvases = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(animation)]
+    # As `mhla_hf.demo.run.side_by_side` lays them out.
+    side, space, bar = 256, 16, 32
+    prompts = (canvases[0].shape[0] - bar - space) // (side + bar)
+    videos = {}
+    for column, model in enumerate(TITLES):
+        left = space + column * (side + space)
+        cells = [
+            [canvas[top : top + side, left : left + side] for canvas in canvases]
+            for top in range(bar, bar + prompts * (side + bar), side + bar)
+        ]
+        videos[model] = np.array(cells)
+    height = width = side // 4
     font, label, gap = ImageFont.load_default(size=15), 150, 14
     cell = (width * scale // 2, height * scale // 2)
     size = (label + prompts * (len(frames) * cell[0] + gap), len(videos) * (cell[1] + 4))
