@@ -186,14 +186,14 @@ def _recover_all(
             for name, future in futures.items():
                 with _shown(console, f"Recover {name}"):
                     results[name] = future.result()
-        except KeyboardInterrupt:
+        except BaseException as error:
             pool.shutdown(cancel_futures=True)
             errors = [future.exception() for future in futures.values() if not future.cancelled()]
             # What was saved, and how to go on.
-            stops = [error for error in errors if isinstance(error, TrainingStopped)]
-            raise (stops[0] if stops else KeyboardInterrupt()) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+            stops = [each for each in errors if isinstance(each, TrainingStopped)]
+            if stops and isinstance(error, KeyboardInterrupt):
+                raise stops[0] from None
+            raise
     return results
 
 

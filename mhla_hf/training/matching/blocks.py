@@ -98,7 +98,7 @@ def _skipped(blocks: Iterable[nn.Module]) -> Iterator[None]:
     """A context in which blocks return their hidden states as they are."""
 
     def skip(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        return take_hidden_states(args, kwargs)[1]
 
     with ExitStack() as stack:
         for block in blocks:
@@ -136,11 +136,10 @@ def list_blocks(model: nn.Module, batch: Batch) -> list[Block]:
     for layer in mhla_layers(model):
         match = re.match(r"(.*)\.\d+(?=\.)", layer.name)
         found[match[0] if match else layer.name] = layer.mhla
-    lists = {name.rpartition(".")[0] for name in found}
-    blocks = modules.get(lists.pop()) if len(lists) == 1 else None
+    prefix, *others = {name.rpartition(".")[0] for name in found}
+    blocks = None if others else modules.get(prefix)
     if not isinstance(blocks, nn.ModuleList):
         raise ValueError(f"{shorten_list(found)}: not in one list of blocks; leave the stage blocks out.")
-    prefix = next(iter(found)).rpartition(".")[0]
     names = [f"{prefix}.{number}" for number in range(len(blocks))]
     befores = [None] * (len(blocks) - 1) + [list(blocks)[:-1]]
     run_model = partial(_output, trunk)
@@ -281,9 +280,11 @@ def match_blocks(
         counts = {index: count for index, count in zip(converted, steps, strict=True) if count}
         numbers = sorted({order.dataset_index(step) for step in range(max(counts.values(), default=0))})
         records = _Records.start(blocks, numbers, make_batch, model)
-        for index, block in enumerate(blocks[: max(counts, default=-1) + 1]):
+        last_trained = max(counts, default=-1)
+        for index, block in enumerate(blocks[: last_trained + 1]):
             teacher.compute(lambda _: records.advance(block, index, records.original))  # noqa: B023
-            if (count := counts.get(index, 0)) > 0:
+            if index in counts:
+                count = counts[index]
                 training = LayerTraining(block, config, output / f"{block.name}.safetensors", count)  # type: ignore[arg-type]
                 with only_trainable(model, training.names), training.prepared(None):
                     for step in range(len(training.losses), count):
@@ -294,6 +295,6 @@ def match_blocks(
                     training.save()
                 last = training.losses[-max(1, len(training.losses) // 10) :]
                 report[block.name] = {"steps": count, "first": training.losses[0], "last_tenth": sum(last) / len(last)}
-            if index < max(counts):
+            if index < last_trained:
                 records.advance(block, index, records.student)
     return report
