@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixing of any number of blocks by M × M stored weights: a band of M blocks and one running sum, in linear time.
+
+With L = M - 1, blocks i, b ≤ L take the stored weight m_ib, and all others that of their distance d = |i - b|: looking
+back w_d = m_{L,L-d}, looking ahead m_{0,d}; beyond distance L, w_L g^(d-L), where the decay g is 1 for a constant
+tail. Looking back, that makes
+
+    P_i = Σ_{b<i} m_ib S_b = Σ_{1≤d<L} w_d S_{i-d} + w_L E_{i-L},    E_j = Σ_{b≤j} g^(j-b) S_b        for i ≥ L.
+
+Blocks are mixed in chunks of C ≥ M. The rows of chunk k read chunks k - 1 and k, and E at the last block before those:
+one product with weights `[C, 1 + 2 C]` a chunk. E goes from chunk to chunk by a scan. Documents are contiguous, so one
+at most reaches from before these chunks into chunk k: E never holds more than that one. It is a sum of that document's
+blocks alone, not a difference of two sums, which would lose digits and let a NaN into other documents.
+
+Shape letters: B batch, H query heads, H_kv key/value heads, S heads of the weights (1 or H), H_m heads of a mixture
+(H where S is, else H_kv), n blocks, M stored blocks, C blocks of a chunk, c chunks, D numbers of a summary.
+"""
+
+# No postponed annotations here: torch.library reads them from the functions themselves.
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .tables import mix_summaries, repeat_heads
+
+
+# Chunks have at least as many blocks, for the sake of matrix products.
+MIN_CHUNK_BLOCKS = 16
+
+
+@dataclass(frozen=True)
+class StoredMixing:
+    """Mixing weights of M blocks, and how they go on beyond.
+
+    Attributes:
+        weights: `[S, M, M]`.
+        decay: g, `[S]`; `None` for 1.
+    """
+
+    weights: Tensor
+    decay: Tensor | None = None
+
+    @classmethod
+    def of(cls, weights: Tensor, decay: Tensor | None = None, dtype: torch.dtype | None = None) -> "StoredMixing":
+        """Return stored weights from `[M, M]` or `[S, M, M]` and from a decay of no axes, `[1]` or `[H]`, in a dtype."""
+        weights = (weights if weights.dim() == 3 else weights[None]).to(dtype)
+        if decay is None:
+            return cls(weights)
+        decay = decay.reshape(-1).to(weights.dtype)
+        heads = max(len(decay), len(weights))
+        return cls(weights.expand(heads, -1, -1), decay.expand(heads))
+
+    @property
+    def num_blocks(self) -> int:
+        """M."""
+        return self.weights.shape[-1]
+
+    @property
+    def is_per_head(self) -> bool:
+        """Whether every query head has weights of its own."""
+        return len(self.weights) > 1
+
+    @property
+    def chunk_blocks(self) -> int:
+        """C; so many blocks and fewer are mixed by a matrix."""
+        return max(self.num_blocks, MIN_CHUNK_BLOCKS)
+
+    def at(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the weights of pairs of blocks.
+
+        Args:
+            rows: Indices of blocks of queries, LongTensor, 0 or more.
+            columns: Indices of blocks of keys; broadcasts with `rows` to `[I, J]`, or to `[B, ...]` of three axes and
+                more.
+
+        Returns:
+            `[S, I, J]` or `[B, S, ...]`.
+        """
+        rows, columns = torch.broadcast_tensors(rows, columns)
+        last, distance = self.num_blocks - 1, rows - columns
+        inside, back = torch.maximum(rows, columns) <= last, distance >= 0
+        row = torch.where(inside, rows, torch.where(back, last, 0)).clamp(max=last)
+        column = torch.where(inside, columns, torch.where(back, last - distance, -distance)).clamp(0, last)
+        weights = self.weights[:, row, column]
+        if self.decay is not None:
+            weights = weights * self.decayed((distance.abs() - last).clamp(min=0))
+        return weights if rows.dim() == 2 else weights.movedim(0, 1)
+
+    def decayed(self, distance: Tensor) -> Tensor:
+        """Return g^distance for a LongTensor of 0 or more: `[S or 1, ...]`."""
+        if self.decay is None:
+            return self.weights.new_ones(1, *distance.shape)
+        return self.decay.view(-1, *[1] * distance.dim()) ** distance
+
+    def matrix(self, num_blocks: int, first: Tensor | None = None) -> Tensor:
+        """Return the weights of all pairs of blocks, `[S, n, n]`; with documents `[B, S, n, n]`, 0 between them.
+
+        Args:
+            num_blocks: n.
+            first: The first block of each block's document, `[B, n]`; may be below 0 for blocks that are not these.
+        """
+        index = torch.arange(num_blocks, device=self.weights.device)
+        if first is None and num_blocks <= self.num_blocks:
+            return self.weights[:, :num_blocks, :num_blocks]
+        if first is None:
+            return self.at(index[:, None], index[None, :])
+        same = first[:, :, None] == first[:, None, :]
+        return self.at((index - first)[:, :, None], (index - first)[:, None, :]).masked_fill(~same[:, None], 0)
+
+    def own(self, num_blocks: int, first: Tensor | None = None) -> Tensor:
+        """Return m_ii of every block, `[S, n]` or, with documents, `[B, S, n]`; see [`StoredMixing.matrix`]."""
+        index = torch.arange(num_blocks, device=self.weights.device)
+        index = (index if first is None else index - first).clamp(max=self.num_blocks - 1)
+        diagonal = self.weights.diagonal(dim1=-2, dim2=-1)[:, index]
+        return diagonal if first is None else diagonal.movedim(0, 1)
+
+    def mix_earlier(self, summary: Tensor, num_heads: int, first: Tensor | None = None) -> Tensor:
+        """Return Σ_{b<i} m_ib S_b for every block i: `[B, H, n, ...]` from `[B, H_kv, n, ...]`.
+
+        Args:
+            summary: S.
+            num_heads: H.
+            first: See [`StoredMixing.matrix`].
+        """
+        blocks = summary.shape[2]
+        if blocks <= self.chunk_blocks:
+            weights = self.matrix(blocks, first).tril(-1)
+            mixed = mix_summaries(weights, summary.flatten(3).unsqueeze(-1), num_heads)
+            return mixed.reshape(*mixed.shape[:3], *summary.shape[3:])
+        return self._mix_in_chunks(summary, num_heads, *self.chunk_weights(blocks, first))
+
+    def mix_both_ways(self, summary: Tensor, num_heads: int, first: Tensor | None, last: Tensor | None) -> Tensor:
+        """Return Σ_b m_ib S_b over all blocks of a document: `[B, H, n, ...]`.
+
+        Args:
+            summary: S, `[B, H_kv, n, ...]`; n is above `chunk_blocks`.
+            num_heads: H.
+            first: The first block of each block's document, `[B, n]`; `None` for one document.
+            last: Its last block, likewise.
+        """
+        blocks = summary.shape[2]
+        earlier = self._mix_in_chunks(summary, num_heads, *self.chunk_weights(blocks, first))
+        weights = self.chunk_weights(blocks, first, last=last, ahead=True)
+        later = self._mix_in_chunks(summary.flip(2), num_heads, *weights).flip(2)
+        own = self.own(blocks, first)
+        own = (own[None] if first is None else own)[(..., *[None] * (summary.dim() - 3))]
+        return earlier + later + own * repeat_heads(summary, num_heads, 1)
+
+    def _mix_in_chunks(self, summary: Tensor, num_heads: int, window: Tensor, carry: Tensor) -> Tensor:
+        if self.is_per_head:
+            summary = repeat_heads(summary, num_heads, 1)
+        mixed = mix_chunks(summary.flatten(3), window, carry)
+        return repeat_heads(mixed.unflatten(3, summary.shape[3:]), num_heads, 1)
+
+    def chunk_weights(
+        self, num_blocks: int, first: Tensor | None = None, *, last: Tensor | None = None, ahead: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return what [`mix_chunks`] takes, of blocks in their order or, where `ahead`, in the opposite one.
+
+        Returns:
+            Weights of the E before the last chunk, the blocks of that, and those of the own one, 0 for a row's own
+            block and those after it, `[B or 1, S, c, C, 1 + 2 C]`; and of the E before a chunk, and the chunk's blocks,
+            in the E after it, `[B or 1, S or 1, c, 1 + C]`.
+        """
+        chunk, device = self.chunk_blocks, self.weights.device
+        count = -(-num_blocks // chunk)
+        place = torch.arange(count * chunk, device=device)
+        # The first place of each block's document, of which no earlier chunk than the first has any.
+        bound = place.new_zeros(1, num_blocks) if first is None else first
+        index = place[:num_blocks] - bound
+        if ahead:
+            index = index.flip(-1)
+            bound = torch.zeros_like(bound) if last is None else (num_blocks - 1 - last).flip(-1)
+        index, bound = (
+            F.pad(x, (0, count * chunk - num_blocks)).unflatten(1, (count, chunk)) for x in (index, bound.clamp(min=0))
+        )
+        place = place.view(count, chunk)
+        columns = place[:, :1] - chunk - 1 + torch.arange(1 + 2 * chunk, device=device)
+        distance = place[:, :, None] - columns[:, None, :]
+        seen = (distance > 0) & (columns[:, None, :] >= bound[..., None])
+        others = index[..., None] - (-distance if ahead else distance)
+        window = self.at(index[..., None].clamp(min=0), others.clamp(min=0)).masked_fill(~seen[:, None], 0)
+        columns = place[:, :1] - 1 + torch.arange(1 + chunk, device=device)
+        seen = columns >= bound[..., -1:]
+        carry = self.decayed(place[:, -1:] - columns)[None].masked_fill(~seen[:, None], 0)
+        return window, carry
+
+
+@dataclass(frozen=True)
+class TwoSidedMixing:
+    """Mixing of a sequence's blocks, more than a matrix serves well, by attention that looks both ways.
+
+    Attributes:
+        stored: The stored weights.
+        num_blocks: n.
+        first: The first block of each block's document, `[B, n]`; `None` for one document.
+        last: Its last block, likewise.
+    """
+
+    stored: StoredMixing
+    num_blocks: int
+    first: Tensor | None = None
+    last: Tensor | None = None
+
+    def mix(self, summary: Tensor, num_heads: int) -> Tensor:
+        """Return Σ_b m_ib S_b, `[B, H, n, K, V]` from `[B, H_kv, n, K, V]`."""
+        return self.stored.mix_both_ways(summary, num_heads, self.first, self.last)
+
+    def matrix(self) -> Tensor:
+        """Return the weights of all pairs of blocks, `[S, n, n]` or, with documents, `[B, S, n, n]`."""
+        return self.stored.matrix(self.num_blocks, self.first)
+
+
+def _chunk_groups(summary: Tensor, carry: Tensor) -> Tensor:
+    """E before each chunk, and its blocks, `[1 + B · H_m · c, 1 + C, D]`, after a group of zeros."""
+    (batch, heads, blocks, columns), (count, chunk) = summary.shape, (carry.shape[2], carry.shape[3] - 1)
+    groups = summary.new_empty(batch * heads * count + 1, chunk + 1, columns)
+    groups[0] = 0
+    lines = groups[1:].view(batch, heads, count, chunk + 1, columns)
+    full, rest = blocks // chunk, blocks % chunk
+    lines[:, :, :full, 1:] = summary[:, :, : full * chunk].unflatten(2, (full, chunk))
+    if rest:
+        lines[:, :, full, 1 : rest + 1] = summary[:, :, full * chunk :]
+        lines[:, :, full, rest + 1 :] = 0
+    sums = (carry[..., None, 1:] @ lines[..., 1:, :]).squeeze(3)
+    lines[:, :, 0, 0] = 0
+    for place in range(1, count):
+        torch.addcmul(
+            sums[:, :, place - 1], carry[:, :, place - 1, :1], lines[:, :, place - 1, 0], out=lines[:, :, place, 0]
+        )
+    return groups
+
+
+def _windows(groups: Tensor) -> Tensor:
+    """Each chunk's group after the one before it, a view `[B · H_m · c, 2 + 2 C, D]`."""
+    count, rows, columns = groups.shape
+    return groups.as_strided((count - 1, 2 * rows, columns), (rows * columns, columns, 1))
+
+
+def _window_matrices(window: Tensor, batch: int, heads: int) -> Tensor:
+    """Weights of a window's rows, `[B · H_m · c, C, 2 + 2 C]`: none for the E between the two chunks."""
+    _, _, count, chunk, _ = window.shape
+    matrices = window.new_zeros(batch, heads, count, chunk, 2 * chunk + 2)
+    matrices[..., : chunk + 1] = window[..., : chunk + 1]
+    matrices[..., chunk + 2 :] = window[..., chunk + 1 :]
+    return matrices.flatten(0, 2)
+
+
+@torch.library.custom_op("mhla_hf::mix_chunks", mutates_args=())
+def mix_chunks(summary: Tensor, window: Tensor, carry: Tensor) -> Tensor:
+    """Sums over earlier blocks, `[B, H_m, n, D]`, of summaries of that shape; see [`StoredMixing.chunk_weights`]."""
+    batch, heads, blocks, columns = summary.shape
+    products = torch.bmm(_window_matrices(window, batch, heads), _windows(_chunk_groups(summary, carry)))
+    return products.view(batch, heads, -1, columns)[:, :, :blocks].contiguous()
+
+
+@torch.library.custom_op("mhla_hf::mix_chunks_backward", mutates_args=())
+def mix_chunks_backward(
+    gradient: Tensor, summary: Tensor, window: Tensor, carry: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of summaries, `window` and `carry`: the same band the other way round."""
+    (batch, heads, blocks, columns), (count, chunk) = summary.shape, (carry.shape[2], carry.shape[3] - 1)
+    rows = F.pad(gradient, (0, 0, 0, count * chunk - blocks)).reshape(-1, chunk, columns)
+    groups = _chunk_groups(summary, carry)
+    of_window = torch.bmm(rows, _windows(groups).transpose(1, 2)).view(batch, heads, count, chunk, -1)
+    of_window = torch.cat([of_window[..., : chunk + 1], of_window[..., chunk + 2 :]], dim=-1).sum_to_size(window.shape)
+    shares = torch.bmm(_window_matrices(window, batch, heads).transpose(1, 2), rows)
+    shares = shares.view(batch, heads, count, 2 * chunk + 2, columns)
+    total = shares[..., chunk + 1 :, :]
+    total[:, :, :-1] += shares[:, :, 1:, : chunk + 1]
+    for place in range(count - 2, 0, -1):
+        total[:, :, place, 0].addcmul_(carry[:, :, place, :1], total[:, :, place + 1, 0])
+    later = total[:, :, 1:, :1]
+    lines = groups[1:].view(batch, heads, count, chunk + 1, columns)
+    of_carry = (lines[:, :, :-1] @ later.transpose(-1, -2)).squeeze(-1)
+    of_carry = F.pad(of_carry, (0, 0, 0, 1)).sum_to_size(carry.shape)
+    total[:, :, :-1, 1:] += carry[:, :, :-1, 1:, None] * later
+    return total[..., 1:, :].reshape(batch, heads, -1, columns)[:, :, :blocks].contiguous(), of_window, of_carry
+
+
+@mix_chunks.register_fake
+def _(summary, window, carry):
+    return torch.empty_like(summary, memory_format=torch.contiguous_format)
+
+
+@mix_chunks_backward.register_fake
+def _(gradient, summary, window, carry):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (summary, window, carry))
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return mix_chunks_backward(gradient, *ctx.saved_tensors)
+
+
+mix_chunks.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+@register_flop_formula(torch.ops.mhla_hf.mix_chunks)
+def _forward_flops(summary, window, *args, **kwargs) -> int:
+    """2 B H_m n D for each of the blocks of a window, and of E."""
+    return 2 * math.prod(summary) * (window[-1] + 1)
+
+
+@register_flop_formula(torch.ops.mhla_hf.mix_chunks_backward)
+def _backward_flops(gradient, summary, window, *args, **kwargs) -> int:
+    return 2 * _forward_flops(summary, window)
