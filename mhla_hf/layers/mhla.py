@@ -26,6 +26,7 @@ from ..layouts.blocks import BlockLayout, check_count, positive_axes
 from ..layouts.resampling import resample_mixing
 from ..layouts.sequences import SequenceLayout
 from ..ops.backends import choose_backend, kernels_pass
+from ..ops.band import StoredMixing, TwoSidedMixing, sequence_mixing
 from ..ops.forms import attend_on
 from ..ops.operands import (
     Operands,
@@ -34,7 +35,6 @@ from ..ops.operands import (
     check_layout,
     check_tokens,
     check_valid,
-    mixing_for,
 )
 from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
@@ -231,9 +231,11 @@ class MHLA(nn.Module):
             weights = effective_mixing(self.config, self.mixing.to(accumulation_dtype(self.mixing.dtype)))
             if layout is None:
                 return weights
-            if self.config.is_sequence:
-                return mixing_for(weights, layout, causal=self.config.causal)
             return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
+
+    def stored_mixing(self) -> StoredMixing:
+        """Return the stored weights of a sequence's blocks, and how they go on beyond."""
+        return StoredMixing.of(self.mixing_matrix(), None, accumulation_dtype(self.mixing.dtype))
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
         """Attend: the sum of [`MHLA.attention_parts`], MHLA and window by their shares.
@@ -318,10 +320,11 @@ class MHLA(nn.Module):
         if shard is None:
             family = _kernel_family(self.config, sequence, query.shape[1])
             # Kernels for one token multiply no matrices. The fused ones are tried first: no family is checked yet.
-            backend = choose_backend(
-                self.config.backend, query, key, value,
-                products=family != "decode", width=self._feature_width(query), family=family, check=False,
-            )  # fmt: skip
+            if family is not None:
+                backend = choose_backend(
+                    self.config.backend, query, key, value,
+                    products=family != "decode", width=self._feature_width(query), family=family, check=False,
+                )  # fmt: skip
         call = Call(query, key, value, layout, sequence, gate, rotary, norms, scaling, identity, shard, backend)
         windowed = None
         if self.window_bias is not None and not identity and not attended_alone:
@@ -345,7 +348,9 @@ class MHLA(nn.Module):
         if sequence.state is not None and sequence.documents is not None:
             raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
         check_valid(sequence.valid, query)
-        check_choice("normalizer", self.config.normalizer, SEQUENCE_NORMALIZERS, " for sequences")
+        if not sequence.causal or sequence.state is not None:
+            use = "decoding with a cache" if sequence.causal else "sequences that look both ways"
+            check_choice("normalizer", self.config.normalizer, SEQUENCE_NORMALIZERS, f" for {use}")
         return None if sequence.state is not None else sequence.layout(query, self.config.block_size[0])
 
     def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
@@ -381,7 +386,7 @@ class MHLA(nn.Module):
 
     def _attend_fused(self, call: Call) -> tuple[torch.Tensor, None]:
         """MHLA of a grid in the fused kernels, with norms, rotary embedding, output norm and gate."""
-        return fused_attention(self.config, call, self._mixing_of(call), self.output_norm), None
+        return fused_attention(self.config, call, self._matrix_of(call), self.output_norm), None
 
     def _fits_hedgehog(self, call: Call) -> bool:
         return call.backend == "triton" and can_fuse_hedgehog(self.config, call, self._feature_maps)
@@ -390,7 +395,7 @@ class MHLA(nn.Module):
         """MHLA in the kernels that have hedgehog features inside, with norms and rotary embedding."""
         maps: Any = self._feature_maps
         with torch.autocast(autocast_type(call.query.device), enabled=False):
-            return fused_hedgehog_attention(self.config, call, maps, self._mixing_of(call)), None
+            return fused_hedgehog_attention(self.config, call, maps, self._matrix_of(call)), None
 
     def _attend(self, call: Call) -> tuple[torch.Tensor, DecodingState | None]:
         """MHLA step by step: norms, feature map and rotary embedding, then the operator in one of its forms."""
@@ -399,6 +404,7 @@ class MHLA(nn.Module):
         query, key, value, backend = call.query, call.key, call.value, call.backend
         if backend == "triton":
             family = _kernel_family(config, sequence, query.shape[1])
+            assert family is not None
             backend = "triton" if kernels_pass(family, query, value, self._feature_width(query)) else "torch"
         changed = call.rotary is not None or call.scaling is not None
         dtype = token_dtype(config, backend, query, key, value, changed=changed)
@@ -412,13 +418,13 @@ class MHLA(nn.Module):
             )
             if sequence is not None and sequence.state is not None:
                 assert config.block_size is not None
-                return decode(operands, self.mixing_matrix(), config.block_size[0], sequence, backend)
+                return decode(operands, self.stored_mixing(), config.block_size[0], sequence, backend)
             assert layout is not None
-            mixing = self._mixing_of(call).to(accumulation_dtype(dtype))
+            mixing = self._mixing_of(call)
             if call.shard is not None:
                 # Not by whether gradients are recorded: checkpointing computes the same output with and without.
                 half = value.dtype == torch.bfloat16 and not self.training
-                assert isinstance(layout, BlockLayout)
+                assert isinstance(layout, BlockLayout) and isinstance(mixing, torch.Tensor)
                 return attend_sharded(operands, mixing, layout, call.shard, torch.bfloat16 if half else None), None
             causal = config.causal if sequence is None else sequence.causal
             return attend_on(backend, operands, mixing, layout, causal=causal), None
@@ -427,13 +433,20 @@ class MHLA(nn.Module):
     def _feature_maps(self) -> tuple[LearnedFeatureMap | None, LearnedFeatureMap | None]:
         return self.feature_map_query, self.feature_map_key
 
-    def _mixing_of(self, call: Call) -> torch.Tensor:
-        """The mixing weights of the layout's own blocks: `[M, M]`, `[H, M, M]` or `[B, 1 or H, M, M]`."""
+    def _mixing_of(self, call: Call) -> torch.Tensor | StoredMixing | TwoSidedMixing:
+        """How the layout's blocks are mixed: by a matrix `[M, M]` or `[H, M, M]`, or by distance where there are many."""
         assert call.layout is not None
-        if isinstance(call.layout, BlockLayout) and call.sequence is None:
+        if not self.config.is_sequence:
+            assert isinstance(call.layout, BlockLayout)
             return self.mixing_matrix(call.layout)
-        assert call.sequence is not None
-        return mixing_for(self.mixing_matrix(), call.layout, causal=call.sequence.causal)
+        causal = self.config.causal if call.sequence is None else call.sequence.causal
+        return self.stored_mixing() if causal else sequence_mixing(self.stored_mixing(), call.layout)
+
+    def _matrix_of(self, call: Call) -> torch.Tensor:
+        """The same for kernels that look both ways, as a matrix."""
+        mixing = self._mixing_of(call)
+        assert not isinstance(mixing, StoredMixing)
+        return mixing if isinstance(mixing, torch.Tensor) else mixing.matrix()
 
     def _with_windowed(self, call: Call) -> tuple[Call, Call]:
         """The call for MHLA, and the one for the window, whose queries and keys are normed and will be rotated."""
@@ -487,32 +500,35 @@ class MHLA(nn.Module):
 
 
 def decode(
-    operands: Operands, mixing: torch.Tensor, block_size: int, sequence: TokenSequence, backend: str
+    operands: Operands, mixing: StoredMixing, block_size: int, sequence: TokenSequence, backend: str
 ) -> tuple[torch.Tensor, DecodingState]:
     """MHLA of a sequence's tokens to those that its state has seen and to themselves, without checks.
 
     Args:
         operands: The tokens and the normaliser.
-        mixing: `[M, M]` or `[H, M, M]`, extended for longer sequences.
+        mixing: The stored weights, in the dtype of the sums.
         block_size: Tokens of a block.
         sequence: Padding and the state.
-        backend: `"torch"` or `"triton"`.
+        backend: `"torch"` or, for one token, `"triton"`.
 
     Returns:
         `[B, T, H, V]`, zero for padding; and the state after these tokens.
     """
-    (_, key, value), state = operands.tokens, sequence.state
+    (query, key, value), state = operands.tokens, sequence.state
     assert state is not None
-    mixing, blocks = mixing.to(operands.dtype), state.blocks
+    blocks = state.blocks
     if blocks is None:
         blocks = empty_state(
-            key.shape[0], key.shape[2], key.shape[3], value.shape[3], block_size,
-            num_mixing_heads=None if mixing.dim() == 2 else mixing.shape[0], num_blocks=state.num_blocks,
-            dtype=operands.dtype, summary_dtype=state.summary_dtype, device=key.device,
+            key.shape[0], key.shape[2], key.shape[3], value.shape[3], block_size, mixing.num_blocks,
+            num_mixing_heads=query.shape[2] if mixing.is_per_head else None, rewindable=state.rewindable,
+            max_tokens=state.max_tokens, dtype=operands.dtype, summary_dtype=state.summary_dtype, device=key.device,
         )  # fmt: skip
-    attend = step if key.shape[1] == 1 else extend
-    output, blocks = attend(operands, mixing, blocks, sequence.valid, backend)
-    return output, dataclasses.replace(state, blocks=blocks, last=LastTokens(mixing, key, operands.normalizer_key))
+    if key.shape[1] == 1:
+        output, blocks = step(operands, mixing, blocks, sequence.valid, backend)
+    else:
+        output, blocks = extend(operands, mixing, blocks, sequence.valid)
+    last = LastTokens(mixing.detach(), key, operands.normalizer_key)
+    return output, dataclasses.replace(state, blocks=blocks, last=last)
 
 
 class Path(NamedTuple):
@@ -540,8 +556,8 @@ PATHS = (
 """The ways to compute MHLA; the first one that serves a call is taken."""
 
 
-def _kernel_family(config: MHLAConfig, sequence: TokenSequence | None, num_tokens: int) -> str:
-    """The kernels that serve where the fused ones do not, see `ops.kernel_cases`."""
+def _kernel_family(config: MHLAConfig, sequence: TokenSequence | None, num_tokens: int) -> str | None:
+    """The kernels that serve where the fused ones do not, see `ops.kernel_cases`; `None` for prompts."""
     if sequence is not None and sequence.state is not None:
-        return "decode" if num_tokens == 1 else "prompt"
+        return "decode" if num_tokens == 1 else None
     return "causal" if (config.causal if sequence is None else sequence.causal) else "block"

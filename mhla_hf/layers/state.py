@@ -20,6 +20,7 @@ import torch
 
 from ..layouts.blocks import BlockLayout, cached, indices
 from ..layouts.sequences import SequenceLayout
+from ..ops.band import StoredMixing
 from ..ops.operands import MHLAState, records_gradients
 
 
@@ -114,12 +115,12 @@ class LastTokens:
     """The tokens of one call as [`mhla_hf.ops.rewind_state`] needs them to take them back.
 
     Attributes:
-        mixing: The mixing weights.
+        mixing: The stored mixing weights, without their history.
         key: Feature-mapped keys `[B, T, H_kv, K]`.
         normalizer_key: The same, unrotated.
     """
 
-    mixing: torch.Tensor
+    mixing: StoredMixing
     key: torch.Tensor
     normalizer_key: torch.Tensor
 
@@ -131,15 +132,15 @@ class DecodingState:
     Attributes:
         blocks: Block summaries; `None` before the first token.
         window: Keys and values of the softmax window; `None` before the first token, or without a window.
-        num_blocks: Finished blocks that `blocks` has room for when it is made.
+        max_tokens: Tokens that `blocks` will see at most; `None` for any number.
         summary_dtype: Dtype that finished blocks are kept in; `None` for the accumulation dtype.
-        rewindable: Tokens that a window can take back.
+        rewindable: Tokens that can be taken back.
         last: The tokens of the call that returned this state.
     """
 
     blocks: MHLAState | None = None
     window: WindowState | None = None
-    num_blocks: int = 2
+    max_tokens: int | None = None
     summary_dtype: torch.dtype | None = None
     rewindable: int = 0
     last: LastTokens | None = None
@@ -154,7 +155,7 @@ class TokenSequence:
         valid: BoolTensor `[B, T]`, False for padding; `None` for no padding.
         documents: Document of each token, LongTensor `[B, T]`, see [`SequenceLayout`]; `None` for one a row.
         num_documents: An upper bound of their number in a row.
-        state: State that decoding resumes from, with room for these tokens; `None` to attend to these tokens only.
+        state: State that decoding resumes from; `None` to attend to these tokens only.
             Not together with documents.
     """
 

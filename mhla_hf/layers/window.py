@@ -518,7 +518,7 @@ def _of_documents(filled: torch.Tensor, first_block: torch.Tensor | None, seen: 
         seen: See [`_neighbours`].
     """
     if first_block is None:
-        first_block = filled.new_zeros(1, filled.shape[1], dtype=torch.int32)
+        first_block = filled.new_zeros(1, filled.shape[1], dtype=torch.long)
     # Blocks of another document are as good as missing. Those past the last one have no document.
     document = F.pad(first_block, (0, 1), value=-1)
     same = document[:, seen] == first_block[:, :, None]

@@ -283,10 +283,6 @@ class BlockLayout:
             return spread.reshape(grouped.shape[0], self.num_tokens, *tail)
         return grouped.flatten(1, 2).index_select(1, cached(_token_slots, self, grouped.device))
 
-    def earlier_blocks(self, device: torch.device) -> torch.Tensor:
-        """BoolTensor `[M, M]`, True where the column's block lies before the row's."""
-        return earlier_blocks(self.num_blocks, device)
-
     def token_table(self, device: torch.device) -> torch.Tensor:
         """Token of each slot of each block, int32 `[M, N]`; T (one past the last token) where a slot is empty."""
         return cached(_token_table, self, device)
@@ -374,17 +370,6 @@ def _full_tiles(length: int, size: int) -> tuple[int, ...]:
     # Not divmod, which torch.compile cannot trace.
     full, rest = length // size, length % size
     return (size,) * full + ((rest,) if rest else ())
-
-
-def earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
-    """BoolTensor `[M, M]`, True where the column's block lies before the row's."""
-    if num_blocks > MAX_REMEMBERED_BLOCKS:
-        return _earlier_blocks(num_blocks, device)
-    return cached(_earlier_blocks, num_blocks, device)
-
-
-def _earlier_blocks(num_blocks: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(num_blocks, num_blocks, dtype=torch.bool, device=device).tril(-1)
 
 
 def _edges(layout: BlockLayout, axis: int, device: torch.device) -> torch.Tensor:

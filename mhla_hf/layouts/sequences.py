@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .blocks import check_count, earlier_blocks, indices
+from .blocks import check_count, indices
 
 
 class SequenceLayout:
@@ -107,18 +107,12 @@ class SequenceLayout:
         table = self._token_of_slot.to(device, torch.int32)
         return table.unflatten(1, (self.num_blocks, self.block_size)).contiguous()
 
-    def earlier_blocks(self, device: torch.device) -> torch.Tensor:
-        """Mask of earlier blocks in the same document: BoolTensor `[M, M]` or, with documents, `[B, 1, M, M]`."""
-        if self._document_of_block is None:
-            return earlier_blocks(self.num_blocks, device)
-        return self.same_document()[:, None].tril(-1)
-
     def first_blocks(self) -> torch.Tensor | None:
-        """The first block of each block's document, int32 `[B, M]`; `None` where every row is one document."""
+        """The first block of each block's document, LongTensor `[B, M]`; `None` where every row is one document."""
         if self.index_in_document is None:
             return None
         index = indices(self.num_blocks, self.index_in_document.device)
-        return (index - self.index_in_document.clamp(min=0)).to(torch.int32)
+        return index - self.index_in_document.clamp(min=0)
 
     def same_document(self) -> torch.Tensor:
         """Mask of pairs of blocks of one document, BoolTensor `[B, M, M]`."""

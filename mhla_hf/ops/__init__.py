@@ -14,11 +14,11 @@ from ..utils import lazy_names
 if TYPE_CHECKING:
     from .backends import choose_backend as choose_backend
     from .backends import triton_obstacle as triton_obstacle
+    from .band import StoredMixing as StoredMixing
+    from .band import extend_mixing as extend_mixing
     from .forms import mhla_attention as mhla_attention
     from .kernel_cases import compare_kernels as compare_kernels
     from .operands import MHLAState as MHLAState
-    from .operands import extend_mixing as extend_mixing
-    from .operands import mixing_at as mixing_at
     from .recurrent import empty_state as empty_state
     from .recurrent import mhla_extend as mhla_extend
     from .recurrent import mhla_step as mhla_step

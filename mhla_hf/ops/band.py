@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..layouts.blocks import BlockLayout
+from ..layouts.sequences import SequenceLayout
 from .tables import mix_summaries, repeat_heads
 
 
@@ -46,10 +48,14 @@ class StoredMixing:
     weights: Tensor
     decay: Tensor | None = None
 
+    def detach(self) -> "StoredMixing":
+        """Return the same weights without their history."""
+        return StoredMixing(self.weights.detach(), None if self.decay is None else self.decay.detach())
+
     @classmethod
     def of(cls, weights: Tensor, decay: Tensor | None = None, dtype: torch.dtype | None = None) -> "StoredMixing":
-        """Return stored weights from `[M, M]` or `[S, M, M]` and from a decay of no axes, `[1]` or `[H]`, in a dtype."""
-        weights = (weights if weights.dim() == 3 else weights[None]).to(dtype)
+        """Return stored weights from `[M, M]` or `[S, M, M]` and a decay of no axes, `[1]` or `[H]`, in a dtype."""
+        weights = (weights if weights.dim() == 3 else weights[None]).to(dtype or weights.dtype)
         if decay is None:
             return cls(weights)
         decay = decay.reshape(-1).to(weights.dtype)
@@ -164,9 +170,9 @@ class StoredMixing:
         """Return what [`mix_chunks`] takes, of blocks in their order or, where `ahead`, in the opposite one.
 
         Returns:
-            Weights of the E before the last chunk, the blocks of that, and those of the own one, 0 for a row's own
-            block and those after it, `[B or 1, S, c, C, 1 + 2 C]`; and of the E before a chunk, and the chunk's blocks,
-            in the E after it, `[B or 1, S or 1, c, 1 + C]`.
+            Weights of E before the last chunk, of that chunk's blocks and of those of the own one, 0 for a row's own
+            block and those after it, `[B or 1, S, c, C, 1 + 2 C]`; and of E before a chunk, and of the chunk's blocks,
+            in E after it, `[B or 1, S or 1, c, 1 + C]`.
         """
         chunk, device = self.chunk_blocks, self.weights.device
         count = -(-num_blocks // chunk)
@@ -215,6 +221,37 @@ class TwoSidedMixing:
     def matrix(self) -> Tensor:
         """Return the weights of all pairs of blocks, `[S, n, n]` or, with documents, `[B, S, n, n]`."""
         return self.stored.matrix(self.num_blocks, self.first)
+
+
+def extend_mixing(mixing: Tensor, num_blocks: int, *, causal: bool, mixing_decay: Tensor | None = None) -> Tensor:
+    """Return the weights of `num_blocks` blocks: the leading ones, or all and then by distance.
+
+    A pair past the end of the M × M weights takes the weight of the pair at the same distance: looking back, of the
+    last row, m_{M-1, M-1-d}; looking ahead, of the first one, m_{0, d}. Farther than these rows reach, it takes their
+    farthest weight, times the decay for every block more. Uniform weights so stay uniform without a decay.
+
+    Args:
+        mixing: `[M, M]` or `[H, M, M]`; for causal attention entries above the diagonal are ignored.
+        num_blocks: Number of blocks wanted.
+        causal: Zero above the diagonal.
+        mixing_decay: See [`mhla_hf.ops.mhla_attention`].
+
+    Returns:
+        `[num_blocks, num_blocks]` or `[H, num_blocks, num_blocks]`.
+    """
+    weights = StoredMixing.of(mixing, mixing_decay).matrix(num_blocks)
+    weights = weights.squeeze(0) if mixing.dim() == 2 and len(weights) == 1 else weights
+    return weights.tril() if causal else weights
+
+
+def sequence_mixing(stored: StoredMixing, layout: BlockLayout | SequenceLayout) -> Tensor | TwoSidedMixing:
+    """Return how attention that looks both ways mixes the blocks of a sequence: a matrix while they are few."""
+    count, first, last = layout.num_blocks, None, None
+    if isinstance(layout, SequenceLayout) and (first := layout.first_blocks()) is not None:
+        last = torch.searchsorted(first, first, right=True) - 1
+    if count <= stored.chunk_blocks:
+        return stored.matrix(count, first)
+    return TwoSidedMixing(stored, count, first, last)
 
 
 def _chunk_groups(summary: Tensor, carry: Tensor) -> Tensor:

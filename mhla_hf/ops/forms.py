@@ -16,17 +16,19 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..utils.messages import check_choice
 from .backends import choose_backend, log_fallback
+from .band import StoredMixing, TwoSidedMixing, extend_mixing, sequence_mixing
 from .operands import (
     Operands,
     autocast_type,
     check_attention,
-    extend_mixing,
     finite_tokens,
+    first_blocks,
     from_head_blocks,
     head_blocks,
-    mixing_for,
+    records_gradients,
     spoilt_tokens,
 )
+from .recurrent import PART_CHUNKS, empty_state, extend
 from .tables import OPERATOR_BACKENDS, mix_summaries, prefix_and_own, repeat_heads
 
 
@@ -37,6 +39,7 @@ def mhla_attention(
     mixing: torch.Tensor,
     layout: BlockLayout | SequenceLayout,
     *,
+    mixing_decay: torch.Tensor | None = None,
     normalizer_query: torch.Tensor | None = None,
     normalizer_key: torch.Tensor | None = None,
     normalizer: str = "query",
@@ -47,7 +50,9 @@ def mhla_attention(
     """Multi-Head Linear Attention (arXiv 2601.07832, section 3).
 
     S_b = Σ_{j in b} φ(k_j) v_jᵀ, z_b = Σ_{j in b} φ(k_j), S̃_i = Σ_b m_ib S_b, z̃_i = Σ_b m_ib z_b and
-    o_t = φ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)ᵀ z̃_{b(t)} + eps). Linear in T while M² ≤ T. Sums run in float32 at least.
+    o_t = φ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)ᵀ z̃_{b(t)} + eps). Linear in T while M² ≤ T; sequences and causal attention, whose
+    blocks may be more than M, whatever T is. Sums run in float32 at least. Causal attention in plain torch that records
+    no gradient runs in parts, so that memory beside inputs and outputs does not grow with T.
 
     Args:
         query: Feature-mapped (and rotated, where there is RoPE) queries `[B, T, H, K]`.
@@ -57,9 +62,11 @@ def mhla_attention(
             [`mhla_hf.ops.extend_mixing`].
         layout: Blocks of the T tokens: a [`BlockLayout`], which for causal attention is 1-D and made with
             `block_size`, or a `SequenceLayout` for padded or packed sequences, whose padding gets zeros.
+        mixing_decay: For sequences and causal attention, `[]`, `[1]` or `[H]`: factor of the weights for every block of
+            distance that the M × M weights do not reach, from 0 for none of these blocks to 1, which `None` stands for.
         normalizer_query: Queries `[B, T, H, K]` for the denominator, where they differ from `query` (unrotated ones).
         normalizer_key: Keys `[B, T, H_kv, K]` for the denominator, likewise.
-        normalizer: `"query"`, `"block_query"` (blocks of equal shape only) or `"none"`.
+        normalizer: `"query"`, `"block_query"` (blocks of equal shape only, unless `causal`) or `"none"`.
         causal: Token t sees j ≤ t only; earlier blocks contribute whole.
         eps: Added to the denominator.
         backend: `"auto"`, `"torch"` (block-parallel or chunked), `"triton"` (the same by kernels) or `"naive"` (the
@@ -82,26 +89,34 @@ def mhla_attention(
     """
     operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
     check_choice("backend", backend, OPERATOR_BACKENDS)
-    check_attention(operands, mixing, layout, causal)
+    check_attention(operands, mixing, layout, causal, mixing_decay)
     if backend == "naive":
         if isinstance(layout, SequenceLayout):
             raise ValueError("backend='naive' takes a BlockLayout, not a SequenceLayout.")
-        return attend_naively(operands, mixing, layout, causal)
-    mixing = mixing_for(mixing, layout, causal=causal)
+        return attend_naively(operands, mixing, layout, causal, mixing_decay)
+    blocks: torch.Tensor | StoredMixing | TwoSidedMixing = mixing
+    if causal or isinstance(layout, SequenceLayout):
+        stored = StoredMixing.of(mixing, mixing_decay, operands.dtype)
+        blocks = stored if causal else sequence_mixing(stored, layout)
     family = "causal" if causal else "block"
     backend = choose_backend(backend, query, key, value, normalizer_query, family=family)
-    return attend_on(backend, operands, mixing, layout, causal=causal)
+    return attend_on(backend, operands, blocks, layout, causal=causal)
 
 
 def attend_on(
-    backend: str, operands: Operands, mixing: torch.Tensor, layout: BlockLayout | SequenceLayout, *, causal: bool
+    backend: str,
+    operands: Operands,
+    mixing: torch.Tensor | StoredMixing | TwoSidedMixing,
+    layout: BlockLayout | SequenceLayout,
+    *,
+    causal: bool,
 ) -> torch.Tensor:
     """Compute the linear form of the operator, whose arguments have been checked.
 
     Args:
         backend: `"torch"` or `"triton"`, as [`mhla_hf.ops.choose_backend`] chose.
         operands: The tokens and the normaliser.
-        mixing: Weights of the layout's own blocks, `[..., M, M]`.
+        mixing: Weights of the layout's own blocks, `[..., M, M]`, or how these are mixed; where causal the stored ones.
         layout: The blocks.
         causal: Whether to look back only.
 
@@ -115,13 +130,22 @@ def attend_on(
         from .triton.block import triton_block_mhla_attention
         from .triton.causal import triton_causal_mhla_attention
 
-        kernels = triton_causal_mhla_attention if causal else triton_block_mhla_attention
-        return kernels(operands, mixing, layout)
-    form = attend_by_chunk if causal else attend_by_block
-    return form(operands, mixing, layout)
+        if isinstance(mixing, StoredMixing):
+            return triton_causal_mhla_attention(operands, mixing, layout)
+        mixing = mixing.matrix() if isinstance(mixing, TwoSidedMixing) else mixing
+        return triton_block_mhla_attention(operands, mixing, layout)
+    if isinstance(mixing, StoredMixing):
+        return attend_by_chunk(operands, mixing, layout)
+    return attend_by_block(operands, mixing, layout)
 
 
-def attend_naively(operands: Operands, mixing: torch.Tensor, layout: BlockLayout, causal: bool) -> torch.Tensor:
+def attend_naively(
+    operands: Operands,
+    mixing: torch.Tensor,
+    layout: BlockLayout,
+    causal: bool,
+    mixing_decay: torch.Tensor | None = None,
+) -> torch.Tensor:
     """MHLA as a dense matrix product, in the dtype of the tokens, which is one.
 
     o = A v with A_tj = m_{b(t),b(j)} · φ(q_t)·φ(k_j), rows divided by the normaliser; j ≤ t only where causal.
@@ -131,6 +155,7 @@ def attend_naively(operands: Operands, mixing: torch.Tensor, layout: BlockLayout
         mixing: `[M, M]` or `[H, M, M]`; where causal, see [`mhla_hf.ops.extend_mixing`] for blocks past the end.
         layout: Blocks of the T tokens.
         causal: Whether to look back only.
+        mixing_decay: See [`mhla_attention`].
 
     Returns:
         `[B, T, H, V]`.
@@ -141,7 +166,7 @@ def attend_naively(operands: Operands, mixing: torch.Tensor, layout: BlockLayout
     # m_{b(t),b(j)} for every pair of tokens, `[..., T, T]`.
     block = layout.block_of_token.to(query.device)
     if causal:
-        mixing = extend_mixing(mixing, layout.num_blocks, causal=True)
+        mixing = extend_mixing(mixing, layout.num_blocks, causal=True, mixing_decay=mixing_decay)
     token_mixing = mixing.to(query.dtype)[..., block[:, None], block[None, :]]
     weights = token_mixing * torch.einsum("bthk,bjhk->bhtj", query, key)
     bad = ~value.isfinite().all(dim=-1, keepdim=True)
@@ -157,7 +182,9 @@ def attend_naively(operands: Operands, mixing: torch.Tensor, layout: BlockLayout
     return numerator / entry.divisor(product.transpose(1, 2).unsqueeze(-1), operands.eps)
 
 
-def attend_by_block(operands: Operands, mixing: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
+def attend_by_block(
+    operands: Operands, mixing: torch.Tensor | TwoSidedMixing, layout: BlockLayout | SequenceLayout
+) -> torch.Tensor:
     """MHLA by block summaries.
 
     S_b = Σ φ(k) vᵀ and z_b = Σ φ(k) for each block, S̃_i = Σ_b m_ib S_b and z̃_i = Σ_b m_ib z_b, then
@@ -166,7 +193,7 @@ def attend_by_block(operands: Operands, mixing: torch.Tensor, layout: BlockLayou
 
     Args:
         operands: The tokens and the normaliser.
-        mixing: Weights of the layout's own blocks, `[..., M, M]`.
+        mixing: Weights of the layout's own blocks, `[..., M, M]`, or how these are mixed.
         layout: The blocks.
 
     Returns:
@@ -174,11 +201,12 @@ def attend_by_block(operands: Operands, mixing: torch.Tensor, layout: BlockLayou
     """
     query, key, value = operands.tokens
     dtype, entry = operands.dtype, operands.entry
-    mixing = mixing.to(dtype)
+    if isinstance(mixing, torch.Tensor):
+        mixing = mixing.to(dtype)
     # Autocast would silently run the products in half precision, `.to(float32)` or not.
     with torch.autocast(autocast_type(query.device), enabled=False):
         query_blocks, key_blocks, value_blocks = (head_blocks(x, layout, dtype) for x in operands.tokens)
-        if _pairs_cost_less(query_blocks, value_blocks):
+        if isinstance(mixing, torch.Tensor) and _pairs_cost_less(query_blocks, value_blocks):
             output = _attend_by_pair(query_blocks, key_blocks, value_blocks, mixing)
         else:
             summary = key_blocks.transpose(-1, -2) @ value_blocks
@@ -224,33 +252,55 @@ def _attend_by_pair(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return (weights.flatten(4).flatten(2, 3) @ value).unflatten(2, shape[2:])
 
 
-def attend_by_chunk(operands: Operands, mixing: torch.Tensor, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
-    """Causal MHLA in chunks, the blocks of a layout.
+def attend_by_chunk(operands: Operands, mixing: StoredMixing, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
+    """Causal MHLA, block by block and with blocks mixed in chunks.
 
     o_t = φ(q_t)ᵀ (Σ_{b<i} m_ib S_b + m_ii Σ_{j≤t, j in i} φ(k_j) v_jᵀ), divided by the same expression with z.
-    T need not be a multiple of the chunk. A NaN or Inf in a key or value makes the outputs of its head NaN from
+    T need not be a multiple of the block size. A NaN or Inf in a key or value makes the outputs of its head NaN from
     that token on, and leaves the tokens before it (and other documents) alone. One in a query stays with its token;
     under `"block_query"`, whose sum has the queries of earlier blocks in it, it reaches the tokens at the same
     position of later blocks.
 
     Args:
         operands: The tokens and the normaliser.
-        mixing: Lower-triangular weights of the layout's own blocks, `[..., M, M]`; see
-            [`mhla_hf.ops.extend_mixing`].
+        mixing: The stored weights, in the dtype of the sums; see [`mhla_hf.ops.extend_mixing`] for longer texts.
         layout: A 1-D layout made with `block_size`, or a [`SequenceLayout`].
 
     Returns:
         `[B, T, H, V]` in the dtype of the values; zero for padding.
     """
-    query, dtype, entry = operands.query, operands.dtype, operands.entry
-    mixing = mixing.to(dtype)
+    query, key, value = operands.tokens
+    dtype, entry = operands.dtype, operands.entry
+    if _runs_in_parts(operands, mixing, layout):
+        state = empty_state(
+            key.shape[0], key.shape[2], key.shape[3], value.shape[3], layout.max_block_tokens, mixing.num_blocks,
+            num_mixing_heads=query.shape[2] if mixing.is_per_head else key.shape[2], dtype=dtype, device=key.device,
+        )  # fmt: skip
+        return extend(operands, mixing, state, None)[0]
+    first = first_blocks(layout)
     with torch.autocast(autocast_type(query.device), enabled=False):
         *clean, bad = finite_tokens(operands)
         key, normalizer_key, value = (head_blocks(x, layout, dtype) for x in clean)
-        output = from_head_blocks(prefix_and_own(head_blocks(query, layout, dtype), key, value, mixing)[0], layout)
+        query_blocks = head_blocks(query, layout, dtype)
+        output = from_head_blocks(prefix_and_own(query_blocks, key, value, mixing, first)[0], layout)
         if entry.chunked is not None:
-            product = entry.chunked(head_blocks(operands.normalizer_query, layout, dtype), normalizer_key, mixing)
+            if operands.normalizer_query is not query:
+                query_blocks = head_blocks(operands.normalizer_query, layout, dtype)
+            product = entry.chunked(query_blocks, normalizer_key, mixing, first)
             # Without the empty slots, whose denominator may be zero.
             output = output / entry.divisor(from_head_blocks(product, layout), operands.eps)
         output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[2]), float("nan"))
     return output.to(operands.value.dtype)
+
+
+def _runs_in_parts(operands: Operands, mixing: StoredMixing, layout: BlockLayout | SequenceLayout) -> bool:
+    """Whether a decoding state is carried through the text, so that not all summaries exist at a time."""
+    if not isinstance(layout, BlockLayout) or not operands.entry.mixes_sums or torch.compiler.is_compiling():
+        return False
+    is_long = layout.num_blocks > PART_CHUNKS * mixing.chunk_blocks
+    same_width = operands.normalizer_query.shape == operands.query.shape
+    return (
+        is_long
+        and same_width
+        and not records_gradients(*operands.tokens, *operands.pair, mixing.weights, mixing.decay)
+    )

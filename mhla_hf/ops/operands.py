@@ -5,21 +5,19 @@ Checks read types, shapes and devices alone, so that none waits for a device; to
 leaves nothing. They run once, in the public functions. Every error is a `ValueError` that names the argument.
 
 Shape letters: B batch, T tokens, H query heads, H_kv key/value heads, K query/key width, V value width, M blocks, N
-tokens of a block, n finished blocks with room in a state. Summaries carry the normaliser z as their last column, hence
-V + 1. H_m is H_kv where all heads share the mixing weights, else H.
+tokens of a block, R slots of a state's ring. Summaries carry the normaliser z as their last column, hence V + 1. H_m is
+H_kv where all heads share the mixing weights, else H.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from ..layouts.blocks import MAX_REMEMBERED_BLOCKS, BlockLayout, cached
+from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..utils.messages import check_choice, shorten_value
 from .tables import NORMALIZERS, SEQUENCE_NORMALIZERS, Normalizer, repeat_heads
@@ -83,6 +81,11 @@ class Operands:
             return None, None
         return self.normalizer_query, self.normalizer_key
 
+    def cut(self, part: slice) -> Operands:
+        """Return some of the tokens."""
+        tokens = [None if x is None else x[:, part] for x in (*self.tokens, *self.pair)]
+        return Operands(*tokens, self.normalizer, self.eps)  # type: ignore[arg-type]
+
     @property
     def entry(self) -> Normalizer:
         """The normaliser."""
@@ -96,16 +99,22 @@ class Operands:
 
 @dataclass(frozen=True)
 class MHLAState:
-    """Decoding state of one causal MHLA layer. [`mhla_step`] writes into `summaries`: go on with what it returns.
+    """Decoding state of one causal MHLA layer, of constant size. [`mhla_step`] writes into `summaries`: go on with what
+    it returns.
 
     Attributes:
-        summaries: Finished blocks, `[B, H_kv, n, K, V + 1]`, zeros after them.
+        summaries: A ring of the last finished blocks, `[B, H_kv, R, K, V + 1]`: block b lies in slot b mod R. Zeros
+            where none does.
         current: The current block's summary so far, `[B, H_kv, K, V + 1]`. A full block stays the current one until
             the next token comes.
         prefix: Σ_{b<i} m_ib S_b for the current block i, `[B, H_m, K, V + 1]`.
         upcoming: The same for block i + 1, as far as it is summed up, `[B, H_m, K, V + 1]`.
+        left: Sum of the blocks that have left the ring, each times the decay of the mixing weights to the power of its
+            distance from the last one, `[B, H_m, K, V + 1]`.
+        num_left: Number of these blocks, LongTensor `[B]`.
         position: Tokens seen so far, LongTensor `[B]`.
         block_size: Tokens of a block.
+        num_stored_blocks: M of the mixing weights that the ring is large enough for.
         is_empty: Whether no entry has seen a token, where this is known without asking the device.
     """
 
@@ -113,21 +122,17 @@ class MHLAState:
     current: torch.Tensor
     prefix: torch.Tensor
     upcoming: torch.Tensor
+    left: torch.Tensor
+    num_left: torch.Tensor
     position: torch.Tensor
     block_size: int
+    num_stored_blocks: int
     is_empty: bool = False
 
     @property
-    def num_blocks(self) -> int:
-        """Number n of finished blocks with room in the state."""
+    def num_slots(self) -> int:
+        """Number R of finished blocks that the ring holds."""
         return self.summaries.shape[2]
-
-    def with_room(self, num_blocks: int) -> MHLAState:
-        """Return a state with room for at least `num_blocks` finished blocks."""
-        missing = num_blocks - self.num_blocks
-        if missing <= 0:
-            return self
-        return dataclasses.replace(self, summaries=F.pad(self.summaries, (0, 0, 0, 0, 0, missing)))
 
 
 def current_block(position: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -161,94 +166,31 @@ def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch
     return key, normalizer_key, value, bad
 
 
+def first_blocks(layout: BlockLayout | SequenceLayout) -> torch.Tensor | None:
+    """Return the first block of each block's document, LongTensor `[B, M]`; `None` where there are no documents."""
+    return layout.first_blocks() if isinstance(layout, SequenceLayout) else None
+
+
+def counted_before(flags: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
+    """Return how many flags earlier blocks of a document have, `[B, H, M]`.
+
+    Args:
+        flags: The number in each block, `[B, H, M]`.
+        first: See [`first_blocks`].
+    """
+    before = flags.cumsum(dim=-1) - flags
+    return before if first is None else before - before.gather(-1, first[:, None].expand_as(before))
+
+
 def spoilt_tokens(bad: torch.Tensor, layout: BlockLayout | SequenceLayout, num_heads: int) -> torch.Tensor:
     """Mark tokens at or after a bad one `[B, T, H_kv]` of their document and head: bool `[B, T, H, 1]`."""
-    flags = head_blocks(bad.unsqueeze(-1).to(torch.float32), layout).squeeze(-1)
-    earlier = layout.earlier_blocks(bad.device).to(flags.dtype) @ flags.sum(dim=-1, keepdim=True)
-    counts = (flags.cumsum(dim=-1) + earlier).unsqueeze(-1)
+    flags = head_blocks(bad.unsqueeze(-1), layout, torch.int32).squeeze(-1)
+    earlier = counted_before(flags.sum(dim=-1), first_blocks(layout))
+    counts = (flags.cumsum(dim=-1) + earlier.unsqueeze(-1)).unsqueeze(-1)
     return repeat_heads(from_head_blocks(counts, layout), num_heads, 2) > 0
 
 
-def mixing_for(mixing: torch.Tensor, layout: BlockLayout | SequenceLayout, *, causal: bool) -> torch.Tensor:
-    """Return the mixing weights of a layout's own blocks, zero between documents.
-
-    Args:
-        mixing: `[M', M']` or `[H, M', M']`, see [`extend_mixing`] for blocks past its end.
-        layout: The blocks.
-        causal: Zero above the diagonal.
-
-    Returns:
-        `[M, M]` or `[H, M, M]`; with documents `[B, 1, M, M]` or `[B, H, M, M]`.
-    """
-    if isinstance(layout, BlockLayout) or layout.index_in_document is None:
-        return extend_mixing(mixing, layout.num_blocks, causal=causal)
-    index = layout.index_in_document.clamp(min=0)
-    weights = mixing_at(mixing, index[:, :, None], index[:, None, :])
-    weights = weights.masked_fill(~layout.same_document()[:, None], 0)
-    return weights.tril() if causal else weights
-
-
-def mixing_at(mixing: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return the mixing weights of pairs of blocks, which may lie past the end of the weights.
-
-    A pair past the end of the M × M weights takes the weight of the pair at the same distance: looking back, of the
-    last row, m_{M-1, M-1-d}; looking ahead, of the first one, m_{0, d}. Farther than these rows reach, it takes their
-    farthest weight. Uniform weights so stay uniform.
-
-    Args:
-        mixing: `[M, M]` or `[H, M, M]`.
-        rows: Block indices of the queries, LongTensor, 0 or more.
-        columns: Block indices of the keys; broadcasts with `rows` to `[I, J]` or, for rows of their own in each batch
-            entry, `[B, I, J]`.
-
-    Returns:
-        `[I, J]` or `[H, I, J]`; for batched indices `[B, 1, I, J]` or `[B, H, I, J]`.
-    """
-    row, column = _places_in_mixing(rows, columns, mixing.shape[-1] - 1)
-    weights = mixing[..., row, column]
-    if row.dim() == 2:
-        return weights
-    return weights.unsqueeze(1) if mixing.dim() == 2 else weights.movedim(0, 1)
-
-
-def _places_in_mixing(rows: torch.Tensor, columns: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of the weights that pairs of blocks take; `last` is M - 1."""
-    rows, columns = torch.broadcast_tensors(rows, columns)
-    distance = rows - columns
-    inside = torch.maximum(rows, columns) <= last
-    back = distance >= 0
-    row = torch.where(inside, rows, torch.where(back, last, 0)).clamp(max=last)
-    column = torch.where(inside, columns, torch.where(back, last - distance, -distance)).clamp(0, last)
-    return row, column
-
-
-def _leading_places(num_blocks: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`_places_in_mixing`] of all pairs of the first blocks."""
-    index = torch.arange(num_blocks, device=device)
-    return _places_in_mixing(index[:, None], index[None, :], last)
-
-
-def extend_mixing(mixing: torch.Tensor, num_blocks: int, *, causal: bool) -> torch.Tensor:
-    """Return the weights of `num_blocks` blocks: the leading ones, or all and then by distance, see [`mixing_at`].
-
-    Args:
-        mixing: `[M, M]` or `[H, M, M]`; for causal attention entries above the diagonal are ignored.
-        num_blocks: Number of blocks wanted.
-        causal: Zero above the diagonal.
-
-    Returns:
-        `[num_blocks, num_blocks]` or `[H, num_blocks, num_blocks]`.
-    """
-    if num_blocks <= mixing.shape[-1]:
-        weights = mixing[..., :num_blocks, :num_blocks]
-    else:
-        sizes = num_blocks, mixing.shape[-1] - 1, mixing.device
-        places = _leading_places(*sizes) if num_blocks > MAX_REMEMBERED_BLOCKS else cached(_leading_places, *sizes)
-        weights = mixing[..., places[0], places[1]]
-    return weights.tril() if causal else weights
-
-
-def check_attention(operands: Operands, mixing: Any, layout: Any, causal: Any) -> None:
+def check_attention(operands: Operands, mixing: Any, layout: Any, causal: Any, decay: Any = None) -> None:
     """Check the arguments of [`mhla_hf.ops.mhla_attention`] beside the backend."""
     check_operands(operands)
     if not isinstance(causal, bool):
@@ -256,6 +198,9 @@ def check_attention(operands: Operands, mixing: Any, layout: Any, causal: Any) -
     check_layout(layout, operands.normalizer, causal)
     layout.check_length(operands.query.shape[1], "query")
     check_mixing(mixing, operands.query, operands.query.shape[2])
+    check_decay(decay, operands.query, operands.query.shape[2])
+    if decay is not None and not causal and isinstance(layout, BlockLayout):
+        raise ValueError("mixing_decay is for sequences: causal=True, or a SequenceLayout.")
     if not causal and isinstance(layout, BlockLayout) and mixing.shape[-1] != layout.num_blocks:
         raise ValueError(
             f"mixing has {mixing.shape[-1]} blocks, but the layout has {layout.num_blocks} ({layout.blocks})."
@@ -304,6 +249,18 @@ def check_mixing(mixing: Any, tokens: torch.Tensor, num_heads: int | None) -> No
         )
 
 
+def check_decay(decay: Any, tokens: torch.Tensor, num_heads: int | None) -> None:
+    """Check the decay of mixing weights, `None` or a tensor of no axes, `[1]` or `[H]` on the device of tokens."""
+    if decay is None:
+        return
+    is_good = isinstance(decay, torch.Tensor) and decay.is_floating_point() and decay.device == tokens.device
+    if not is_good or decay.dim() > 1 or (num_heads is not None and decay.numel() not in (1, num_heads)):
+        raise ValueError(
+            f"mixing_decay must be None, or a floating-point tensor [] or [heads] on {tokens.device}"
+            f"{'' if num_heads is None else f' with {num_heads} heads'}, got {_describe(decay)}."
+        )
+
+
 def check_layout(layout: Any, normalizer: str, causal: bool) -> None:
     """Check that a layout has the blocks that causal attention or the normaliser needs."""
     if not isinstance(layout, (BlockLayout, SequenceLayout)):
@@ -312,7 +269,7 @@ def check_layout(layout: Any, normalizer: str, causal: bool) -> None:
         lengths = layout.tile_lengths[0]
         if len(layout.grid) != 1 or any(length != lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
             raise ValueError(f"causal=True needs a 1-D layout made with block_size, got {layout!r}.")
-    if not NORMALIZERS[normalizer].mixes_sums and not layout.is_uniform:
+    if not NORMALIZERS[normalizer].mixes_sums and not causal and not layout.is_uniform:
         raise ValueError(
             f"normalizer={normalizer!r} pairs tokens at the same position of each block and needs blocks of equal "
             f"shape, but {layout!r} has uneven ones. Use normalizer='query', or a grid that the blocks divide."
@@ -330,7 +287,7 @@ def check_valid(valid: Any, tokens: torch.Tensor, name: str = "valid") -> None:
         )
 
 
-def check_recurrent(operands: Operands, mixing: Any, state: Any, valid: Any) -> None:
+def check_recurrent(operands: Operands, mixing: Any, decay: Any, state: Any, valid: Any) -> None:
     """Check the arguments of [`mhla_hf.ops.mhla_step`] and [`mhla_hf.ops.mhla_extend`] beside the backend."""
     check_choice("normalizer", operands.normalizer, SEQUENCE_NORMALIZERS, " for decoding token by token")
     check_operands(operands)
@@ -339,12 +296,18 @@ def check_recurrent(operands: Operands, mixing: Any, state: Any, valid: Any) -> 
     if operands.normalizer_query.shape != query.shape:
         raise ValueError(f"normalizer_query must have the shape {tuple(query.shape)} of query for decoding.")
     check_mixing(mixing, query, query.shape[2])
+    check_decay(decay, query, query.shape[2])
     check_valid(valid, key)
-    check_state(state, key, value, mixing, query.shape[2])
+    check_state(state, key, value, mixing, decay, query.shape[2])
 
 
 def check_state(
-    state: Any, key: torch.Tensor, value: torch.Tensor, mixing: torch.Tensor, num_heads: int | None = None
+    state: Any,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    decay: torch.Tensor | None,
+    num_heads: int | None = None,
 ) -> None:
     """Check that a state is one of these tokens' batch, heads, widths, dtype and device.
 
@@ -353,6 +316,7 @@ def check_state(
         key: `[B, T, H_kv, K]`.
         value: `[B, T, H_kv, V]`.
         mixing: `[M, M]` or `[H, M, M]`.
+        decay: `[]`, `[1]` or `[H]`, or `None`.
         num_heads: H; `None` where there are no queries.
     """
     dtype = accumulation_dtype(value.dtype)
@@ -361,17 +325,24 @@ def check_state(
         raise ValueError(f"state must be an MHLAState of {dtype} (see mhla_hf.ops.empty_state), got {found}.")
     batch, _, heads, width = key.shape
     columns = value.shape[3] + 1
-    mixed = mixing.shape[0] if mixing.dim() == 3 and mixing.shape[0] != 1 else heads
+    weight_heads = max(mixing.shape[0] if mixing.dim() == 3 else 1, 1 if decay is None else decay.numel())
+    mixed = weight_heads if weight_heads > 1 else heads
     if num_heads is not None and state.prefix.shape[1] == num_heads:
         # A state made for weights per head serves shared ones too.
         mixed = num_heads
     shapes = {
-        "summaries": (batch, heads, state.num_blocks, width, columns),
+        "summaries": (batch, heads, state.num_slots, width, columns),
         "current": (batch, heads, width, columns),
         "prefix": (batch, mixed, width, columns),
         "upcoming": (batch, mixed, width, columns),
+        "left": (batch, mixed, width, columns),
+        "num_left": (batch,),
         "position": (batch,),
     }
+    if state.num_stored_blocks != mixing.shape[-1]:
+        raise ValueError(
+            f"state was made for mixing weights of {state.num_stored_blocks} blocks, but mixing has {mixing.shape[-1]}."
+        )
     for name, shape in shapes.items():
         tensor = getattr(state, name)
         if tensor.shape != shape or tensor.device != key.device:

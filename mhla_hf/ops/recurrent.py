@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrent form of causal MHLA: a state of block summaries, and the prefixes that are mixed from them.
+"""The recurrent form of causal MHLA: a ring of block summaries, one sum of all before it, and what is mixed from them.
 
 [`mhla_extend`] runs a prompt, or any number of tokens more, in chunks from a state; [`mhla_step`] decodes one token of
 every batch entry; [`rewind_state`] takes the last tokens back. Every batch entry has its own position, so that
-sequences of different lengths decode side by side. Nothing here reads a value back from the device, and the cost of a
-step does not grow with the length: the mixed prefix of the next block is summed up a few finished blocks a token,
+sequences of different lengths decode side by side. Nothing here reads a value back from the device, and neither the
+cost of a step nor the state grows with the length: blocks that leave the ring are farther than the stored weights
+reach and go into one sum (see `band.py`), and the mixed prefix of the next block is summed up a few slots a token,
 while the current block fills.
 
-Shape letters: B batch, T tokens, H query heads, H_kv key/value heads, K query/key width, V value width, n finished
-blocks with room in the state, I blocks that new tokens may reach, the one they begin in first. Summaries carry the
-normaliser z as their last column, hence V + 1. H_m is H_kv where all heads share the mixing weights, else H.
+Shape letters: B batch, T tokens, H query heads, H_kv key/value heads, K query/key width, V value width, R slots of the
+ring, I blocks that new tokens may reach, the one they begin in first. Summaries carry the normaliser z as their last
+column, hence V + 1. S is the heads of the mixing weights, 1 or H; H_m is H where S is, else H_kv.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 import torch.nn.functional as F
@@ -20,25 +23,29 @@ import torch.nn.functional as F
 from ..layouts.blocks import BlockLayout, cached, check_count, indices
 from ..layouts.sequences import SequenceLayout
 from .backends import choose_backend
+from .band import StoredMixing
 from .operands import (
     MHLAState,
     Operands,
     autocast_type,
+    check_decay,
     check_mixing,
     check_recurrent,
     check_state,
     check_tokens,
     check_valid,
     current_block,
-    extend_mixing,
     finite_tokens,
     from_head_blocks,
     head_blocks,
-    mixing_at,
     records_gradients,
     spoilt_tokens,
 )
 from .tables import mix_summaries, prefix_and_own, repeat_heads
+
+
+# Long texts are run in parts of so many chunks of blocks, whose summaries exist at a time.
+PART_CHUNKS = 4
 
 
 def empty_state(
@@ -47,9 +54,11 @@ def empty_state(
     key_width: int,
     value_width: int,
     block_size: int,
+    num_stored_blocks: int,
     *,
     num_mixing_heads: int | None = None,
-    num_blocks: int = 0,
+    rewindable: int = 0,
+    max_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
     summary_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -61,29 +70,37 @@ def empty_state(
         num_heads: H_kv.
         key_width: K.
         value_width: V.
-        block_size: Tokens of a block.
+        block_size: Tokens of a block, N.
+        num_stored_blocks: M of the mixing weights. The ring has M - 2 slots, and some more for rewinding.
         num_mixing_heads: H_m; H_kv if not given.
-        num_blocks: Room for that many finished blocks.
+        rewindable: Tokens that [`rewind_state`] may take back.
+        max_tokens: Tokens that the state will see at most; makes the ring smaller where these have fewer blocks.
         dtype: The accumulation dtype.
         summary_dtype: The dtype that finished blocks are kept in; `dtype` if not given.
         device: Device of the state.
 
     Raises:
-        ValueError: If a size is not a positive integer (`num_blocks` may be 0).
+        ValueError: If a size is not a positive integer (`rewindable` may be 0).
     """
     mixing_heads = num_heads if num_mixing_heads is None else num_mixing_heads
     sizes = {"batch_size": batch_size, "num_heads": num_heads, "key_width": key_width, "value_width": value_width}
-    for name, size in {**sizes, "block_size": block_size, "num_mixing_heads": mixing_heads}.items():
+    sizes |= {"block_size": block_size, "num_stored_blocks": num_stored_blocks, "num_mixing_heads": mixing_heads}
+    for name, size in sizes.items():
         check_count(name, size)
-    check_count("num_blocks", num_blocks, minimum=0)
+    check_count("rewindable", rewindable, minimum=0)
+    slots = max(num_stored_blocks - 2, 0) + max(1, -(-rewindable // block_size))
+    if max_tokens is not None:
+        check_count("max_tokens", max_tokens)
+        slots = min(slots, -(-max_tokens // block_size))
     shape = (key_width, value_width + 1)
     return MHLAState(
-        torch.zeros(batch_size, num_heads, num_blocks, *shape, dtype=summary_dtype or dtype, device=device),
+        torch.zeros(batch_size, num_heads, slots, *shape, dtype=summary_dtype or dtype, device=device),
         torch.zeros(batch_size, num_heads, *shape, dtype=dtype, device=device),
-        torch.zeros(batch_size, mixing_heads, *shape, dtype=dtype, device=device),
-        torch.zeros(batch_size, mixing_heads, *shape, dtype=dtype, device=device),
-        torch.zeros(batch_size, dtype=torch.long, device=device),
-        block_size,
+        *(torch.zeros(batch_size, mixing_heads, *shape, dtype=dtype, device=device) for _ in range(3)),
+        num_left=torch.zeros(batch_size, dtype=torch.long, device=device),
+        position=torch.zeros(batch_size, dtype=torch.long, device=device),
+        block_size=block_size,
+        num_stored_blocks=num_stored_blocks,
         is_empty=True,
     )
 
@@ -95,51 +112,43 @@ def mhla_extend(
     mixing: torch.Tensor,
     state: MHLAState,
     *,
+    mixing_decay: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
     normalizer_query: torch.Tensor | None = None,
     normalizer_key: torch.Tensor | None = None,
     normalizer: str = "query",
     eps: float = 1e-6,
-    backend: str = "auto",
 ) -> tuple[torch.Tensor, MHLAState]:
     """Run any number of tokens through the chunked form after the tokens that `state` has seen.
 
-    Serves the prompt, a prompt in parts, and the next turn of a conversation. `state` stays valid.
+    Serves the prompt, a prompt in parts, and the next turn of a conversation. `state` stays valid. Where no gradient is
+    recorded, memory beside inputs and outputs does not grow with their number.
 
     Args:
         query: Feature-mapped queries `[B, T, H, K]`.
         key: Feature-mapped keys `[B, T, H_kv, K]`.
         value: Values `[B, T, H_kv, V]`.
         mixing: `[M, M]` or `[H, M, M]`, lower triangle used; see [`mhla_hf.ops.extend_mixing`] for longer texts.
-        state: The state before these tokens; must have room for the blocks that they finish.
+        state: The state before these tokens.
+        mixing_decay: See [`mhla_hf.ops.mhla_attention`].
         valid: BoolTensor `[B, T]`, False for padding, which is skipped and gets zeros; `None` for no padding.
         normalizer_query: Unrotated queries where they differ from `query`.
         normalizer_key: Unrotated keys where they differ from `key`.
         normalizer: `"query"` or `"none"`.
         eps: Added to the denominator.
-        backend: See [`mhla_hf.ops.choose_backend`]; the kernels of causal attention serve where no gradient is
-            recorded. What they read is the new tokens; what the past adds to the new blocks is mixed in plain torch.
 
     Returns:
         The output `[B, T, H, V]` in the dtype of `value`, and the [`MHLAState`] after these tokens.
 
     Raises:
         ValueError: If an argument has a wrong type, shape, dtype, device or value, or does not fit the state; the
-            message names the argument. `"block_query"` is refused: its state would grow with every token. Whether a
-            state that has seen tokens has room for more is not checked, which would wait for the device.
+            message names the argument. `"block_query"` is refused: it needs the queries of a block when that is full.
     """
     operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
-    check_recurrent(operands, mixing, state, valid)
+    check_recurrent(operands, mixing, mixing_decay, state, valid)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens.")
-    finished = (query.shape[1] - 1) // state.block_size
-    if state.is_empty and valid is None and finished > state.num_blocks:
-        raise ValueError(
-            f"state has room for {state.num_blocks} finished blocks, but these tokens finish {finished}: "
-            "see MHLAState.with_room."
-        )
-    backend = choose_backend(backend, query, key, value, normalizer_query, normalizer_key, family="prompt")
-    return extend(operands, mixing, state, valid, backend)
+    return extend(operands, StoredMixing.of(mixing, mixing_decay, operands.dtype), state, valid)
 
 
 def mhla_step(
@@ -149,6 +158,7 @@ def mhla_step(
     mixing: torch.Tensor,
     state: MHLAState,
     *,
+    mixing_decay: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
     normalizer_query: torch.Tensor | None = None,
     normalizer_key: torch.Tensor | None = None,
@@ -161,11 +171,10 @@ def mhla_step(
     Arguments as in [`mhla_hf.ops.mhla_extend`], with T = 1, but these.
 
     Args:
-        state: The state after the tokens before, with room for one block more than those finished. Its summaries are
-            written to, unless gradients are recorded.
+        state: The state after the tokens before. Its summaries are written to, unless gradients are recorded.
         valid: BoolTensor `[B, 1]`; the state of an entry whose token is padding stays as it is.
         backend: See [`mhla_hf.ops.choose_backend`]; the kernel, which does the whole step in one launch, serves where
-            no gradient is recorded.
+            no gradient is recorded and blocks have more than one token.
 
     Returns:
         The output `[B, 1, H, V]` in the dtype of `value`, and the state after this token.
@@ -174,13 +183,13 @@ def mhla_step(
         ValueError: If more than one token is given, or as in [`mhla_hf.ops.mhla_extend`].
     """
     operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
-    check_recurrent(operands, mixing, state, valid)
+    check_recurrent(operands, mixing, mixing_decay, state, valid)
     if query.shape[1] != 1:
         raise ValueError(f"mhla_step takes one token, got query with {query.shape[1]}; use mhla_extend for several.")
     backend = choose_backend(
         backend, query, key, value, normalizer_query, normalizer_key, products=False, family="decode"
     )
-    return step(operands, mixing, state, valid, backend)
+    return step(operands, StoredMixing.of(mixing, mixing_decay, operands.dtype), state, valid, backend)
 
 
 def rewind_state(
@@ -191,9 +200,10 @@ def rewind_state(
     value: torch.Tensor,
     valid: torch.Tensor,
     *,
+    mixing_decay: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
 ) -> MHLAState:
-    """Take the last tokens back out of a state, all or some of them.
+    """Take the last tokens back out of a state, all or some of them; no more than it was made for.
 
     Args:
         state: The state after these tokens.
@@ -202,6 +212,7 @@ def rewind_state(
         normalizer_key: The same, unrotated.
         value: Their values `[B, T, H_kv, V]`.
         valid: BoolTensor `[B, T]`, False for padding.
+        mixing_decay: As in [`mhla_hf.ops.mhla_extend`].
         kept: BoolTensor `[B, T]`, which of the valid tokens stay in the state; `None` for none of them.
 
     Returns:
@@ -212,15 +223,27 @@ def rewind_state(
     """
     check_tokens(Operands(normalizer_key, key, value))
     check_mixing(mixing, key, None)
+    check_decay(mixing_decay, key, None)
     check_valid(valid, key)
     check_valid(kept, key, "kept")
-    check_state(state, key, value, mixing)
-    dtype, size, room = state.current.dtype, state.block_size, state.num_blocks
-    # A slot for the current block, which there need not be room for yet.
-    index = indices(room + 1, valid.device)
-    here = index == current_block(state.position, size)[:, None]
-    summaries = state.with_room(room + 1).summaries.to(dtype)
-    summaries = torch.where(here[:, None, :, None, None], state.current.unsqueeze(2), summaries)
+    check_state(state, key, value, mixing, mixing_decay)
+    return rewind(state, StoredMixing.of(mixing, mixing_decay), key, normalizer_key, value, valid, kept)
+
+
+def rewind(
+    state: MHLAState,
+    mixing: StoredMixing,
+    key: torch.Tensor,
+    normalizer_key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor,
+    kept: torch.Tensor | None = None,
+) -> MHLAState:
+    """[`rewind_state`] without its checks."""
+    dtype, size, slots = state.current.dtype, state.block_size, state.num_slots
+    block = current_block(state.position, size)
+    index = torch.cat([_blocks_in_slots(block, slots), block[:, None]], dim=1)
+    summaries = torch.cat([state.summaries.to(dtype), state.current.unsqueeze(2)], dim=2)
     position = state.position - valid.sum(dim=1)
     taken = _membership(valid, position, size, index).to(dtype)
     if kept is not None:
@@ -231,73 +254,84 @@ def rewind_state(
     removed = torch.einsum("btn,bthk,bthv->bhnkv", taken, key.to(dtype), value.to(dtype))
     removed_keys = torch.einsum("btn,bthk->bhnk", taken, normalizer_key.to(dtype))
     summaries = summaries - torch.cat([removed, removed_keys.unsqueeze(-1)], dim=-1)
-    current = block_summary_at(summaries, current_block(position, size))
-    return rebuild_state(state, summaries[:, :, :room], current, position, mixing.to(dtype))
+    target = current_block(position, size)
+    current = _summary_at(summaries, torch.where(target == block, slots, target % slots))
+    # A slot of a block that is not finished any more stays empty: what lay there before has left the ring.
+    ring = torch.where((index < target[:, None])[:, None, :-1, None, None], summaries[:, :, :-1], 0)
+    return _settled(state, ring, state.left, state.num_left, current, position, mixing)
 
 
 def _membership(valid: torch.Tensor, position: torch.Tensor, size: int, index: torch.Tensor) -> torch.Tensor:
-    """Which of the blocks `index` each valid token belongs to where they follow `position` `[B]`: `[B, T, n]`."""
+    """Which of the blocks `index` `[B, n]` each valid token belongs to where they follow `position`: `[B, T, n]`."""
     token_block = (position[:, None] + valid.long().cumsum(dim=1) - 1).clamp(min=0) // size
-    return (token_block[..., None] == index) & valid[..., None]
+    return (token_block[..., None] == index[:, None]) & valid[..., None]
 
 
 def extend(
-    operands: Operands, mixing: torch.Tensor, state: MHLAState, valid: torch.Tensor | None, backend: str
+    operands: Operands, mixing: StoredMixing, state: MHLAState, valid: torch.Tensor | None
 ) -> tuple[torch.Tensor, MHLAState]:
-    """[`mhla_extend`] without its checks, on a chosen backend."""
-    query = operands.query
-    mixing = mixing.to(operands.dtype)
-    layout, lead = _layout_after(state, valid, query)
-    first = current_block(state.position, state.block_size)
-    blocks = first[:, None] + indices(layout.num_blocks, query.device)
+    """[`mhla_extend`] without its checks; the weights are in the accumulation dtype."""
+    num_tokens, part = operands.query.shape[1], PART_CHUNKS * mixing.chunk_blocks * state.block_size
+    tensors = *operands.tokens, *operands.pair, mixing.weights, mixing.decay, state.current, state.left
+    if num_tokens <= part or torch.compiler.is_compiling() or records_gradients(*tensors):
+        return _extend(operands, mixing, state, valid)
+    output = operands.value.new_empty(*operands.query.shape[:3], operands.value.shape[3])
+    # Then every part but the last one ends where a block does.
+    are_whole = state.is_empty and valid is None
+    for start in range(0, num_tokens, part):
+        places = slice(start, start + part)
+        of_part = None if valid is None else valid[:, places]
+        if are_whole and start:
+            block = state.position // state.block_size
+            state = _start_block(state, mixing, block, torch.ones_like(block, dtype=torch.bool))
+        output[:, places], state = _extend(operands.cut(places), mixing, state, of_part, are_whole)
+    return output, state
+
+
+def _extend(
+    operands: Operands, mixing: StoredMixing, state: MHLAState, valid: torch.Tensor | None, starts_block: bool = False
+) -> tuple[torch.Tensor, MHLAState]:
+    """[`extend`] in one go. `starts_block` says that the last block is full and filed, and there is no padding."""
+    query, size = operands.query, state.block_size
+    layout, lead = _layout_after(state, valid, query, starts_block)
+    first = state.position // size if starts_block else current_block(state.position, size)
     position = state.position + (query.shape[1] if valid is None else valid.sum(dim=1))
     with torch.autocast(autocast_type(query.device), enabled=False):
-        if state.is_empty:
-            own, past = extend_mixing(mixing, layout.num_blocks, causal=True), None
-        else:
-            own = mixing_at(mixing, blocks[:, :, None], blocks[:, None, :]).tril()
-            past = _mixed_past(mixing, blocks, state)
-        if backend == "triton" and serves_kernels(operands, mixing, state):
-            # Imported here alone: Triton need not be installed.
-            from .triton.prompt import attend_prompt
-
-            output, *tensors = attend_prompt(
-                *operands.tokens, operands.pair, mixing, own, past, layout, lead, state, position,
-                divides=operands.entry.divides, eps=operands.eps,
-            )  # fmt: skip
-            summaries, current, prefix, upcoming = tensors
-            return output, MHLAState(summaries, current, prefix, upcoming, position, state.block_size)
-        output, summaries = _attend_chunks(operands, own, past, layout, lead)
+        past = None if state.is_empty else _mixed_past(mixing, first, layout.num_blocks, state)
+        output, summaries = _attend_chunks(operands, mixing, first, past, layout, lead)
         if valid is not None:
             output = output.masked_fill(~valid[..., None, None], 0)
-        state = _advance(state, summaries, blocks, position, mixing)
+        state = _advance(state, summaries, first, position, mixing)
     return output.to(operands.value.dtype), state
 
 
 def _attend_chunks(
     operands: Operands,
-    mixing: torch.Tensor,
+    mixing: StoredMixing,
+    first: torch.Tensor,
     past: torch.Tensor | None,
     layout: BlockLayout | SequenceLayout,
     lead: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs `[B, T, H, V]`, and what the new tokens add to their blocks, `[B, H_kv, I, K, V + 1]`, in plain torch.
+    """Outputs `[B, T, H, V]`, and what the new tokens add to their blocks, `[B, H_kv, I, K, V + 1]`.
 
-    `mixing` are the weights of the layout's blocks, `past` is what [`_mixed_past`] returns, and `lead` slots of the
+    `first` `[B]` is the block of the layout's first one, `past` is what [`_mixed_past`] returns, and `lead` slots of the
     layout come before the tokens.
     """
     *clean, bad = finite_tokens(operands)
     if lead:
         bad = F.pad(bad, (0, 0, lead, 0))
     query, normalizer_query, key, normalizer_key, value = (
-        head_blocks(F.pad(x, (0, 0, 0, 0, lead, 0)) if lead else x, layout, mixing.dtype)
+        head_blocks(F.pad(x, (0, 0, 0, 0, lead, 0)) if lead else x, layout, mixing.weights.dtype)
         for x in (operands.query, operands.normalizer_query, *clean)
     )
     past_products, past_sums = (None, None) if past is None else (past[..., :-1], past[..., -1:])
-    output, products = prefix_and_own(query, key, value, mixing, past_products)
+    # Where the blocks' text began.
+    start = None if past is None else -first[:, None].expand(-1, layout.num_blocks)
+    output, products = prefix_and_own(query, key, value, mixing, start, past_products)
     output = from_head_blocks(output, layout)
     if operands.entry.divides:
-        product, sums = prefix_and_own(normalizer_query, normalizer_key, None, mixing, past_sums)
+        product, sums = prefix_and_own(normalizer_query, normalizer_key, None, mixing, start, past_sums)
         output = output / operands.entry.divisor(from_head_blocks(product, layout), operands.eps)
     else:
         sums = normalizer_key.sum(dim=-2).unsqueeze(-1)
@@ -307,11 +341,11 @@ def _attend_chunks(
 
 
 def _layout_after(
-    state: MHLAState, valid: torch.Tensor | None, query: torch.Tensor
+    state: MHLAState, valid: torch.Tensor | None, query: torch.Tensor, starts_block: bool
 ) -> tuple[BlockLayout | SequenceLayout, int]:
     """The blocks of the new tokens, and how many slots before them stand for tokens that the state has seen."""
     num_tokens, size = query.shape[1], state.block_size
-    if valid is None and state.is_empty:
+    if valid is None and (state.is_empty or starts_block):
         return cached(BlockLayout, (num_tokens,), None, (size,)), 0
     if valid is None:
         valid = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
@@ -322,59 +356,95 @@ def _layout_after(
     return SequenceLayout(torch.cat([slots, valid], dim=1), size), size
 
 
-def _mixed_past(mixing: torch.Tensor, blocks: torch.Tensor, state: MHLAState) -> torch.Tensor:
-    """Σ_b m_ib S_b over all that the state has seen, the current block included, for blocks `blocks` `[B, I]`.
+def _blocks_in_slots(num_finished: torch.Tensor, slots: int) -> torch.Tensor:
+    """The block that each slot of a ring holds after `num_finished` `[B]` blocks, `[B, R]`; below 0 where none."""
+    last = num_finished[:, None] - 1
+    return last - (last - indices(slots, last.device)) % slots
+
+
+def _slot_weights(mixing: StoredMixing, rows: torch.Tensor, num_finished: torch.Tensor, slots: int) -> torch.Tensor:
+    """Weights of the slots for blocks `rows` `[B, I]`, `[B, S, I, R]`."""
+    held = _blocks_in_slots(num_finished, slots)
+    weights = mixing.at(rows[:, :, None], held.clamp(min=0)[:, None])
+    return torch.where((held >= 0)[:, None, None], weights, 0)
+
+
+def _left_weights(mixing: StoredMixing, rows: torch.Tensor, num_left: torch.Tensor) -> torch.Tensor:
+    """Weights of the sum of blocks that have left the ring for blocks `rows` `[B, I]`, `[B, S, I, 1, 1]`.
+
+    The sum stands where the last one of them does.
+    """
+    return mixing.at(rows[:, :, None], (num_left - 1).clamp(min=0)[:, None, None]).unsqueeze(-1)
+
+
+def _mixed_past(mixing: StoredMixing, first: torch.Tensor, num_blocks: int, state: MHLAState) -> torch.Tensor:
+    """Σ_b m_ib S_b over all that the state has seen, the current block `first` included, for the blocks from it on.
 
     Returns:
         `[B, H_m, I, K, V + 1]`.
     """
-    index, heads = indices(state.num_blocks, blocks.device), state.prefix.shape[1]
-    weights = mixing_at(mixing, blocks[:, :, None], index[None, None])
-    # Slots after the finished blocks are zero, but a weight there may be anything.
-    weights = torch.where((index < blocks[:, :1])[:, None, None], weights, 0)
-    finished = mix_summaries(weights, state.summaries.to(state.current.dtype), heads)
-    weights = mixing_at(mixing, blocks[:, :, None], blocks[:, None, :1])
-    return finished + mix_summaries(weights, state.current.unsqueeze(2), heads)
+    rows = first[:, None] + indices(num_blocks, first.device)
+    weights = _slot_weights(mixing, rows, first, state.num_slots)
+    weights = torch.cat([weights, mixing.at(rows[:, :, None], rows[:, None, :1])], dim=-1)
+    summaries = torch.cat([state.summaries.to(state.current.dtype), state.current.unsqueeze(2)], dim=2)
+    mixed = mix_summaries(weights, summaries, state.prefix.shape[1])
+    return mixed + _left_weights(mixing, rows, state.num_left) * state.left.unsqueeze(2)
 
 
 def _advance(
-    state: MHLAState, summaries: torch.Tensor, blocks: torch.Tensor, position: torch.Tensor, mixing: torch.Tensor
+    state: MHLAState, summaries: torch.Tensor, first: torch.Tensor, position: torch.Tensor, mixing: StoredMixing
 ) -> MHLAState:
-    """The state at `position`, given what the new tokens add to blocks `blocks` `[B, I]`: `[B, H_kv, I, K, V + 1]`."""
-    room = state.num_blocks
-    if state.is_empty:
-        everything = F.pad(summaries, (0, 0, 0, 0, 0, room - summaries.shape[2]))
-    else:
-        first = indices(summaries.shape[2], blocks.device)[:, None, None] == 0
-        summaries = summaries + torch.where(first, state.current.unsqueeze(2), 0)
-        # One slot more for blocks that there is no room for: those past the last token, which are empty, and the
-        # current one, which is kept apart.
-        target = blocks.clamp(max=room)[:, None, :, None, None].expand_as(summaries)
-        kept = F.pad(state.summaries.to(summaries.dtype), (0, 0, 0, 0, 0, 1))
-        everything = kept.scatter(2, target, summaries)[:, :, :room]
-    local = current_block(position, state.block_size) - blocks[:, 0]
-    return rebuild_state(state, everything, block_summary_at(summaries, local), position, mixing)
+    """The state at `position`, given what new tokens add to the blocks from `first` on: `[B, H_kv, I, K, V + 1]`."""
+    count, slots, heads = summaries.shape[2], state.num_slots, state.prefix.shape[1]
+    if not state.is_empty:
+        begun = F.pad(state.current.unsqueeze(2), (0, 0, 0, 0, 0, count - 1))
+        summaries = summaries + begun
+    block = current_block(position, state.block_size)
+    held = _blocks_in_slots(block, slots)
+    local = held - first[:, None]
+    index = local.clamp(0, count - 1)[:, None, :, None, None].expand(-1, summaries.shape[1], -1, *summaries.shape[-2:])
+    is_new = (local >= 0)[:, None, :, None, None]
+    ring = torch.where(is_new, summaries.gather(2, index), state.summaries.to(summaries.dtype))
+    num_left = torch.maximum(state.num_left, block - slots)
+    left = state.left
+    # The blocks that leave: out of the ring, and of the new ones where they are more than it holds.
+    groups = [] if state.is_empty else [(state.summaries.to(left.dtype), _blocks_in_slots(first, slots))]
+    if count > slots:
+        groups.append((summaries, first[:, None] + indices(count, first.device)))
+    if groups:
+        left = _decayed(mixing, num_left - state.num_left) * left
+    for leaving, blocks in groups:
+        leaves = (blocks >= state.num_left[:, None]) & (blocks < num_left[:, None])
+        weights = mixing.decayed((num_left[:, None] - 1 - blocks).clamp(min=0)).movedim(0, 1)
+        # A zero weight does not stop a NaN.
+        leaving = leaving.masked_fill(~leaves[:, None, :, None, None], 0)
+        left = left + mix_summaries(weights.unsqueeze(2), leaving, heads).squeeze(2)
+    current = _summary_at(summaries, block - first)
+    return _settled(state, ring, left, num_left, current, position, mixing)
+
+
+def _decayed(mixing: StoredMixing, distance: torch.Tensor) -> torch.Tensor:
+    """The decay to the power of a distance of each batch entry `[B]`, `[B, S or 1, 1, 1]`."""
+    return mixing.decayed(distance).transpose(0, 1)[..., None, None]
 
 
 def step(
-    operands: Operands, mixing: torch.Tensor, state: MHLAState, valid: torch.Tensor | None, backend: str
+    operands: Operands, mixing: StoredMixing, state: MHLAState, valid: torch.Tensor | None, backend: str
 ) -> tuple[torch.Tensor, MHLAState]:
-    """[`mhla_step`] without its checks, on a chosen backend."""
+    """[`mhla_step`] without its checks, on a chosen backend; the weights are in the accumulation dtype."""
     (query, key, value), entry = operands.tokens, operands.entry
     dtype, size, num_heads = state.current.dtype, state.block_size, query.shape[2]
-    mixing = mixing.to(dtype)
-    # The kernel files every block that is full.
-    if backend == "triton" and state.num_blocks > 0 and serves_kernels(operands, mixing, state):
+    if backend == "triton" and serves_kernels(operands, mixing, state):
         # Imported here alone: Triton need not be installed.
         from .triton.decode import decode_token
 
         # The kernel writes where a dense tensor would have the block.
         summaries = state.summaries.contiguous()
-        output, current, prefix, upcoming, position = decode_token(
-            *operands.tokens, *operands.pair, valid, mixing, summaries, state.current, state.prefix, state.upcoming,
-            state.position, size, entry.divides, operands.eps,
+        output, *tensors = decode_token(
+            *operands.tokens, *operands.pair, valid, mixing.weights, mixing.decay, summaries, state.current,
+            state.prefix, state.upcoming, state.left, state.num_left, state.position, size, entry.divides, operands.eps,
         )  # fmt: skip
-        return output, MHLAState(summaries, current, prefix, upcoming, position, size)
+        return output, MHLAState(summaries, *tensors, size, state.num_stored_blocks)
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size
     with torch.autocast(autocast_type(query.device), enabled=False):
@@ -383,7 +453,7 @@ def step(
         added = torch.cat([key.transpose(-1, -2) @ value_row, normalizer_key.transpose(-1, -2)], dim=-1)
         keep = counted.bool()[:, None, None, None]
         current = state.current + torch.where(keep, added, 0)
-        own = _weights(mixing, block, block)
+        own = mixing.at(block[:, None, None], block[:, None, None])
         mixed = repeat_heads(state.prefix, num_heads, 1) + own * repeat_heads(current, num_heads, 1)
         output = query.to(dtype).transpose(1, 2) @ mixed[..., :-1]
         if entry.divides:
@@ -391,90 +461,102 @@ def step(
             output = output / entry.divisor(normalizer_query @ mixed[..., -1:], operands.eps)
         upcoming = state.upcoming + torch.where(keep, _upcoming_share(state, mixing, block, offset), 0)
         output = output.masked_fill(~keep, 0)
-    state = MHLAState(state.summaries, current, state.prefix, upcoming, state.position + counted, size)
+    state = dataclasses.replace(
+        state, current=current, upcoming=upcoming, position=state.position + counted, is_empty=False
+    )
     return output.transpose(1, 2).to(value.dtype), state
 
 
-def _weights(mixing: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """One weight for each batch entry: `[B, 1 or H, 1, 1]`."""
-    return mixing_at(mixing, row[:, None, None], column[:, None, None])
-
-
-def _start_block(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, starting: torch.Tensor) -> MHLAState:
+def _start_block(state: MHLAState, mixing: StoredMixing, block: torch.Tensor, starting: torch.Tensor) -> MHLAState:
     """File the full current block of the batch entries that are `starting` a block `[B]`."""
-    if state.num_blocks == 0:
-        return state
-    before = (block - 1).clamp(min=0)
+    before, heads = (block - 1).clamp(min=0), state.prefix.shape[1]
     start = starting[:, None, None, None]
     # Entries that start no block write back what stands there.
     entries = indices(block.shape[0], block.device)
-    slot = before.clamp(max=state.num_blocks - 1)
-    filed = torch.where(start, state.current.to(state.summaries.dtype), state.summaries[entries, :, slot])
+    slot = before % state.num_slots
+    oldest = state.summaries[entries, :, slot]
+    # The slot is empty where no block leaves.
+    num_left = torch.where(starting, torch.maximum(state.num_left, before - state.num_slots + 1), state.num_left)
+    left = _decayed(mixing, num_left - state.num_left) * state.left + repeat_heads(
+        oldest.to(state.left.dtype), heads, 1
+    )
+    filed = torch.where(start, state.current.to(oldest.dtype), oldest)
     # Written in place unless autograd still needs what stood there.
     write = state.summaries.index_put if records_gradients(filed, state.summaries) else state.summaries.index_put_
     all_heads = indices(state.summaries.shape[1], block.device)[None, :]
     summaries = write((entries[:, None], all_heads, slot[:, None]), filed)
-    heads = state.prefix.shape[1]
-    own = _weights(mixing, block, before) * repeat_heads(state.current, heads, 1)
-    current = torch.where(start, 0, state.current)
-    prefix = torch.where(start, state.upcoming + own, state.prefix)
-    upcoming = torch.where(start, 0, state.upcoming)
-    return MHLAState(summaries, current, prefix, upcoming, state.position, state.block_size)
+    own = mixing.at(block[:, None, None], before[:, None, None]) * repeat_heads(state.current, heads, 1)
+    return dataclasses.replace(
+        state,
+        summaries=summaries,
+        current=torch.where(start, 0, state.current),
+        prefix=torch.where(start, state.upcoming + own, state.prefix),
+        upcoming=torch.where(start, 0, state.upcoming),
+        left=torch.where(start, left, state.left),
+        num_left=num_left,
+    )
 
 
-def _upcoming_share(state: MHLAState, mixing: torch.Tensor, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """This token's share of the next block's prefix: finished blocks b with b ≡ offset modulo the block size.
+def _upcoming_share(state: MHLAState, mixing: StoredMixing, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """This token's share of the next block's prefix: slots s ≡ offset modulo the block size; all that has left, last.
 
-    Every finished block comes up exactly once while a block fills.
+    Every slot comes up exactly once while a block fills.
     """
-    if state.num_blocks == 0:
-        return torch.zeros_like(state.upcoming)
-    strides = -(-state.num_blocks // state.block_size)
-    if torch.compiler.is_compiling():
-        # One more than needed: a single one would be compiled in, and others recompiled.
-        strides = strides + 1
-    index = offset[:, None] + state.block_size * indices(strides, block.device)
-    weights = mixing_at(mixing, (block + 1)[:, None, None], index[:, None, :])
-    weights = torch.where((index < block[:, None])[:, None, None], weights, 0)
+    size, slots = state.block_size, state.num_slots
+    chosen = offset[:, None] + size * indices(-(-slots // size), block.device)
+    inside, chosen = chosen < slots, chosen.clamp(max=slots - 1)
+    held = _blocks_in_slots(block, slots).gather(1, chosen)
+    row = (block + 1)[:, None]
+    weights = mixing.at(row[:, :, None], held.clamp(min=0)[:, None])
+    weights = torch.where((inside & (held >= 0))[:, None, None], weights, 0)
     entries = indices(block.shape[0], block.device)[:, None]
-    chosen = state.summaries[entries, :, index.clamp(max=state.num_blocks - 1)].transpose(1, 2)
-    return mix_summaries(weights, chosen.to(state.current.dtype), state.prefix.shape[1]).squeeze(2)
+    summaries = state.summaries[entries, :, chosen].transpose(1, 2).to(state.current.dtype)
+    share = mix_summaries(weights, summaries, state.prefix.shape[1]).squeeze(2)
+    of_left = _left_weights(mixing, row, state.num_left).squeeze(2) * state.left
+    return share + torch.where((offset == size - 1)[:, None, None, None], of_left, 0)
 
 
-def serves_kernels(operands: Operands, mixing: torch.Tensor, state: MHLAState) -> bool:
-    """Return whether Triton kernels can move this state on: they keep no gradients and no float64."""
-    per_head = mixing.dim() > 2 and mixing.shape[0] != 1
-    heads = operands.query.shape[2] if per_head else state.current.shape[1]
+def serves_kernels(operands: Operands, mixing: StoredMixing, state: MHLAState) -> bool:
+    """Return whether the Triton kernel can move this state on: it keeps no gradients, no float64 and no tiny blocks."""
+    heads = operands.query.shape[2] if mixing.is_per_head else state.current.shape[1]
     if state.current.dtype != torch.float32 or state.prefix.shape[1] != heads or operands.entry.kernel is None:
         return False
-    held = state.summaries, state.current, state.prefix, state.upcoming
-    return not records_gradients(*operands.tokens, *operands.pair, mixing, *held)
+    held = state.summaries, state.current, state.prefix, state.upcoming, state.left
+    return state.block_size > 1 and not records_gradients(
+        *operands.tokens, *operands.pair, mixing.weights, mixing.decay, *held
+    )
 
 
-def block_summary_at(summaries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the summary of block `index` `[B]` out of `[B, H_kv, n, K, V + 1]`: `[B, H_kv, K, V + 1]`."""
+def _summary_at(summaries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the summary at place `index` `[B]` of `[B, H_kv, n, K, V + 1]`: `[B, H_kv, K, V + 1]`."""
     index = index[:, None, None, None, None].expand(-1, summaries.shape[1], 1, *summaries.shape[-2:])
     return summaries.gather(2, index).squeeze(2)
 
 
-def rebuild_state(
-    state: MHLAState, summaries: torch.Tensor, current: torch.Tensor, position: torch.Tensor, mixing: torch.Tensor
+def _settled(
+    state: MHLAState,
+    ring: torch.Tensor,
+    left: torch.Tensor,
+    num_left: torch.Tensor,
+    current: torch.Tensor,
+    position: torch.Tensor,
+    mixing: StoredMixing,
 ) -> MHLAState:
-    """Return the state at `position` with these summaries of all blocks, and recompute all that derives from them."""
-    size, index = state.block_size, indices(summaries.shape[2], position.device)
+    """The state at `position` with these summaries, and with all that decoding would have mixed from them by then."""
+    size, slots, heads = state.block_size, ring.shape[2], state.prefix.shape[1]
     block = current_block(position, size)
-    finished = index < block[:, None]
-    summaries = torch.where(finished[:, None, :, None, None], summaries, 0)
     # A state before its first token has summed up nothing.
-    offset = (position - block * size)[:, None]
+    offset = position - block * size
     rows = torch.stack([block, block + 1], dim=1)
-    weights = mixing_at(mixing, rows[:, :, None], index[None, None, :])
-    seen = torch.stack([finished, finished & (index % size < offset)], dim=1)
-    weights = torch.where(seen[:, None], weights, 0)
+    weights = _slot_weights(mixing, rows, block, slots)
+    seen = indices(slots, position.device) % size < offset[:, None]
+    weights = torch.stack([weights[:, :, 0], torch.where(seen[:, None], weights[:, :, 1], 0)], dim=2)
+    prefix, upcoming = mix_summaries(weights, ring, heads).unbind(2)
+    of_left = _left_weights(mixing, rows, num_left) * left.unsqueeze(2)
+    prefix = prefix + of_left[:, :, 0]
+    upcoming = upcoming + torch.where((offset == size)[:, None, None, None], of_left[:, :, 1], 0)
     # Strides do not tell how a state was made: compiled decoding would be recompiled for others.
-    prefix, upcoming = (
-        part.contiguous() for part in mix_summaries(weights, summaries, state.prefix.shape[1]).unbind(2)
-    )
     return MHLAState(
-        summaries.to(state.summaries.dtype), current.contiguous(), prefix, upcoming, position, state.block_size
-    )
+        ring.to(state.summaries.dtype), current.contiguous(), prefix.contiguous(), upcoming.contiguous(),
+        left.contiguous(), num_left, position, size, state.num_stored_blocks,
+    )  # fmt: skip

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..layouts.blocks import BlockLayout
+    from .band import StoredMixing, TwoSidedMixing
 
 
 BACKENDS = ("auto", "torch", "triton")
@@ -112,17 +113,20 @@ def repeat_heads(tensor: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=dim)
 
 
-def mix_summaries(mixing: torch.Tensor, summary: torch.Tensor, num_heads: int) -> torch.Tensor:
+def mix_summaries(mixing: torch.Tensor | TwoSidedMixing, summary: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Σ_b m_ib S_b for every row i of `mixing` and every query head.
 
     Args:
-        mixing: `[..., I, M]`; the axes before the last two are none, `[H]`, `[B, 1]` or `[B, H]`.
+        mixing: `[..., I, M]`; the axes before the last two are none, `[H]`, `[B, 1]` or `[B, H]`. Or what mixes all
+            blocks without a matrix.
         summary: `[B, H_kv, M, K, V]`.
         num_heads: H.
 
     Returns:
         `[B, H, I, K, V]`. A mixing matrix that all heads share is applied before the heads are repeated.
     """
+    if hasattr(mixing, "mix"):
+        return mixing.mix(summary, num_heads)
     per_head = mixing.dim() > 2 and mixing.shape[-3] != 1
     if per_head:
         summary = repeat_heads(summary, num_heads, 1)
@@ -130,40 +134,42 @@ def mix_summaries(mixing: torch.Tensor, summary: torch.Tensor, num_heads: int) -
     return repeat_heads(mixed, num_heads, 1)
 
 
-def diagonal_weights(mixing: torch.Tensor) -> torch.Tensor:
+def own_weights(mixing: StoredMixing, num_blocks: int, first: torch.Tensor | None) -> torch.Tensor:
     """m_ii shaped to broadcast over `[B, H, M, N, D]`."""
-    return mixing.diagonal(dim1=-2, dim2=-1)[..., None, None]
+    return mixing.own(num_blocks, first)[..., None, None]
 
 
 def prefix_and_own(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor | None,
-    mixing: torch.Tensor,
+    mixing: StoredMixing,
+    first: torch.Tensor | None,
     past: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """φ(q)ᵀ applied to the mixed earlier chunks plus the causal part of the own chunk.
+    """φ(q)ᵀ applied to the mixed earlier blocks plus the causal part of the own block.
 
     Args:
         query: `[B, H, M, N, K]`.
         key: `[B, H_kv, M, N, K]`.
         value: `[B, H_kv, M, N, V]`; `None` for a column of ones.
-        mixing: `[..., M, M]`.
-        past: Mixed summaries of tokens before these, added to the earlier chunks, `[B, H or H_kv, M, K, V]`.
+        mixing: The stored weights.
+        first: The first block of each block's document, `[B, M]`; `None` for one document.
+        past: Mixed summaries of tokens before these, added to the earlier blocks, `[B, H or H_kv, M, K, V]`.
 
     Returns:
-        `[B, H, M, N, V]`, and the chunks' summaries `[B, H_kv, M, K, V]`.
+        `[B, H, M, N, V]`, and the blocks' summaries `[B, H_kv, M, K, V]`.
     """
-    num_heads = query.shape[1]
+    num_heads, num_blocks = query.shape[1:3]
     if value is None:
         value = key.new_ones(*key.shape[:-1], 1)
     summaries = key.transpose(-1, -2) @ value
-    prefix = mix_summaries(mixing.tril(-1), summaries, num_heads)
+    prefix = mixing.mix_earlier(summaries, num_heads, first)
     if past is not None:
         prefix = prefix + repeat_heads(past, num_heads, 1)
     key, value = repeat_heads(key, num_heads, 1), repeat_heads(value, num_heads, 1)
     own = (query @ key.transpose(-1, -2)).tril() @ value
-    return query @ prefix + diagonal_weights(mixing) * own, summaries
+    return query @ prefix + own_weights(mixing, num_blocks, first) * own, summaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,19 +181,19 @@ class Normalizer:
             `[B, H, T]`. `None` for a normaliser that does not divide, as in the two after it.
         block: Product of query blocks `[B, H, M, N, K]` and key sums `[B, H_kv, M, K]` by mixing weights
             `[..., M, M]`: `[B, H, M, N, 1]`.
-        chunked: Causal product of query and key blocks `[B, H or H_kv, M, N, K]` by lower-triangular mixing weights:
-            `[B, H, M, N, 1]`.
+        chunked: Causal product of query and key blocks `[B, H or H_kv, M, N, K]` by stored mixing weights and the first
+            block of each block's document: `[B, H, M, N, 1]`.
         divisor: From the product and eps.
         gradient: Derivative of the divisor with respect to the product; with `divisor` the definition that the
             kernels are tested against.
         kernel: Division in the kernels: 0 for none, 1 by φ(q)·z̃ + eps; `None` for a divisor that torch computes.
         mixes_sums: Whether the product is φ(q_t)·z̃ with z̃_i = Σ_b m_ib z_b, so that z is one more column of the
-            summaries. Sequences and decoding need that; without it blocks must have equal shapes.
+            summaries. Decoding needs that; without it blocks must have equal shapes unless attention is causal.
     """
 
     dense: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockLayout, bool], torch.Tensor] | None = None
     block: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    chunked: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    chunked: Callable[[torch.Tensor, torch.Tensor, StoredMixing, torch.Tensor | None], torch.Tensor] | None = None
     divisor: Callable[[Any, float], Any] = lambda product, eps: product + eps
     gradient: Callable[[Any, float], Any] = lambda product, eps: 1.0
     kernel: int | None = None
@@ -210,8 +216,10 @@ def _block_mixed_sums(query: torch.Tensor, key_sum: torch.Tensor, mixing: torch.
     return query @ mix_summaries(mixing, key_sum.unsqueeze(-1), query.shape[1])
 
 
-def _chunked_mixed_sums(query: torch.Tensor, key: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
-    return prefix_and_own(query, key, None, mixing)[0]
+def _chunked_mixed_sums(
+    query: torch.Tensor, key: torch.Tensor, mixing: StoredMixing, first: torch.Tensor | None
+) -> torch.Tensor:
+    return prefix_and_own(query, key, None, mixing, first)[0]
 
 
 def _dense_aligned_queries(
@@ -234,15 +242,22 @@ def _block_aligned_queries(query: torch.Tensor, key_sum: torch.Tensor, mixing: t
     return (mixing @ own).unsqueeze(-1)
 
 
-def _chunked_aligned_queries(query: torch.Tensor, key: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
+def _chunked_aligned_queries(
+    query: torch.Tensor, key: torch.Tensor, mixing: StoredMixing, first: torch.Tensor | None
+) -> torch.Tensor:
     """Σ_{b<i} m_ib φ(q_bw)·z_b + m_ii φ(q_iw)·Σ_{j≤t, j in i} φ(k_j)."""
-    key = repeat_heads(key, query.shape[1], 1)
+    num_heads, num_blocks = query.shape[1:3]
+    key = repeat_heads(key, num_heads, 1)
     whole = (query @ key.sum(dim=-2, keepdim=True).transpose(-1, -2)).squeeze(-1)
     running = (query * key.cumsum(dim=-2)).sum(dim=-1, keepdim=True)
-    # A zero weight does not stop the NaN of a later chunk's query. Those of earlier ones are part of the sum.
+    # A zero weight does not stop the NaN of a later block's query. Those of earlier ones are part of the sum.
     bad = ~whole.isfinite()
-    earlier = (mixing.tril(-1) @ whole.masked_fill(bad, 0)).masked_fill(bad.cumsum(dim=-2) > bad, float("nan"))
-    return earlier.unsqueeze(-1) + diagonal_weights(mixing) * running
+    earlier = mixing.mix_earlier(whole.masked_fill(bad, 0), num_heads, first)
+    counts = bad.int().cumsum(dim=-2) - bad.int()
+    if first is not None:
+        counts = counts - counts.gather(-2, first[:, None, :, None].expand_as(counts))
+    earlier = earlier.masked_fill(counts > 0, float("nan"))
+    return earlier.unsqueeze(-1) + own_weights(mixing, num_blocks, first) * running
 
 
 NORMALIZERS: dict[str, Normalizer] = {
@@ -260,4 +275,4 @@ NORMALIZERS: dict[str, Normalizer] = {
 """All normalisers, by value of the option `normalizer`."""
 
 SEQUENCE_NORMALIZERS = tuple(name for name, entry in NORMALIZERS.items() if entry.mixes_sums)
-"""Names of those that serve sequences and decoding."""
+"""Names of those that serve decoding, and sequences that look both ways."""

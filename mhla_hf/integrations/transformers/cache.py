@@ -17,7 +17,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
 from ...layers.state import DecodingState, WindowState
-from ...ops import MHLAState, rewind_state
+from ...ops.band import StoredMixing
+from ...ops.operands import MHLAState
+from ...ops.recurrent import rewind
 
 
 # How many of the last tokens can be taken back (assisted decoding drafts fewer).
@@ -31,7 +33,7 @@ _OTHER_MASK = (
 
 
 class MHLACacheLayer(CacheLayerMixin):
-    """Decoding state of one MHLA layer: constant in size for a block, growing by one summary a block.
+    """Decoding state of one MHLA layer, constant in size: as many block summaries as the mixing weights reach, and a sum.
 
     A layer with a softmax window also keeps the keys and values of one or two of its blocks, and the sum of all
     keys before them.
@@ -39,7 +41,7 @@ class MHLACacheLayer(CacheLayerMixin):
     `keys` and `values` are those of the last tokens alone, as in a layer of a sliding window.
 
     Args:
-        max_cache_len: For static caches, the number of tokens to make room for at once; otherwise the state grows.
+        max_cache_len: For static caches, the number of tokens; fewer than the mixing weights reach need less memory.
         is_compileable: Whether `generate` may compile decoding with this cache.
     """
 
@@ -60,7 +62,7 @@ class MHLACacheLayer(CacheLayerMixin):
         self._before: int | torch.Tensor = 0
         # The first column that the rings may hold.
         self._oldest: int | torch.Tensor = 0
-        self._mixing: torch.Tensor | None = None
+        self._mixing: StoredMixing | None = None
         self._unusable: str | None = None
         # Hash of the columns that are hidden as padding, LongTensor `[B]`, and whether there may be any.
         self._hidden: torch.Tensor | None = None
@@ -234,11 +236,10 @@ class MHLACacheLayer(CacheLayerMixin):
         """Make further use an error; for calls whose tokens cannot be kept in this cache."""
         self._unusable = why
 
-    def decoding_state(self, block_size: int, new_tokens: int) -> DecodingState:
-        """The state before the tokens of this call, with room for them.
+    def decoding_state(self, new_tokens: int) -> DecodingState:
+        """The state before the tokens of this call.
 
         Args:
-            block_size: Tokens of a block.
             new_tokens: Tokens that [`MHLACacheLayer.update`] just counted.
 
         Raises:
@@ -247,16 +248,9 @@ class MHLACacheLayer(CacheLayerMixin):
         if self._unusable is not None:
             raise ValueError(self._unusable)
         self._check_room(new_tokens)
-        # The positions in `_before` and `_length` bound those of every batch entry.
-        # Only static caches count in tensors.
-        needed: Any = self.max_cache_len if self.max_cache_len is not None else self._length
-        room, blocks = -(-needed // block_size), self.state
-        if blocks is not None and room > blocks.num_blocks:
-            # Grown by half as much again, so that growing costs little for each token.
-            blocks = blocks.with_room(max(room, blocks.num_blocks * 3 // 2))
         # Finished blocks are kept in bfloat16 for bfloat16 models; fp16 has too little range for sums.
         summary_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else None
-        return DecodingState(blocks, self.window_state, max(room, 2), summary_dtype, REWINDABLE_TOKENS)
+        return DecodingState(self.state, self.window_state, self.max_cache_len, summary_dtype, REWINDABLE_TOKENS)
 
     def hide(self, mask: torch.Tensor) -> bool:
         """Take tokens out of the state that a mask hides and the one that they were passed with did not.
@@ -296,22 +290,20 @@ class MHLACacheLayer(CacheLayerMixin):
         if valid is None:
             valid = torch.ones(last.key.shape[:2], dtype=torch.bool, device=last.key.device)
         self._record(key=last.key, normalizer_key=last.normalizer_key, valid=valid)
-        self._mixing = last.mixing.detach()
+        self._mixing = last.mixing
         self.state, self.window_state = state.blocks, state.window
         if hidden is not None:
             # The flag is written and not read, or graphs would be compiled for either value.
             self._hidden, self._may_hide = hidden, True
         elif self._hidden is None:
             self._hidden = torch.zeros_like(state.blocks.position)
-        if self.max_cache_len is None:
-            _allow_other_sizes(state.blocks.summaries, 2)
 
     def _take_out(self, columns: torch.Tensor, valid: torch.Tensor, kept: torch.Tensor | None = None) -> None:
         """Take the tokens of the last columns out of the state, but those that are kept."""
         assert self.state is not None and self._mixing is not None
         slots = columns % REWINDABLE_TOKENS
         tokens = {name: self._last[name].index_select(1, slots) for name in ("key", "normalizer_key", "value")}
-        self.state = rewind_state(self.state, self._mixing, **tokens, valid=valid, kept=kept)
+        self.state = rewind(self.state, self._mixing, **tokens, valid=valid, kept=kept)
         if self.window_state is not None:
             self.window_state = self.window_state.rewound(valid, kept)
 
@@ -379,7 +371,7 @@ class MHLACacheLayer(CacheLayerMixin):
             self._hidden = function(self._hidden)
 
 
-_STATE_TENSORS = ("summaries", "current", "prefix", "upcoming", "position")
+_STATE_TENSORS = ("summaries", "current", "prefix", "upcoming", "left", "num_left", "position")
 _WINDOW_TENSORS = ("keys", "values", "position", "left", "num_left")
 
 

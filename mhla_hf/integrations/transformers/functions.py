@@ -221,7 +221,7 @@ def _token_sequence(module: Any, given: LayerInputs, shape: torch.Size, causal: 
             )
     if cache is not None and not causal:
         raise ValueError(f"{type(module).__name__} attends in both directions and cannot decode with a cache.")
-    state = None if cache is None else cache.decoding_state(module.mhla.config.block_size[0], length)
+    state = None if cache is None else cache.decoding_state(length)
     return TokenSequence(causal, valid, documents, inputs.num_documents, state)
 
 
