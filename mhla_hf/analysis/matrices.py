@@ -22,7 +22,8 @@ from ..layers.mhla import MHLA
 from ..layers.mixing import features_and_normalizer
 from ..layers.state import TokenSequence
 from ..layouts.blocks import BlockLayout
-from ..ops.operands import Operands, check_attention, extend_mixing, from_head_blocks, head_blocks
+from ..ops.band import StoredMixing, extend_mixing
+from ..ops.operands import Operands, check_attention, from_head_blocks, head_blocks
 from ..ops.tables import repeat_heads
 from ..utils.messages import check_choice
 from .statistics import rank_bound
@@ -91,7 +92,7 @@ def mhla_matrix(
         head_blocks(tokens, layout) for tokens in (operands.normalizer_query, operands.normalizer_key)
     )
     if causal and entry.chunked is not None:
-        product = entry.chunked(normalizer_query, normalizer_key, mixing)
+        product = entry.chunked(normalizer_query, normalizer_key, StoredMixing.of(mixing), None)
     elif entry.block is not None:
         product = entry.block(normalizer_query, normalizer_key.sum(dim=-2), mixing)
     else:

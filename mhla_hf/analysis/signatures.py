@@ -17,7 +17,7 @@ from ..layers.mixing import effective_mixing
 from ..layouts.blocks import BlockLayout
 from ..models.directory import ModelDirectory
 from ..ops import FEATURE_MAPS
-from ..ops.operands import extend_mixing
+from ..ops.band import extend_mixing
 from ..training.matching.layers import mhla_layers
 from ..training.processes import full_tensor
 from .matrices import LayerTokens

@@ -26,7 +26,7 @@ from ..layouts.blocks import BlockLayout, check_count, positive_axes
 from ..layouts.resampling import resample_mixing
 from ..layouts.sequences import SequenceLayout
 from ..ops.backends import choose_backend, kernels_pass
-from ..ops.band import StoredMixing, TwoSidedMixing, sequence_mixing
+from ..ops.band import StoredMixing, sequence_mixing
 from ..ops.forms import attend_on
 from ..ops.operands import (
     Operands,
@@ -38,7 +38,7 @@ from ..ops.operands import (
 )
 from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
-from ..ops.tables import FEATURE_MAPS, SEQUENCE_NORMALIZERS, repeat_heads
+from ..ops.tables import FEATURE_MAPS, SEQUENCE_NORMALIZERS, BlockMixing, repeat_heads
 from ..utils.messages import check_choice, shorten_value
 from .convolution import DepthwiseConv3d
 from .fused import (
@@ -52,7 +52,9 @@ from .fused import (
     rotated_in_kernel,
 )
 from .mixing import (
+    LOW_RANK_FROM,
     LearnedFeatureMap,
+    ResampledMixing,
     effective_mixing,
     features_and_normalizer,
     initial_mixing,
@@ -420,25 +422,33 @@ class MHLA(nn.Module):
                 assert config.block_size is not None
                 return decode(operands, self.stored_mixing(), config.block_size[0], sequence, backend)
             assert layout is not None
-            mixing = self._mixing_of(call)
             if call.shard is not None:
                 # Not by whether gradients are recorded: checkpointing computes the same output with and without.
                 half = value.dtype == torch.bfloat16 and not self.training
-                assert isinstance(layout, BlockLayout) and isinstance(mixing, torch.Tensor)
-                return attend_sharded(operands, mixing, layout, call.shard, torch.bfloat16 if half else None), None
+                assert isinstance(layout, BlockLayout)
+                return attend_sharded(
+                    operands,
+                    self._matrix_of(call).to(operands.dtype),
+                    layout,
+                    call.shard,
+                    torch.bfloat16 if half else None,
+                ), None
             causal = config.causal if sequence is None else sequence.causal
-            return attend_on(backend, operands, mixing, layout, causal=causal), None
+            return attend_on(backend, operands, self._mixing_of(call), layout, causal=causal), None
 
     @property
     def _feature_maps(self) -> tuple[LearnedFeatureMap | None, LearnedFeatureMap | None]:
         return self.feature_map_query, self.feature_map_key
 
-    def _mixing_of(self, call: Call) -> torch.Tensor | StoredMixing | TwoSidedMixing:
-        """How the layout's blocks are mixed: by a matrix `[M, M]` or `[H, M, M]`, or by distance where there are many."""
+    def _mixing_of(self, call: Call) -> torch.Tensor | StoredMixing | BlockMixing:
+        """How the layout's blocks are mixed: by a matrix `[M, M]` or `[H, M, M]` unless there are many."""
         assert call.layout is not None
         if not self.config.is_sequence:
             assert isinstance(call.layout, BlockLayout)
-            return self.mixing_matrix(call.layout)
+            if call.layout.num_blocks <= LOW_RANK_FROM * self.mixing.shape[-1]:
+                return self.mixing_matrix(call.layout)
+            blocks = self.blocks, call.layout.blocks, call.layout.num_prefix_blocks
+            return ResampledMixing(self.mixing_matrix(), *blocks)
         causal = self.config.causal if call.sequence is None else call.sequence.causal
         return self.stored_mixing() if causal else sequence_mixing(self.stored_mixing(), call.layout)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -17,9 +18,10 @@ import torch.nn.functional as F
 from ..config import MAX_LEPE_WEIGHTS, MHLAConfig, check_window, default_window_size
 from ..layouts import MAX_BLOCKS
 from ..layouts.blocks import BlockLayout, block_centers, cached, choose_blocks, positive_axes
+from ..layouts.resampling import axis_interpolation, resample_mixing
 from ..ops.backends import kernels_pass
 from ..ops.operands import accumulation_dtype
-from ..ops.tables import FEATURE_MAPS, NORMALIZERS
+from ..ops.tables import FEATURE_MAPS, NORMALIZERS, repeat_heads
 
 
 # Under a finite `mixing_range` the bias bottoms out here instead of at 0, relative to the block's own weight.
@@ -32,6 +34,9 @@ NONNEGATIVE_FLOOR = 0.01
 # Steepness of the softplus in units of 1/M: weights of 1/M then learn as fast as unconstrained ones, and the floor
 # still receives a tenth of the gradient.
 NONNEGATIVE_SHARPNESS = 10.0
+# Times as many blocks as weights exist for from which on resampled weights are not made; they cost as much there on a
+# CPU.
+LOW_RANK_FROM = 4
 
 
 def layout_at(
@@ -232,6 +237,48 @@ def effective_mixing(config: MHLAConfig, parameter: torch.Tensor) -> torch.Tenso
     if config.mixing_constraint == "none":
         return parameter
     return F.softplus(parameter, beta=NONNEGATIVE_SHARPNESS * parameter.shape[-1], threshold=30.0)
+
+
+@dataclass(frozen=True)
+class ResampledMixing:
+    """Mixing by resampled weights m' = (M / M') R m Rᵀ that does not make them: m' S = (M / M') R (m (Rᵀ S)).
+
+    R is an interpolation along each axis, so that this costs M' · (blocks of an axis) + M² in place of M'².
+
+    Attributes:
+        weights: m, `[M, M]` or `[H, M, M]`.
+        source: Number of blocks along each axis of m.
+        target: Number of blocks along each axis wanted.
+        num_prefix_blocks: 1 where the first row and column are those of the tokens before the grid.
+    """
+
+    weights: torch.Tensor
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    num_prefix_blocks: int = 0
+
+    def mix(self, summary: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Return Σ_b m'_ib S_b, `[B, H, M', K, V]` from `[B, H_kv, M', K, V]`."""
+        if self.weights.dim() == 3:
+            summary = repeat_heads(summary, num_heads, 1)
+        weights = self.weights.to(summary.dtype) * (self.weights.shape[-1] / summary.shape[2])
+        mixed = self._resample(weights @ self._resample(summary.flatten(3), True), False)
+        return repeat_heads(mixed.unflatten(3, summary.shape[3:]), num_heads, 1)
+
+    def matrix(self) -> torch.Tensor:
+        """Return m', `[M', M']` or `[H, M', M']`."""
+        return resample_mixing(self.weights, self.source, self.target, self.num_prefix_blocks)
+
+    def _resample(self, blocks: torch.Tensor, transpose: bool) -> torch.Tensor:
+        """R or Rᵀ of `[B, H, M or M', D]`, one axis after another."""
+        prefix, grid = blocks.split([self.num_prefix_blocks, blocks.shape[2] - self.num_prefix_blocks], dim=2)
+        shape = list(self.target if transpose else self.source)
+        for axis, (source, target) in enumerate(zip(self.source, self.target)):
+            matrix = cached(axis_interpolation, source, target, blocks.device).to(blocks.dtype)
+            grid = grid.reshape(*blocks.shape[:2], math.prod(shape[:axis]), shape[axis], -1)
+            grid = (matrix.T if transpose else matrix) @ grid
+            shape[axis] = source if transpose else target
+        return torch.cat([prefix, grid.reshape(*blocks.shape[:2], -1, blocks.shape[3])], dim=2)
 
 
 class LearnedFeatureMap(nn.Module):

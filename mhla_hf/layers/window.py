@@ -48,9 +48,9 @@ import torch
 import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout, cached, indices, tiles_of
-from ..layouts.sequences import SequenceLayout
-from ..ops.operands import from_head_blocks, head_blocks
-from ..ops.tables import repeat_heads
+from ..ops.band import StoredMixing, sequence_mixing
+from ..ops.operands import first_blocks, from_head_blocks, head_blocks
+from ..ops.tables import mix_summaries, repeat_heads
 from .state import TokenSequence, WindowState
 
 
@@ -329,7 +329,13 @@ def sequence_window_attention(
     # With a channel that counts the tokens of a block.
     filled = head_blocks(torch.ones_like(key[:, :, :1, :1]), layout).expand(*keys.shape[:4], 1)
     sums = torch.cat([filled, keys], dim=-1).sum(3, dtype=torch.promote_types(key.dtype, torch.float32))
-    sums = _blocks_beyond(layout, offsets, sequence.causal, device).to(sums.dtype) @ sums
+    # Those of the blocks beyond the window: all that are farther away than the last one of it.
+    index = torch.arange(2 - offsets[0], device=device)
+    beyond = StoredMixing(((index[:, None] - index).abs() > -offsets[0]).to(sums.dtype)[None])
+    if sequence.causal:
+        sums = beyond.mix_earlier(sums, sums.shape[1], first_blocks(layout))
+    else:
+        sums = mix_summaries(sequence_mixing(beyond, layout), sums.unsqueeze(-1), sums.shape[1]).squeeze(-1)
     if past is not None:
         sums = sums + past.unsqueeze(2)
     rest = _one_landmark(queries, sums.unsqueeze(3), scale)
@@ -493,20 +499,6 @@ def _neighbours(num_blocks: int, offsets: tuple[int, ...], device: torch.device)
     """The blocks that each block of a sequence sees, LongTensor `[M, S]`; M where there is none."""
     seen = torch.arange(num_blocks, device=device)[:, None] + torch.tensor(offsets, device=device)
     return torch.where((seen >= 0) & (seen < num_blocks), seen, num_blocks)
-
-
-def _blocks_beyond(
-    layout: BlockLayout | SequenceLayout, offsets: tuple[int, ...], causal: bool, device: torch.device
-) -> torch.Tensor:
-    """The blocks of a document beyond those that each block sees, BoolTensor `[M, M]` or `[B, 1, M, M]`."""
-    index = indices(layout.num_blocks, device)
-    apart = index - index[:, None]
-    beyond = apart < offsets[0]
-    if not causal:
-        beyond = beyond | (apart > offsets[-1])
-    if isinstance(layout, SequenceLayout) and layout.index_in_document is not None:
-        beyond = beyond & layout.same_document()[:, None]
-    return beyond
 
 
 def _of_documents(filled: torch.Tensor, first_block: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:

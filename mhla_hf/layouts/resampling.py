@@ -15,6 +15,18 @@ from . import MAX_BLOCKS
 from .blocks import cached, positive_axes
 
 
+def axis_interpolation(source: int, target: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Linear interpolation over relative coordinates on one axis: float32 `[target, source]`, rows sum to one.
+
+    Block c of n sits at (c + 0.5) / n. Coordinates outside the outermost source centres take the value there; going to
+    fewer blocks, the triangle filter is widened so that every source block keeps its say.
+    """
+    position = ((torch.arange(target, device=device) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
+    distance = (position[:, None] - torch.arange(source, device=device)[None, :]).abs()
+    weight = (1 - distance / max(1.0, source / target)).clamp(min=0)
+    return weight / weight.sum(dim=1, keepdim=True)
+
+
 def interpolation_matrix(
     source_blocks: Sequence[int],
     target_blocks: Sequence[int],
@@ -22,10 +34,7 @@ def interpolation_matrix(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Linear interpolation between two block grids over relative block coordinates.
-
-    Block c of n on an axis sits at (c + 0.5) / n. Coordinates outside the outermost source centres take the value
-    there; going to fewer blocks, the triangle filter is widened so that every source block keeps its say.
+    """[`axis_interpolation`] between two block grids.
 
     Args:
         source_blocks: Number of blocks along each axis that weights exist for.
@@ -39,10 +48,7 @@ def interpolation_matrix(
     """
     result = torch.ones(1, 1, device=device)
     for source, target in zip(source_blocks, target_blocks, strict=True):
-        position = ((torch.arange(target, device=device) + 0.5) * (source / target) - 0.5).clamp(0, source - 1)
-        distance = (position[:, None] - torch.arange(source, device=device)[None, :]).abs()
-        weight = (1 - distance / max(1.0, source / target)).clamp(min=0)
-        result = torch.kron(result, weight / weight.sum(dim=1, keepdim=True))
+        result = torch.kron(result, axis_interpolation(source, target, device))
     return torch.block_diag(torch.eye(num_prefix_blocks, device=device), result).to(dtype)
 
 

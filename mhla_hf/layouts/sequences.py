@@ -52,7 +52,6 @@ class SequenceLayout:
         count = num_documents if documents is not None else 1
         self.num_blocks = max(1, min(self.num_tokens, (self.num_tokens + count * (block_size - 1)) // block_size))
         self._valid = valid
-        self._document_of_block: torch.Tensor | None = None
         self.index_in_document: torch.Tensor | None = None
         position = valid.long().cumsum(dim=1) - 1
         if documents is None:
@@ -75,10 +74,9 @@ class SequenceLayout:
         first_block = blocks.cumsum(dim=1) - blocks
         position = position - first_token.gather(1, documents)
         block = first_block.gather(1, documents) + position // size
-        # Every token writes the same two facts about its block; -1 stays where there is none.
+        # Every token writes the same about its block; -1 stays where there is none.
         where = torch.where(self._valid, block, self.num_blocks)
         unknown = position.new_full((position.shape[0], self.num_blocks + 1), -1)
-        self._document_of_block = unknown.scatter(1, where, documents)[:, :-1]
         self.index_in_document = unknown.scatter(1, where, position // size)[:, :-1]
         return block * size + position % size
 
@@ -113,12 +111,6 @@ class SequenceLayout:
             return None
         index = indices(self.num_blocks, self.index_in_document.device)
         return index - self.index_in_document.clamp(min=0)
-
-    def same_document(self) -> torch.Tensor:
-        """Mask of pairs of blocks of one document, BoolTensor `[B, M, M]`."""
-        assert self._document_of_block is not None
-        document = self._document_of_block
-        return (document[:, :, None] == document[:, None, :]) & (document[:, :, None] >= 0)
 
 
 def _check_documents(documents: torch.Tensor, valid: torch.Tensor) -> None:

@@ -155,7 +155,7 @@ class StoredMixing:
         weights = self.chunk_weights(blocks, first, last=last, ahead=True)
         later = self._mix_in_chunks(summary.flip(2), num_heads, *weights).flip(2)
         own = self.own(blocks, first)
-        own = (own[None] if first is None else own)[(..., *[None] * (summary.dim() - 3))]
+        own = own.reshape(*own.shape[-3:], *[1] * (summary.dim() - 3))
         return earlier + later + own * repeat_heads(summary, num_heads, 1)
 
     def _mix_in_chunks(self, summary: Tensor, num_heads: int, window: Tensor, carry: Tensor) -> Tensor:

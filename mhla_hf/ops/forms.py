@@ -16,7 +16,7 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..utils.messages import check_choice
 from .backends import choose_backend, log_fallback
-from .band import StoredMixing, TwoSidedMixing, extend_mixing, sequence_mixing
+from .band import StoredMixing, extend_mixing, sequence_mixing
 from .operands import (
     Operands,
     autocast_type,
@@ -29,7 +29,7 @@ from .operands import (
     spoilt_tokens,
 )
 from .recurrent import PART_CHUNKS, empty_state, extend
-from .tables import OPERATOR_BACKENDS, mix_summaries, prefix_and_own, repeat_heads
+from .tables import OPERATOR_BACKENDS, BlockMixing, mix_summaries, prefix_and_own, repeat_heads
 
 
 def mhla_attention(
@@ -50,9 +50,9 @@ def mhla_attention(
     """Multi-Head Linear Attention (arXiv 2601.07832, section 3).
 
     S_b = Σ_{j in b} φ(k_j) v_jᵀ, z_b = Σ_{j in b} φ(k_j), S̃_i = Σ_b m_ib S_b, z̃_i = Σ_b m_ib z_b and
-    o_t = φ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)ᵀ z̃_{b(t)} + eps). Linear in T while M² ≤ T; sequences and causal attention, whose
-    blocks may be more than M, whatever T is. Sums run in float32 at least. Causal attention in plain torch that records
-    no gradient runs in parts, so that memory beside inputs and outputs does not grow with T.
+    o_t = φ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)ᵀ z̃_{b(t)} + eps). Linear in T while M² ≤ T; for sequences and causal attention,
+    whose blocks may be more than M, whatever T is. Sums run in float32 at least. Causal attention in plain torch that
+    records no gradient runs in parts, so that memory beside inputs and outputs does not grow with T.
 
     Args:
         query: Feature-mapped (and rotated, where there is RoPE) queries `[B, T, H, K]`.
@@ -62,8 +62,8 @@ def mhla_attention(
             [`mhla_hf.ops.extend_mixing`].
         layout: Blocks of the T tokens: a [`BlockLayout`], which for causal attention is 1-D and made with
             `block_size`, or a `SequenceLayout` for padded or packed sequences, whose padding gets zeros.
-        mixing_decay: For sequences and causal attention, `[]`, `[1]` or `[H]`: factor of the weights for every block of
-            distance that the M × M weights do not reach, from 0 for none of these blocks to 1, which `None` stands for.
+        mixing_decay: For sequences and causal attention, `[]`, `[1]` or `[H]`: factor of the weights for every block
+            of distance that the M × M weights do not reach, from 0 (none of them) to 1 (`None`).
         normalizer_query: Queries `[B, T, H, K]` for the denominator, where they differ from `query` (unrotated ones).
         normalizer_key: Keys `[B, T, H_kv, K]` for the denominator, likewise.
         normalizer: `"query"`, `"block_query"` (blocks of equal shape only, unless `causal`) or `"none"`.
@@ -94,7 +94,7 @@ def mhla_attention(
         if isinstance(layout, SequenceLayout):
             raise ValueError("backend='naive' takes a BlockLayout, not a SequenceLayout.")
         return attend_naively(operands, mixing, layout, causal, mixing_decay)
-    blocks: torch.Tensor | StoredMixing | TwoSidedMixing = mixing
+    blocks: torch.Tensor | StoredMixing | BlockMixing = mixing
     if causal or isinstance(layout, SequenceLayout):
         stored = StoredMixing.of(mixing, mixing_decay, operands.dtype)
         blocks = stored if causal else sequence_mixing(stored, layout)
@@ -106,7 +106,7 @@ def mhla_attention(
 def attend_on(
     backend: str,
     operands: Operands,
-    mixing: torch.Tensor | StoredMixing | TwoSidedMixing,
+    mixing: torch.Tensor | StoredMixing | BlockMixing,
     layout: BlockLayout | SequenceLayout,
     *,
     causal: bool,
@@ -116,7 +116,8 @@ def attend_on(
     Args:
         backend: `"torch"` or `"triton"`, as [`mhla_hf.ops.choose_backend`] chose.
         operands: The tokens and the normaliser.
-        mixing: Weights of the layout's own blocks, `[..., M, M]`, or how these are mixed; where causal the stored ones.
+        mixing: Weights of the layout's own blocks, `[..., M, M]`, or how these are mixed; where causal the stored
+            ones.
         layout: The blocks.
         causal: Whether to look back only.
 
@@ -132,7 +133,7 @@ def attend_on(
 
         if isinstance(mixing, StoredMixing):
             return triton_causal_mhla_attention(operands, mixing, layout)
-        mixing = mixing.matrix() if isinstance(mixing, TwoSidedMixing) else mixing
+        mixing = mixing if isinstance(mixing, torch.Tensor) else mixing.matrix()
         return triton_block_mhla_attention(operands, mixing, layout)
     if isinstance(mixing, StoredMixing):
         return attend_by_chunk(operands, mixing, layout)
@@ -183,7 +184,7 @@ def attend_naively(
 
 
 def attend_by_block(
-    operands: Operands, mixing: torch.Tensor | TwoSidedMixing, layout: BlockLayout | SequenceLayout
+    operands: Operands, mixing: torch.Tensor | BlockMixing, layout: BlockLayout | SequenceLayout
 ) -> torch.Tensor:
     """MHLA by block summaries.
 
@@ -272,6 +273,7 @@ def attend_by_chunk(operands: Operands, mixing: StoredMixing, layout: BlockLayou
     query, key, value = operands.tokens
     dtype, entry = operands.dtype, operands.entry
     if _runs_in_parts(operands, mixing, layout):
+        assert isinstance(layout, BlockLayout)
         state = empty_state(
             key.shape[0], key.shape[2], key.shape[3], value.shape[3], layout.max_block_tokens, mixing.num_blocks,
             num_mixing_heads=query.shape[2] if mixing.is_per_head else key.shape[2], dtype=dtype, device=key.device,

@@ -5,8 +5,8 @@ Checks read types, shapes and devices alone, so that none waits for a device; to
 leaves nothing. They run once, in the public functions. Every error is a `ValueError` that names the argument.
 
 Shape letters: B batch, T tokens, H query heads, H_kv key/value heads, K query/key width, V value width, M blocks, N
-tokens of a block, R slots of a state's ring. Summaries carry the normaliser z as their last column, hence V + 1. H_m is
-H_kv where all heads share the mixing weights, else H.
+tokens of a block, R slots of a state's ring. Summaries carry the normaliser z as their last column, hence V + 1. H_m
+is H_kv where all heads share the mixing weights, else H.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Operands:
 
     def cut(self, part: slice) -> Operands:
         """Return some of the tokens."""
-        tokens = [None if x is None else x[:, part] for x in (*self.tokens, *self.pair)]
-        return Operands(*tokens, self.normalizer, self.eps)  # type: ignore[arg-type]
+        tokens: Any = [None if x is None else x[:, part] for x in (*self.tokens, *self.pair)]
+        return Operands(*tokens, self.normalizer, self.eps)  # type: ignore[call-arg]
 
     @property
     def entry(self) -> Normalizer:
@@ -99,8 +99,9 @@ class Operands:
 
 @dataclass(frozen=True)
 class MHLAState:
-    """Decoding state of one causal MHLA layer, of constant size. [`mhla_step`] writes into `summaries`: go on with what
-    it returns.
+    """Decoding state of one causal MHLA layer, of constant size.
+
+    [`mhla_step`] writes into `summaries`: go on with what it returns.
 
     Attributes:
         summaries: A ring of the last finished blocks, `[B, H_kv, R, K, V + 1]`: block b lies in slot b mod R. Zeros
@@ -341,7 +342,7 @@ def check_state(
     }
     if state.num_stored_blocks != mixing.shape[-1]:
         raise ValueError(
-            f"state was made for mixing weights of {state.num_stored_blocks} blocks, but mixing has {mixing.shape[-1]}."
+            f"state was made for weights of {state.num_stored_blocks} blocks, but mixing has {mixing.shape[-1]}."
         )
     for name, shape in shapes.items():
         tensor = getattr(state, name)

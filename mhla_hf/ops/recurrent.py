@@ -93,16 +93,15 @@ def empty_state(
         check_count("max_tokens", max_tokens)
         slots = min(slots, -(-max_tokens // block_size))
     shape = (key_width, value_width + 1)
-    return MHLAState(
-        torch.zeros(batch_size, num_heads, slots, *shape, dtype=summary_dtype or dtype, device=device),
-        torch.zeros(batch_size, num_heads, *shape, dtype=dtype, device=device),
-        *(torch.zeros(batch_size, mixing_heads, *shape, dtype=dtype, device=device) for _ in range(3)),
-        num_left=torch.zeros(batch_size, dtype=torch.long, device=device),
-        position=torch.zeros(batch_size, dtype=torch.long, device=device),
-        block_size=block_size,
-        num_stored_blocks=num_stored_blocks,
-        is_empty=True,
+    summaries = torch.zeros(batch_size, num_heads, slots, *shape, dtype=summary_dtype or dtype, device=device)
+    current = torch.zeros(batch_size, num_heads, *shape, dtype=dtype, device=device)
+    prefix, upcoming, left = (
+        torch.zeros(batch_size, mixing_heads, *shape, dtype=dtype, device=device) for _ in range(3)
     )
+    num_left, position = (torch.zeros(batch_size, dtype=torch.long, device=device) for _ in range(2))
+    return MHLAState(
+        summaries, current, prefix, upcoming, left, num_left, position, block_size, num_stored_blocks, is_empty=True
+    )  # fmt: skip
 
 
 def mhla_extend(
@@ -121,8 +120,8 @@ def mhla_extend(
 ) -> tuple[torch.Tensor, MHLAState]:
     """Run any number of tokens through the chunked form after the tokens that `state` has seen.
 
-    Serves the prompt, a prompt in parts, and the next turn of a conversation. `state` stays valid. Where no gradient is
-    recorded, memory beside inputs and outputs does not grow with their number.
+    Serves the prompt, a prompt in parts, and the next turn of a conversation. `state` stays valid. Where no gradient
+    is recorded, memory beside inputs and outputs does not grow with their number.
 
     Args:
         query: Feature-mapped queries `[B, T, H, K]`.
@@ -315,8 +314,8 @@ def _attend_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs `[B, T, H, V]`, and what the new tokens add to their blocks, `[B, H_kv, I, K, V + 1]`.
 
-    `first` `[B]` is the block of the layout's first one, `past` is what [`_mixed_past`] returns, and `lead` slots of the
-    layout come before the tokens.
+    `first` `[B]` is the block of the layout's first one, `past` is what [`_mixed_past`] returns, and `lead` slots of
+    the layout come before the tokens.
     """
     *clean, bad = finite_tokens(operands)
     if lead:
@@ -441,10 +440,15 @@ def step(
         # The kernel writes where a dense tensor would have the block.
         summaries = state.summaries.contiguous()
         output, *tensors = decode_token(
-            *operands.tokens, *operands.pair, valid, mixing.weights, mixing.decay, summaries, state.current,
-            state.prefix, state.upcoming, state.left, state.num_left, state.position, size, entry.divides, operands.eps,
+            *operands.tokens, *operands.pair, valid, mixing.weights, mixing.decay, summaries,
+            state.current, state.prefix, state.upcoming, state.left, state.num_left, state.position,
+            size, entry.divides, operands.eps,
         )  # fmt: skip
-        return output, MHLAState(summaries, *tensors, size, state.num_stored_blocks)
+        current, prefix, upcoming, left, num_left, position = tensors
+        state = MHLAState(
+            summaries, current, prefix, upcoming, left, num_left, position, size, state.num_stored_blocks
+        )  # fmt: skip
+        return output, state
     counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size
     with torch.autocast(autocast_type(query.device), enabled=False):
@@ -517,7 +521,7 @@ def _upcoming_share(state: MHLAState, mixing: StoredMixing, block: torch.Tensor,
 
 
 def serves_kernels(operands: Operands, mixing: StoredMixing, state: MHLAState) -> bool:
-    """Return whether the Triton kernel can move this state on: it keeps no gradients, no float64 and no tiny blocks."""
+    """Return whether the Triton kernel can move this state on, without gradients, float64 and blocks of one token."""
     heads = operands.query.shape[2] if mixing.is_per_head else state.current.shape[1]
     if state.current.dtype != torch.float32 or state.prefix.shape[1] != heads or operands.entry.kernel is None:
         return False

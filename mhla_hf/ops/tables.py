@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 
 if TYPE_CHECKING:
     import torch
 
     from ..layouts.blocks import BlockLayout
-    from .band import StoredMixing, TwoSidedMixing
+    from .band import StoredMixing
 
 
 BACKENDS = ("auto", "torch", "triton")
@@ -113,19 +113,31 @@ def repeat_heads(tensor: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=dim)
 
 
-def mix_summaries(mixing: torch.Tensor | TwoSidedMixing, summary: torch.Tensor, num_heads: int) -> torch.Tensor:
+class BlockMixing(Protocol):
+    """Mixing of blocks that are so many, or have weights of such a kind, that a matrix of all pairs costs more."""
+
+    def mix(self, summary: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Return Σ_b m_ib S_b, `[B, H, M, K, V]` from `[B, H_kv, M, K, V]`."""
+
+    def matrix(self) -> torch.Tensor:
+        """Return the weights of all pairs, `[..., M, M]`."""
+
+
+def mix_summaries(mixing: torch.Tensor | BlockMixing, summary: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Σ_b m_ib S_b for every row i of `mixing` and every query head.
 
     Args:
-        mixing: `[..., I, M]`; the axes before the last two are none, `[H]`, `[B, 1]` or `[B, H]`. Or what mixes all
-            blocks without a matrix.
+        mixing: `[..., I, M]`; the axes before the last two are none, `[H]`, `[B, 1]` or `[B, H]`. Or a
+            [`BlockMixing`].
         summary: `[B, H_kv, M, K, V]`.
         num_heads: H.
 
     Returns:
         `[B, H, I, K, V]`. A mixing matrix that all heads share is applied before the heads are repeated.
     """
-    if hasattr(mixing, "mix"):
+    import torch
+
+    if not isinstance(mixing, torch.Tensor):
         return mixing.mix(summary, num_heads)
     per_head = mixing.dim() > 2 and mixing.shape[-3] != 1
     if per_head:
@@ -181,8 +193,8 @@ class Normalizer:
             `[B, H, T]`. `None` for a normaliser that does not divide, as in the two after it.
         block: Product of query blocks `[B, H, M, N, K]` and key sums `[B, H_kv, M, K]` by mixing weights
             `[..., M, M]`: `[B, H, M, N, 1]`.
-        chunked: Causal product of query and key blocks `[B, H or H_kv, M, N, K]` by stored mixing weights and the first
-            block of each block's document: `[B, H, M, N, 1]`.
+        chunked: Causal product of query and key blocks `[B, H or H_kv, M, N, K]` by stored mixing weights, with the
+            first block of each block's document: `[B, H, M, N, 1]`.
         divisor: From the product and eps.
         gradient: Derivative of the divisor with respect to the product; with `divisor` the definition that the
             kernels are tested against.
@@ -192,7 +204,7 @@ class Normalizer:
     """
 
     dense: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockLayout, bool], torch.Tensor] | None = None
-    block: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    block: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | BlockMixing], torch.Tensor] | None = None
     chunked: Callable[[torch.Tensor, torch.Tensor, StoredMixing, torch.Tensor | None], torch.Tensor] | None = None
     divisor: Callable[[Any, float], Any] = lambda product, eps: product + eps
     gradient: Callable[[Any, float], Any] = lambda product, eps: 1.0
@@ -212,7 +224,7 @@ def _dense_mixed_sums(
     return (scores.tril() if causal else scores).sum(-1)
 
 
-def _block_mixed_sums(query: torch.Tensor, key_sum: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
+def _block_mixed_sums(query: torch.Tensor, key_sum: torch.Tensor, mixing: torch.Tensor | BlockMixing) -> torch.Tensor:
     return query @ mix_summaries(mixing, key_sum.unsqueeze(-1), query.shape[1])
 
 
@@ -236,10 +248,11 @@ def _dense_aligned_queries(
     return (scores.tril() if causal else scores).sum(-1)
 
 
-def _block_aligned_queries(query: torch.Tensor, key_sum: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
+def _block_aligned_queries(
+    query: torch.Tensor, key_sum: torch.Tensor, mixing: torch.Tensor | BlockMixing
+) -> torch.Tensor:
     """Each block's own queries against its own key sum, then mixed over blocks."""
-    own = (query @ repeat_heads(key_sum, query.shape[1], 1).unsqueeze(-1)).squeeze(-1)
-    return (mixing @ own).unsqueeze(-1)
+    return mix_summaries(mixing, query @ repeat_heads(key_sum, query.shape[1], 1).unsqueeze(-1), query.shape[1])
 
 
 def _chunked_aligned_queries(

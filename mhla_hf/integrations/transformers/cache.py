@@ -33,7 +33,7 @@ _OTHER_MASK = (
 
 
 class MHLACacheLayer(CacheLayerMixin):
-    """Decoding state of one MHLA layer, constant in size: as many block summaries as the mixing weights reach, and a sum.
+    """Decoding state of one MHLA layer, constant in size: block summaries as far as mixing weights reach, and a sum.
 
     A layer with a softmax window also keeps the keys and values of one or two of its blocks, and the sum of all
     keys before them.
