@@ -26,10 +26,10 @@ from .operands import (
     from_head_blocks,
     head_blocks,
     records_gradients,
-    spoilt_tokens,
+    spoil_tokens,
 )
 from .recurrent import PART_CHUNKS, empty_state, extend
-from .tables import OPERATOR_BACKENDS, BlockMixing, mix_summaries, prefix_and_own, repeat_heads
+from .tables import OPERATOR_BACKENDS, BlockMixing, mix_summaries, numerator_and_product, prefix_and_own, repeat_heads
 
 
 def mhla_attention(
@@ -283,16 +283,22 @@ def attend_by_chunk(operands: Operands, mixing: StoredMixing, layout: BlockLayou
     with torch.autocast(autocast_type(query.device), enabled=False):
         *clean, bad = finite_tokens(operands)
         key, normalizer_key, value = (head_blocks(x, layout, dtype) for x in clean)
-        query_blocks = head_blocks(query, layout, dtype)
-        output = from_head_blocks(prefix_and_own(query_blocks, key, value, mixing, first)[0], layout)
-        if entry.chunked is not None:
-            if operands.normalizer_query is not query:
-                query_blocks = head_blocks(operands.normalizer_query, layout, dtype)
-            product = entry.chunked(query_blocks, normalizer_key, mixing, first)
+        normalizer_query = query_blocks = head_blocks(query, layout, dtype)
+        pair = None
+        if operands.pair[0] is not None:
+            normalizer_query = head_blocks(operands.normalizer_query, layout, dtype)
+            pair = normalizer_query, normalizer_key
+        product: torch.Tensor | None
+        if entry.mixes_sums and entry.divides:
+            output, product, _ = numerator_and_product(query_blocks, key, value, pair, mixing, first)
+        else:
+            output = prefix_and_own(query_blocks, key, value, mixing, first)[0]
+            product = None if entry.chunked is None else entry.chunked(normalizer_query, normalizer_key, mixing, first)
+        output = from_head_blocks(output, layout)
+        if product is not None:
             # Without the empty slots, whose denominator may be zero.
             output = output / entry.divisor(from_head_blocks(product, layout), operands.eps)
-        output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[2]), float("nan"))
-    return output.to(operands.value.dtype)
+    return spoil_tokens(output, bad, layout).to(operands.value.dtype)
 
 
 def _runs_in_parts(operands: Operands, mixing: StoredMixing, layout: BlockLayout | SequenceLayout) -> bool:

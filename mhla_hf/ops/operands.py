@@ -155,14 +155,21 @@ def from_head_blocks(blocks: torch.Tensor, layout: BlockLayout | SequenceLayout)
     return layout.from_blocks(blocks.permute(0, 2, 3, 1, 4))
 
 
-def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return keys, keys of the normaliser and values with zeros for bad tokens, and which those are, `[B, T, H_kv]`.
 
-    The products of chunks multiply what a token must not see by zero, which does not stop a NaN.
+    The products of chunks multiply what a token must not see by zero, which does not stop a NaN. `None` stands for no
+    bad tokens where that is known without waiting for a device.
     """
-    tokens = operands.key, operands.normalizer_key, operands.value
-    finite = [x.isfinite().all(-1) for x in tokens]
-    bad = ~(finite[0] & finite[1] & finite[2])
+    key, normalizer_key, value = tokens = operands.key, operands.normalizer_key, operands.value
+    # Sums are not finite if a number is not, and take one pass.
+    total = sum(
+        x.sum(-1, dtype=accumulation_dtype(x.dtype))
+        for x in (tokens if operands.pair[1] is not None else (key, value))
+    )
+    bad = ~total.isfinite()
+    if type(bad) is torch.Tensor and bad.device.type == "cpu" and not torch.compiler.is_compiling() and not bad.any():
+        return key, normalizer_key, value, None
     key, normalizer_key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in tokens)
     return key, normalizer_key, value, bad
 
@@ -183,12 +190,15 @@ def counted_before(flags: torch.Tensor, first: torch.Tensor | None) -> torch.Ten
     return before if first is None else before - before.gather(-1, first[:, None].expand_as(before))
 
 
-def spoilt_tokens(bad: torch.Tensor, layout: BlockLayout | SequenceLayout, num_heads: int) -> torch.Tensor:
-    """Mark tokens at or after a bad one `[B, T, H_kv]` of their document and head: bool `[B, T, H, 1]`."""
+def spoil_tokens(output: torch.Tensor, bad: torch.Tensor | None, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
+    """Make the outputs `[B, T, H, V]` at or after a bad token `[B, T, H_kv]` of their document and head NaN."""
+    if bad is None:
+        return output
     flags = head_blocks(bad.unsqueeze(-1), layout, torch.int32).squeeze(-1)
     earlier = counted_before(flags.sum(dim=-1), first_blocks(layout))
     counts = (flags.cumsum(dim=-1) + earlier.unsqueeze(-1)).unsqueeze(-1)
-    return repeat_heads(from_head_blocks(counts, layout), num_heads, 2) > 0
+    spoilt = repeat_heads(from_head_blocks(counts, layout), output.shape[2], 2) > 0
+    return output.masked_fill(spoilt, float("nan"))
 
 
 def check_attention(operands: Operands, mixing: Any, layout: Any, causal: Any, decay: Any = None) -> None:

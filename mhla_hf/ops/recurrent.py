@@ -39,9 +39,9 @@ from .operands import (
     from_head_blocks,
     head_blocks,
     records_gradients,
-    spoilt_tokens,
+    spoil_tokens,
 )
-from .tables import mix_summaries, prefix_and_own, repeat_heads
+from .tables import mix_summaries, numerator_and_product, repeat_heads
 
 
 # Long texts are run in parts of so many chunks of blocks, whose summaries exist at a time.
@@ -318,25 +318,23 @@ def _attend_chunks(
     the layout come before the tokens.
     """
     *clean, bad = finite_tokens(operands)
-    if lead:
-        bad = F.pad(bad, (0, 0, lead, 0))
     query, normalizer_query, key, normalizer_key, value = (
         head_blocks(F.pad(x, (0, 0, 0, 0, lead, 0)) if lead else x, layout, mixing.weights.dtype)
         for x in (operands.query, operands.normalizer_query, *clean)
     )
-    past_products, past_sums = (None, None) if past is None else (past[..., :-1], past[..., -1:])
+    pair = None if operands.pair[0] is None else (normalizer_query, normalizer_key)
     # Where the blocks' text began.
     start = None if past is None else -first[:, None].expand(-1, layout.num_blocks)
-    output, products = prefix_and_own(query, key, value, mixing, start, past_products)
+    output, product, summaries = numerator_and_product(query, key, value, pair, mixing, start, past)
     output = from_head_blocks(output, layout)
     if operands.entry.divides:
-        product, sums = prefix_and_own(normalizer_query, normalizer_key, None, mixing, start, past_sums)
         output = output / operands.entry.divisor(from_head_blocks(product, layout), operands.eps)
-    else:
-        sums = normalizer_key.sum(dim=-2).unsqueeze(-1)
-    output = output.masked_fill(spoilt_tokens(bad, layout, query.shape[1]), float("nan"))[:, lead:]
-    spoilt_blocks = head_blocks(bad.unsqueeze(-1), layout).any(dim=-2, keepdim=True)
-    return output, torch.cat([products, sums], dim=-1).masked_fill(spoilt_blocks, float("nan"))
+    if bad is not None:
+        bad = F.pad(bad, (0, 0, lead, 0))
+        output = spoil_tokens(output, bad, layout)
+        spoilt_blocks = head_blocks(bad.unsqueeze(-1), layout).any(dim=-2, keepdim=True)
+        summaries = summaries.masked_fill(spoilt_blocks, float("nan"))
+    return output[:, lead:], summaries
 
 
 def _layout_after(

@@ -154,7 +154,7 @@ def own_weights(mixing: StoredMixing, num_blocks: int, first: torch.Tensor | Non
 def prefix_and_own(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor | None,
+    value: torch.Tensor,
     mixing: StoredMixing,
     first: torch.Tensor | None,
     past: torch.Tensor | None = None,
@@ -164,7 +164,7 @@ def prefix_and_own(
     Args:
         query: `[B, H, M, N, K]`.
         key: `[B, H_kv, M, N, K]`.
-        value: `[B, H_kv, M, N, V]`; `None` for a column of ones.
+        value: `[B, H_kv, M, N, V]`.
         mixing: The stored weights.
         first: The first block of each block's document, `[B, M]`; `None` for one document.
         past: Mixed summaries of tokens before these, added to the earlier blocks, `[B, H or H_kv, M, K, V]`.
@@ -173,8 +173,6 @@ def prefix_and_own(
         `[B, H, M, N, V]`, and the blocks' summaries `[B, H_kv, M, K, V]`.
     """
     num_heads, num_blocks = query.shape[1:3]
-    if value is None:
-        value = key.new_ones(*key.shape[:-1], 1)
     summaries = key.transpose(-1, -2) @ value
     prefix = mixing.mix_earlier(summaries, num_heads, first)
     if past is not None:
@@ -182,6 +180,41 @@ def prefix_and_own(
     key, value = repeat_heads(key, num_heads, 1), repeat_heads(value, num_heads, 1)
     own = (query @ key.transpose(-1, -2)).tril() @ value
     return query @ prefix + own_weights(mixing, num_blocks, first) * own, summaries
+
+
+def numerator_and_product(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pair: tuple[torch.Tensor, torch.Tensor] | None,
+    mixing: StoredMixing,
+    first: torch.Tensor | None,
+    past: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`prefix_and_own`] of the values and of a column of ones, which makes the normaliser's product and z.
+
+    Args:
+        query: `[B, H, M, N, K]`.
+        key: `[B, H_kv, M, N, K]`.
+        value: `[B, H_kv, M, N, V]`.
+        pair: Queries and keys of the normaliser where they differ.
+        mixing: The stored weights.
+        first: The first block of each block's document, `[B, M]`; `None` for one document.
+        past: Mixed summaries of tokens before these, `[B, H or H_kv, M, K, V + 1]`.
+
+    Returns:
+        `[B, H, M, N, V]` and `[B, H, M, N, 1]`, and the blocks' summaries `[B, H_kv, M, K, V + 1]`.
+    """
+    import torch
+
+    ones = value.new_ones(*value.shape[:-1], 1)
+    if pair is None:
+        output, summaries = prefix_and_own(query, key, torch.cat([value, ones], dim=-1), mixing, first, past)
+        return output[..., :-1], output[..., -1:], summaries
+    past, past_sums = (None, None) if past is None else (past[..., :-1], past[..., -1:])
+    output, products = prefix_and_own(query, key, value, mixing, first, past)
+    product, sums = prefix_and_own(*pair, ones, mixing, first, past_sums)
+    return output, product, torch.cat([products, sums], dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +264,7 @@ def _block_mixed_sums(query: torch.Tensor, key_sum: torch.Tensor, mixing: torch.
 def _chunked_mixed_sums(
     query: torch.Tensor, key: torch.Tensor, mixing: StoredMixing, first: torch.Tensor | None
 ) -> torch.Tensor:
-    return prefix_and_own(query, key, None, mixing, first)[0]
+    return prefix_and_own(query, key, key.new_ones(*key.shape[:-1], 1), mixing, first)[0]
 
 
 def _dense_aligned_queries(
