@@ -124,7 +124,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
         curves.plot(millions, _smoothed(row["loss"]["bits_per_byte"]), **style)
         for axis, key, line in ((positions, "held_out", "-"), (long, "long", "-"), (long, "long_restarted", ":")):
             curve = row[key]
-            axis.plot(_middle(curve["edges"]), curve["bits_per_byte"], line, marker="o", markersize=3, **style)
+            axis.plot(middle(curve["edges"]), curve["bits_per_byte"], line, marker="o", markersize=3, **style)
     curves.set(title="Training (running means)", xlabel="million tokens", ylabel="bits per byte")
     curves.legend(frameon=False)
     positions.set(title=f"Held-out text, {context:,} tokens at a time", xlabel="tokens before", ylabel="bits per byte")
@@ -186,7 +186,7 @@ def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     context, longest = runs[0]["held_out"]["edges"][-1], runs[0]["long"]["whole"]["edges"][-1]
 
     def long(start: int, end: int) -> dict[str, list[float]]:
-        return {kind: [_between(run["long"][kind], start, end) for run in runs] for kind in ("whole", "restarted")}
+        return {kind: [between(run["long"][kind], start, end) for run in runs] for kind in ("whole", "restarted")}
 
     curves = zip(*(run["loss"]["bits_per_byte"] for run in runs), strict=True)
     return {
@@ -195,23 +195,23 @@ def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "training_seconds": [run["training_seconds"] for run in runs],
         "training_cpu_seconds": [run["training_cpu_seconds"] for run in runs],
         "held_out_bits_per_byte": [run["held_out"]["bits_per_byte"] for run in runs],
-        "last_half": [_between(run["held_out"], context // 2, context) for run in runs],
+        "last_half": [between(run["held_out"], context // 2, context) for run in runs],
         "to_half": long(context, longest // 2),
         "to_end": long(longest // 2, longest),
         "loss": {"tokens": runs[0]["loss"]["tokens"], "bits_per_byte": [statistics.fmean(point) for point in curves]},
-        "held_out": _by_position([run["held_out"] for run in runs]),
-        "long": _by_position([run["long"]["whole"] for run in runs]),
-        "long_restarted": _by_position([run["long"]["restarted"] for run in runs]),
+        "held_out": by_position([run["held_out"] for run in runs]),
+        "long": by_position([run["long"]["whole"] for run in runs]),
+        "long_restarted": by_position([run["long"]["restarted"] for run in runs]),
     }
 
 
-def _between(figures: Mapping[str, Any], start: int, end: int) -> float:
+def between(figures: Mapping[str, Any], start: int, end: int) -> float:
     """Bits per byte of predictions with more than `start` and at most `end` tokens before them and themselves."""
     chosen = [index for index, edge in enumerate(figures["edges"]) if start < edge <= end]
     return sum(figures["bits"][index] for index in chosen) / sum(figures["bytes"][index] for index in chosen)
 
 
-def _by_position(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+def by_position(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Bits per byte in each bucket of positions, over all runs."""
     bits = [sum(values) for values in zip(*(run["bits"] for run in runs), strict=True)]
     size = [sum(values) for values in zip(*(run["bytes"] for run in runs), strict=True)]
@@ -230,7 +230,7 @@ def _smoothed(values: Sequence[float], reach: int = 3) -> list[float]:
     return [statistics.fmean(values[max(0, place - reach) : place + reach + 1]) for place in range(len(values))]
 
 
-def _middle(edges: Sequence[int]) -> list[float]:
+def middle(edges: Sequence[int]) -> list[float]:
     """Where buckets of positions are on a logarithmic axis."""
     return [((edges[index - 1] if index else edge / 2) * edge) ** 0.5 for index, edge in enumerate(edges)]
 

@@ -3,7 +3,7 @@
 
 Attention goes by these names: `softmax` (torch's own), `linear` (plain linear attention), `mhla` (blocks as many as
 the square root of the number of tokens), `mhla_fixed` (a fixed number of blocks) and, looking back only, `mhla_chunk`
-(blocks of a fixed size).
+(blocks of a fixed size, weights for a fixed number of them).
 
 Shape letters: B batch, T tokens, R query tokens, H heads, K = V width, M blocks.
 """
@@ -50,9 +50,13 @@ GRIDS = {
     32768: (16, 32, 64),
     65536: (16, 64, 64),
     131072: (32, 64, 64),
+    262144: (32, 64, 128),
+    524288: (32, 128, 128),
 }
 FIXED_BLOCKS = (4, 4, 4)
 FIXED_CHUNK = 64
+# Blocks that there are weights for where a text has as many as it needs.
+STORED_BLOCKS = 32
 # Runs that should take longer than this are timed one by one, in fewer rounds the longer they take.
 _SLOW_SECONDS = 0.15
 _ONCE_SECONDS = 2.0
@@ -191,7 +195,8 @@ def _inputs(shapes: dict[str, OperatorShape], dtype: torch.dtype, device: torch.
             first = made = make_inputs(shape, dtype, device, seed=0)
         else:
             config = MHLAConfig(causal=shape.causal, block_size=None if shape.chunk is None else (shape.chunk,))
-            made = first._replace(mixing=initial_mixing(config, shape.layout().blocks).to(device))
+            blocks = (STORED_BLOCKS,) if name == "mhla_chunk" else shape.layout().blocks
+            made = first._replace(mixing=initial_mixing(config, blocks).to(device))
         inputs[name] = made
     return inputs
 

@@ -17,6 +17,7 @@ _MODULES: dict[str, str] = {
     "language": "language",
     "recall": "recall",
     "needle": "needle",
+    "tails": "tails",
     "long_inputs": "long_inputs",
 }
 

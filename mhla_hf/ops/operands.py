@@ -163,7 +163,7 @@ def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch
     """
     key, normalizer_key, value = tokens = operands.key, operands.normalizer_key, operands.value
     # Sums are not finite if a number is not, and take one pass.
-    total = sum(
+    total: Any = sum(
         x.sum(-1, dtype=accumulation_dtype(x.dtype))
         for x in (tokens if operands.pair[1] is not None else (key, value))
     )
