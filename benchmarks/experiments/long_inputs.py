@@ -180,7 +180,7 @@ def _plot_memory(panel: Any, summary: Mapping[str, Any]) -> None:
     _axes(
         panel,
         summary["rows"],
-        "peak memory of the forward pass, bidirectional but for blocks of 64",
+        "peak memory of the forward pass; causal: blocks of 64",
         "MB beyond inputs and output",
     )
 
