@@ -330,7 +330,7 @@ def sequence_window_attention(
     filled = head_blocks(torch.ones_like(key[:, :, :1, :1]), layout).expand(*keys.shape[:4], 1)
     sums = torch.cat([filled, keys], dim=-1).sum(3, dtype=torch.promote_types(key.dtype, torch.float32))
     # Those of the blocks beyond the window: all that are farther away than the last one of it.
-    index = torch.arange(2 - offsets[0], device=device)
+    index = indices(2 - offsets[0], device)
     beyond = StoredMixing(((index[:, None] - index).abs() > -offsets[0]).to(sums.dtype)[None])
     if sequence.causal:
         sums = beyond.mix_earlier(sums, sums.shape[1], first_blocks(layout))

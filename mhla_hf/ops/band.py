@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..layouts.blocks import BlockLayout
+from ..layouts.blocks import BlockLayout, indices
 from ..layouts.sequences import SequenceLayout
 from .tables import mix_summaries, repeat_heads
 
@@ -111,7 +111,7 @@ class StoredMixing:
             num_blocks: n.
             first: The first block of each block's document, `[B, n]`; may be below 0 for blocks that are not these.
         """
-        index = torch.arange(num_blocks, device=self.weights.device)
+        index = indices(num_blocks, self.weights.device)
         if first is None and num_blocks <= self.num_blocks:
             return self.weights[:, :num_blocks, :num_blocks]
         if first is None:
@@ -121,7 +121,7 @@ class StoredMixing:
 
     def own(self, num_blocks: int, first: Tensor | None = None) -> Tensor:
         """Return m_ii of every block, `[S, n]` or, with documents, `[B, S, n]`; see [`StoredMixing.matrix`]."""
-        index = torch.arange(num_blocks, device=self.weights.device)
+        index = indices(num_blocks, self.weights.device)
         index = (index if first is None else index - first).clamp(max=self.num_blocks - 1)
         diagonal = self.weights.diagonal(dim1=-2, dim2=-1)[:, index]
         return diagonal if first is None else diagonal.movedim(0, 1)
@@ -176,7 +176,7 @@ class StoredMixing:
         """
         chunk, device = self.chunk_blocks, self.weights.device
         count = -(-num_blocks // chunk)
-        place = torch.arange(count * chunk, device=device)
+        place = indices(count * chunk, device)
         # The first place of each block's document, of which no earlier chunk than the first has any.
         bound = place.new_zeros(1, num_blocks) if first is None else first
         index = place[:num_blocks] - bound
@@ -187,12 +187,12 @@ class StoredMixing:
             F.pad(x, (0, count * chunk - num_blocks)).unflatten(1, (count, chunk)) for x in (index, bound.clamp(min=0))
         )
         place = place.view(count, chunk)
-        columns = place[:, :1] - chunk - 1 + torch.arange(1 + 2 * chunk, device=device)
+        columns = place[:, :1] - chunk - 1 + indices(1 + 2 * chunk, device)
         distance = place[:, :, None] - columns[:, None, :]
         seen = (distance > 0) & (columns[:, None, :] >= bound[..., None])
         others = index[..., None] - (-distance if ahead else distance)
         window = self.at(index[..., None].clamp(min=0), others.clamp(min=0)).masked_fill(~seen[:, None], 0)
-        columns = place[:, :1] - 1 + torch.arange(1 + chunk, device=device)
+        columns = place[:, :1] - 1 + indices(1 + chunk, device)
         seen = columns >= bound[..., -1:]
         carry = self.decayed(place[:, -1:] - columns)[None].masked_fill(~seen[:, None], 0)
         return window, carry
