@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -23,6 +24,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 # "# needs a GPU and the Hub", "# needs a trained LoRA"
 NEEDS = "# needs "
+TAKES = "# takes "
 
 
 def _blocks(page: str, language: str) -> list[str]:
@@ -34,7 +36,7 @@ def _python() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for page in TEXTS:
         earlier = {block for blocks in found.values() for block in blocks}
-        blocks = [block for block in _blocks(page, "python") if not block.startswith(NEEDS)]
+        blocks = [block for block in _blocks(page, "python") if not block.startswith((NEEDS, TAKES))]
         found[page] = [block for block in blocks if block not in earlier]
     return {page: blocks for page, blocks in found.items() if blocks}
 
@@ -72,6 +74,17 @@ def test_python_blocks_run_in_order(page, folder, monkeypatch):
     if page == "README.md":
         assert len(PYTHON[page]) >= 3
         assert (folder / "digits-mhla-in-place" / "model_index.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_book_is_read_in_constant_memory():
+    (block,) = [block for page in TEXTS for block in _blocks(page, "python") if block.startswith(TAKES)]
+    assert len([line for line in block.splitlines() if line and not line.startswith("#")]) <= 20
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/language_models.md", "exec"), names)
+    assert names["cache"].get_seq_length() == 2**20
+    assert names["sizes"] == {722608}
+    assert names["output"].logits.isfinite().all()
 
 
 @pytest.mark.parametrize("words", [words for words in COMMANDS if words[0] == "mhla-hf"], ids=" ".join)
