@@ -372,7 +372,7 @@ def _mixing_tab(page: Any, comparison: Comparison) -> None:
     }
     names = list(layers)
     layout = reference_layout(layers[names[0]])
-    heads = max(mhla.mixing.shape[0] if mhla.mixing.dim() == 3 else 0 for mhla in layers.values())
+    heads = max(mhla.num_heads if mhla.config.mixing_heads == "per_head" else 0 for mhla in layers.values())
     gr.Markdown(_MIXING)
     with gr.Row():
         layer = gr.Dropdown(names, label="Layer", elem_id="layer", min_width=180)

@@ -65,6 +65,12 @@ class MHLAConfig(Options):
         mixing_range: Distance in blocks over which the locality bias falls off; under `"linear"` the bias reaches its
             floor (a hundredth of the own block's weight) there. `None` is the paper's: the farthest block of each
             row, and no floor.
+        mixing_storage: `"matrix"` stores a weight for each pair of blocks; `"distance"`, for `causal=True`, one for
+            each distance, M in place of M².
+        mixing_tail: For sequences, the weight of blocks that are farther away than the stored weights reach: the
+            farthest one (`"constant"`), the same falling by a learned factor from block to block (`"decay"`), or
+            nothing (`"none"`).
+        mixing_tail_half_life: Distance in blocks over which a decaying tail halves at first; `None` for 8.
         feature_map_eps: Added to φ(q) and φ(k). The authors' Wan checkpoints need 1e-6.
         eps: Added to the normaliser before dividing.
         blocks: Number of blocks along each axis of the token grid.
@@ -130,6 +136,21 @@ class MHLAConfig(Options):
     mixing_range: float | None = option(
         None, "Distance in blocks at which the initial locality bias reaches its floor.", above=0, advanced=True
     )
+    mixing_storage: str = option(
+        "matrix",
+        "One mixing weight per pair of blocks or per distance.",
+        choices=("matrix", "distance"),
+        advanced=True,
+    )
+    mixing_tail: str = option(
+        "constant",
+        "Weight of blocks of a sequence beyond the stored weights.",
+        choices=("constant", "decay", "none"),
+        advanced=True,
+    )
+    mixing_tail_half_life: float | None = option(
+        None, "Initial distance in blocks over which a decaying tail halves.", above=0, advanced=True
+    )
     feature_map_eps: float = option(0.0, "Constant added to φ(q) and φ(k).", minimum=0, advanced=True)
     eps: float = option(1e-6, "Constant added to the normaliser.", minimum=0, advanced=True)
     blocks: tuple[int, ...] | None = option(
@@ -180,6 +201,7 @@ class MHLAConfig(Options):
         axes = self._check_axes()
         if self.is_sequence:
             self._check_sequence(axes)
+        self._check_mixing()
         self._check_lepe_kernel(axes or 1)
         check_window(self.window, self.window_size, 1 if self.is_sequence else axes)
         if self.mixing_range is not None and self.mixing_init == "uniform":
@@ -227,6 +249,14 @@ class MHLAConfig(Options):
             raise ValueError(
                 f"lepe_kernel must be None with {mode}: its convolution looks at padding and later tokens."
             )
+
+    def _check_mixing(self) -> None:
+        if self.mixing_tail != "constant" and not self.is_sequence:
+            raise ValueError(f"mixing_tail={self.mixing_tail!r} is for sequences (causal=True or resize='extend').")
+        if self.mixing_storage != "matrix" and not self.causal:
+            raise ValueError(f"mixing_storage={self.mixing_storage!r} needs causal=True.")
+        if self.mixing_tail_half_life is not None and self.mixing_tail != "decay":
+            raise ValueError(f"mixing_tail_half_life={self.mixing_tail_half_life} needs mixing_tail='decay'.")
 
     def _check_lepe_kernel(self, axes: int) -> None:
         kernel = self.lepe_kernel or 1

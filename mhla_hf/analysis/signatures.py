@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..conversion.transformers_planning import StoredNames
+from ..integrations.transformers.configuration import max_positions
 from ..layers.mhla import MHLA
 from ..layers.mixing import effective_mixing
 from ..layouts.blocks import BlockLayout
@@ -34,6 +35,8 @@ SIGNATURES = {
     "dead-mixing": "{figure:.0%} of its rows of mixing weights are zero; reinitialise them",
     "exploding-mixing": "a row of its mixing weights adds up to {figure:.3g}, from 1 at the start; lower the learning "
     "rate of the mixing weights, or clip gradients",
+    "heavy-tail": "blocks beyond those of its mixing weights get {figure:.1f} times as much weight as all of these at "
+    "{tokens} tokens; take mixing_tail='decay' or 'none', or train on longer texts",
     "too-few-blocks": "the rank of its attention is at most {figure:.0f} for {tokens:.0f} tokens in {blocks}; take "
     "more blocks, about {wanted}",
     "unstable-normalizer": "in {figure:.1%} of its rows the normaliser divides by almost nothing; use "
@@ -63,6 +66,8 @@ AMPLIFIED, TINY, UNSTABLE_ROWS = 20.0, 10.0, 0.02
 GROWTH, LONGER = 4.0, 8
 # Share of queries, of keys, and of channels that are zero in some head.
 DEAD_QUERIES, DEAD_KEYS, DEAD_CHANNELS = 0.1, 0.5, 0.5
+# Weight of the blocks beyond the stored ones over that of these; harm was seen between 3 and 5.
+HEAVY = 4.0
 # Tokens of a probe from which on such shares mean something.
 FEW_TOKENS = 32
 
@@ -98,7 +103,14 @@ def _signature(name: str, layer: str, figure: float, text: str = "", **words: An
 
 @torch.no_grad()
 def weight_signatures(
-    mhla: MHLA, layer: str, *, mixing: torch.Tensor | None = None, linear: bool = False, settled: bool | None = None
+    mhla: MHLA,
+    layer: str,
+    *,
+    mixing: torch.Tensor | None = None,
+    decay: torch.Tensor | None = None,
+    linear: bool = False,
+    settled: bool | None = None,
+    tokens: int | None = None,
 ) -> list[FailureSignature]:
     """Find failure signatures in a layer's options and mixing weights, without running it.
 
@@ -106,9 +118,11 @@ def weight_signatures(
         mhla: The layer; on the meta device, if `mixing` is given.
         layer: Its name.
         mixing: The stored mixing weights, if not the layer's own.
+        decay: Its stored `mixing_decay` beside them, if it has one.
         linear: Whether the host model's own attention is linear, as in SANA: equal weights are no failure then.
         settled: Whether weights that were initialised as equal should differ by now; `None` for whether they have
             changed, since untrained weights are no failure.
+        tokens: Number of tokens of the longest text; `None` for what the mixing weights reach.
     """
     config, layout = mhla.config, reference_layout(mhla)
     stored, first = full_tensor(mhla.mixing if mixing is None else mixing), mhla.initial_tensor("mixing")
@@ -116,17 +130,20 @@ def weight_signatures(
     weights, initial = (_on_grid(mhla, tensor) for tensor in (stored.double(), first.double()))
     if not torch.isfinite(weights).all():
         return [_signature("non-finite-attention", layer, math.nan, part="mixing weights are")]
-    blocks, tokens = layout.num_blocks, layout.num_tokens
-    is_bounded = not (config.causal or mhla.window_bias is not None or tokens == blocks or (linear and blocks == 1))
+    decay = mhla.mixing_decay if decay is None else decay
+    tail = None if decay is None else full_tensor(decay).detach().cpu().double().sigmoid()
+    tail = torch.zeros(1, dtype=torch.double) if config.mixing_tail == "none" else tail
+    blocks, size = layout.num_blocks, layout.num_tokens
+    is_bounded = not (config.causal or mhla.window_bias is not None or size == blocks or (linear and blocks == 1))
     bound = rank_bound(layout, mhla.head_dim * FEATURE_MAPS[config.feature_map].width_factor)
-    is_low = is_bounded and bound < LOW_BOUND * tokens
-    found = [_too_few_blocks(layer, bound, tokens, blocks)] if is_low else []
+    is_low = is_bounded and bound < LOW_BOUND * size
+    found = [_too_few_blocks(layer, bound, size, blocks)] if is_low else []
 
     def add(name: str, figure: float, text: str = "", **words: Any) -> None:
         found.append(_signature(name, layer, figure, text, **words))
 
     if config.is_sequence and config.normalizer == "none" and not config.output_norm:
-        growth = _growth(weights, config.causal)
+        growth = _growth(weights, config.causal, tail)
         if growth > GROWTH:
             longer = f"texts {LONGER} times as long as its mixing weights are for"
             add("unstable-normalizer", growth, _GROWING, longer=longer)
@@ -146,6 +163,10 @@ def weight_signatures(
         add("dead-mixing", (rows < DEAD).double().mean().item())
     if rows.max() > EXPLODED:
         add("exploding-mixing", rows.max().item())
+    if config.causal and config.block_size is not None and tokens is not None:
+        share = _tail_share(weights, tail, -(-tokens // config.block_size[0]))
+        if share > HEAVY:
+            add("heavy-tail", share, tokens=f"{tokens:,}")
     return found
 
 
@@ -251,11 +272,15 @@ def _stored_signatures(directory: ModelDirectory) -> list[FailureSignature]:
     stored = {name: name for name in entries}
     if directory.is_transformers:
         stored = {name: file for file, name in StoredNames(model, list(entries)).loaded.items()}
+    tokens = max_positions(model.config.get_text_config()) if directory.is_transformers else None
     found = []
     for layer in mhla_layers(model):
-        name = stored.get(f"{layer.name}.mhla.mixing")
-        if name is not None:
-            found += weight_signatures(layer.mhla, layer.name, mixing=entries[name].load(), linear=linear)
+        mixing, decay = (stored.get(f"{layer.name}.mhla.{name}") for name in ("mixing", "mixing_decay"))
+        if mixing is not None:
+            found += weight_signatures(
+                layer.mhla, layer.name, mixing=entries[mixing].load(),
+                decay=None if decay is None else entries[decay].load(), linear=linear, tokens=tokens,
+            )  # fmt: skip
     return found
 
 
@@ -293,10 +318,20 @@ def _unevenness(weights: torch.Tensor, causal: bool) -> float:
     return shares.square().mean(-1).sqrt().max().item()
 
 
-def _growth(weights: torch.Tensor, causal: bool) -> float:
+def _tail_share(weights: torch.Tensor, decay: torch.Tensor | None, num_blocks: int) -> float:
+    """Weight of the blocks from the farthest stored distance on over that of nearer ones: the most of any head."""
+    beyond, by_distance = num_blocks - weights.shape[-1] + 1, weights[..., -1, :].abs().flip(-1)
+    if beyond < 1 or by_distance.shape[-1] == 1:
+        return 0.0
+    # A geometric sum, and its limit for a decay of 1.
+    count = beyond if decay is None else torch.where(decay < 1, (1 - decay**beyond) / (1 - decay), beyond)
+    return (by_distance[..., -1] * count / by_distance[..., :-1].sum(-1)).max().item()
+
+
+def _growth(weights: torch.Tensor, causal: bool, decay: torch.Tensor | None) -> float:
     """Sum of a row's absolute weights for longer texts over that at the length that the weights are for."""
     count = weights.shape[-1]
-    longer = extend_mixing(weights, LONGER * count, causal=causal)
+    longer = extend_mixing(weights, LONGER * count, causal=causal, mixing_decay=decay)
     return (longer[..., -1, :].abs().sum(-1) / weights[..., -1, :].abs().sum(-1)).max().item()
 
 

@@ -363,7 +363,9 @@ class AttentionTracker:
             if record.mhla is not None:
                 for signature in (
                     *probe_signatures(name, layers[name], record.bound, linear),
-                    *weight_signatures(record.mhla, name, linear=linear, settled=settled),
+                    *weight_signatures(
+                        record.mhla, name, linear=linear, settled=settled, tokens=layers[name]["tokens"]
+                    ),
                 ):
                     found.setdefault((name, signature.name), signature)
         return layers, list(found.values())

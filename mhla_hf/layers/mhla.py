@@ -26,7 +26,7 @@ from ..layouts.blocks import BlockLayout, check_count, positive_axes
 from ..layouts.resampling import resample_mixing
 from ..layouts.sequences import SequenceLayout
 from ..ops.backends import choose_backend, kernels_pass
-from ..ops.band import StoredMixing, sequence_mixing
+from ..ops.band import StoredMixing, extend_mixing, sequence_mixing
 from ..ops.forms import attend_on
 from ..ops.operands import (
     Operands,
@@ -57,6 +57,7 @@ from .mixing import (
     ResampledMixing,
     effective_mixing,
     features_and_normalizer,
+    initial_decay,
     initial_mixing,
     layout_at,
     mixing_parameter_value,
@@ -100,7 +101,8 @@ class AttentionParts:
 class MHLA(nn.Module):
     """Multi-Head Linear Attention between projections that the host model keeps.
 
-    Parameters (all optional except `mixing`): `mixing` `[M, M]` or `[H, M, M]`, `output_norm.weight` `[V]`,
+    Parameters (all optional except `mixing`): `mixing` `[M, M]` or `[H, M, M]`, by distance `[M]` or `[H, M]`;
+    `mixing_decay` `[1]` or `[H]` (the logit of the decay of a tail), `output_norm.weight` `[V]`,
     `gate.weight` `[H·V, hidden]` and `gate.bias`, `lepe.weight` `[H·V, 1, k, ...]` and `lepe.bias`,
     `feature_map_query.weight` and `feature_map_key.weight` `[H, K, K]`, `window_bias` `[H]` (added to the logarithm of
     what the softmax over tokens outside of the window is estimated to be). Fresh gates and convolutions leave the
@@ -149,8 +151,10 @@ class MHLA(nn.Module):
         self.num_heads, self.head_dim, self.value_head_dim = num_heads, head_dim, value_head_dim
         self.blocks = reference_blocks(config, default_grid)
         count = math.prod(self.blocks) + int(num_prefix_tokens > 0)
-        shape = (count, count) if config.mixing_heads == "shared" else (num_heads, count, count)
-        self.mixing = nn.Parameter(torch.empty(shape))
+        heads = () if config.mixing_heads == "shared" else (num_heads,)
+        shape = (count, count) if config.mixing_storage == "matrix" else (count,)
+        self.mixing = nn.Parameter(torch.empty(*heads, *shape))
+        self.mixing_decay = nn.Parameter(torch.empty(heads or 1)) if config.mixing_tail == "decay" else None
         learned = FEATURE_MAPS[config.feature_map].is_learned
         self.feature_map_query = LearnedFeatureMap(num_heads, head_dim, config.feature_map) if learned else None
         self.feature_map_key = (
@@ -180,8 +184,10 @@ class MHLA(nn.Module):
         shape = self.get_parameter(name).shape
         with torch.device("cpu"):
             if name == "mixing":
-                weights = initial_mixing(self.config, self.blocks, int(self.num_prefix_tokens > 0)).expand(shape)
-                return mixing_parameter_value(self.config, weights).clone()
+                weights = initial_mixing(self.config, self.blocks, int(self.num_prefix_tokens > 0))
+                return mixing_parameter_value(self.config, weights).expand(shape).clone()
+            if name == "mixing_decay":
+                return torch.full(shape, initial_decay(self.config.mixing_tail_half_life))
             if name == "output_norm.weight":
                 return torch.ones(shape)
             if name == "gate.bias":
@@ -216,7 +222,7 @@ class MHLA(nn.Module):
         """Return the effective mixing weights: constraint applied, resampled to `layout` where its blocks differ.
 
         Args:
-            layout: The layout of the tokens of a grid; `None` for the blocks that the parameter was made for.
+            layout: The layout of the tokens; `None` for the blocks that the parameter was made for.
 
         Returns:
             `[M, M]` or `[H, M, M]`, float32 (float64 for float64 parameters).
@@ -233,11 +239,21 @@ class MHLA(nn.Module):
             weights = effective_mixing(self.config, self.mixing.to(accumulation_dtype(self.mixing.dtype)))
             if layout is None:
                 return weights
+            if self.config.is_sequence:
+                decay = self._decay(weights)
+                return extend_mixing(weights, layout.num_blocks, causal=self.config.causal, mixing_decay=decay)
             return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
 
     def stored_mixing(self) -> StoredMixing:
         """Return the stored weights of a sequence's blocks, and how they go on beyond."""
-        return StoredMixing.of(self.mixing_matrix(), None, accumulation_dtype(self.mixing.dtype))
+        weights = self.mixing_matrix()
+        return StoredMixing.of(weights, self._decay(weights))
+
+    def _decay(self, weights: torch.Tensor) -> torch.Tensor | None:
+        """The decay of the tail in the dtype of the weights, `[1]` or `[H]`; `None` for a constant tail."""
+        if self.mixing_decay is not None:
+            return self.mixing_decay.to(weights.dtype).sigmoid()
+        return None if self.config.mixing_tail == "constant" else weights.new_zeros(1)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
         """Attend: the sum of [`MHLA.attention_parts`], MHLA and window by their shares.

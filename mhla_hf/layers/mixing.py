@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ..config import MAX_LEPE_WEIGHTS, MHLAConfig, check_window, default_window_size
 from ..layouts import MAX_BLOCKS
-from ..layouts.blocks import BlockLayout, block_centers, cached, choose_blocks, positive_axes
+from ..layouts.blocks import BlockLayout, block_centers, cached, choose_blocks, indices, positive_axes
 from ..layouts.resampling import axis_interpolation, resample_mixing
 from ..ops.backends import kernels_pass
 from ..ops.operands import accumulation_dtype
@@ -34,6 +34,8 @@ NONNEGATIVE_FLOOR = 0.01
 # Steepness of the softplus in units of 1/M: weights of 1/M then learn as fast as unconstrained ones, and the floor
 # still receives a tenth of the gradient.
 NONNEGATIVE_SHARPNESS = 10.0
+# Blocks over which a decaying tail halves at first.
+HALF_LIFE = 8.0
 # Times as many blocks as weights exist for from which on resampled weights are not made; they cost as much there on a
 # CPU.
 LOW_RANK_FROM = 4
@@ -212,11 +214,19 @@ def _locality(config: MHLAConfig, distance: torch.Tensor) -> torch.Tensor:
 
 
 def mixing_parameter_value(config: MHLAConfig, weights: torch.Tensor) -> torch.Tensor:
-    """Return the stored form of mixing weights under `config.mixing_constraint`.
+    """Return the parameter that stands for mixing weights `[M, M]` or `[H, M, M]`.
+
+    It has their shape; with `mixing_storage="distance"` it is `[M]` or `[H, M]`, of the weights of the last row.
+    """
+    return unconstrained(config, weights[..., -1, :].flip(-1) if config.mixing_storage == "distance" else weights)
+
+
+def unconstrained(config: MHLAConfig, weights: torch.Tensor) -> torch.Tensor:
+    """Return the parameter that stands for weights of its shape under `config.mixing_constraint`.
 
     Args:
-        config: Gives `mixing_constraint`.
-        weights: `[M, M]` or `[H, M, M]`.
+        config: The options.
+        weights: `[..., M]`.
 
     Returns:
         `weights` itself for `"none"`. For `"nonnegative"` the inverse softplus of the weights; weights below a
@@ -232,11 +242,26 @@ def mixing_parameter_value(config: MHLAConfig, weights: torch.Tensor) -> torch.T
     return ((scaled + torch.log(-torch.expm1(-scaled))) / sharpness).to(weights.dtype)
 
 
-def effective_mixing(config: MHLAConfig, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the mixing weights that a stored parameter stands for; differentiable, in the parameter's dtype."""
+def constrained(config: MHLAConfig, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the weights that a parameter stands for, in its shape and dtype; differentiable."""
     if config.mixing_constraint == "none":
         return parameter
     return F.softplus(parameter, beta=NONNEGATIVE_SHARPNESS * parameter.shape[-1], threshold=30.0)
+
+
+def effective_mixing(config: MHLAConfig, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the mixing weights `[M, M]` or `[H, M, M]` of a parameter; differentiable, in its dtype."""
+    weights = constrained(config, parameter)
+    if config.mixing_storage == "matrix":
+        return weights
+    index = indices(weights.shape[-1], weights.device)
+    return weights[..., (index[:, None] - index).clamp(min=0)].tril()
+
+
+def initial_decay(half_life: float | None) -> float:
+    """Return the logit of the decay of a tail that halves over so many blocks."""
+    decay = 0.5 ** (1 / (HALF_LIFE if half_life is None else half_life))
+    return math.log(decay / (1 - decay))
 
 
 @dataclass(frozen=True)

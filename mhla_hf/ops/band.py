@@ -112,7 +112,9 @@ class StoredMixing:
             first: The first block of each block's document, `[B, n]`; may be below 0 for blocks that are not these.
         """
         index = indices(num_blocks, self.weights.device)
-        if first is None and num_blocks <= self.num_blocks:
+        # A decay that learns gets a gradient at any length, as processes that train together need.
+        learns = self.decay is not None and self.decay.requires_grad
+        if first is None and num_blocks <= self.num_blocks and not learns:
             return self.weights[:, :num_blocks, :num_blocks]
         if first is None:
             return self.at(index[:, None], index[None, :])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..layers.mixing import effective_mixing, mixing_parameter_value
+from ..layers.mixing import constrained, unconstrained
 
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -122,7 +122,7 @@ class Muon(torch.optim.Optimizer):
         if group["kind"] == LOGARITHM:
             with torch.enable_grad():
                 stored = parameter.detach().requires_grad_()
-                weights = effective_mixing(group["config"], stored)
+                weights = constrained(group["config"], stored)
                 slope = torch.autograd.grad(weights.sum(), stored)[0]
             # Zero would stay zero; weights that are not used, as those of later blocks, have no gradient.
             weights = weights.detach().where((weights.abs() >= SMALLEST_WEIGHT) | (gradient == 0), SMALLEST_WEIGHT)
@@ -134,6 +134,6 @@ class Muon(torch.optim.Optimizer):
         root = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - second**step)).add_(1e-10)
         change = state["exp_avg"].div(root).mul_(-group["lr"] / (1 - first**step))
         if group["kind"] == LOGARITHM:
-            parameter.copy_(mixing_parameter_value(group["config"], weights * change.clamp_(-1, 1).exp_()))
+            parameter.copy_(unconstrained(group["config"], weights * change.clamp_(-1, 1).exp_()))
         else:
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)

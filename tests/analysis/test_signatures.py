@@ -153,8 +153,14 @@ def test_outputs_that_grow_with_length():
     grown = mhla_hf.convert(softmax_model("llama"), {**options, "mixing_init": "uniform"})
     layers, signatures = AttentionTracker(batch).probe(grown)
     assert all(figures["growth"] > 4 for figures in layers.values())
-    assert {signature.name for signature in signatures} == {"unstable-normalizer"}
-    assert all("times as large for late tokens" in signature.message for signature in signatures)
+    messages = {signature.name: signature.message for signature in signatures}
+    assert set(messages) == {"unstable-normalizer", "heavy-tail"}
+    assert "times as large for late tokens" in messages["unstable-normalizer"]
+    # 29 blocks of the farthest weight, over three nearer ones; a decaying tail amounts to 11.1 of them.
+    assert "get 9.7 times as much weight as all of these at 256 tokens" in messages["heavy-tail"]
+    for tail in ("decay", "none"):
+        model = mhla_hf.convert(softmax_model("llama"), {**options, "mixing_init": "uniform", "mixing_tail": tail})
+        assert "heavy-tail" not in {found.name for found in AttentionTracker(batch).probe(model)[1]}
     steady = mhla_hf.convert(softmax_model("llama"), {**options, "mixing_init": "linear"})
     layers, signatures = AttentionTracker(batch).probe(steady)
     assert all(figures["growth"] < 2 for figures in layers.values()) and signatures == []

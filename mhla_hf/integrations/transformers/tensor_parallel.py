@@ -26,6 +26,7 @@ STYLE = "mhla_heads"
 # Rules by which a projection puts out the heads of its own process only.
 _SPLITTING = ("colwise", "packed_colwise")
 _SUMMED = "replicated_with_grad_allreduce"
+_MIXING = ("mixing", "mixing_decay")
 
 
 class HeadParallel(TensorParallelLayer):
@@ -38,7 +39,7 @@ class HeadParallel(TensorParallelLayer):
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
         """Split one parameter; mixing weights that all heads share stay whole."""
         whole = module._parameters.get(param)
-        if whole is None or (param == "mixing" and _is_shared(module)):
+        if whole is None or (param in _MIXING and _is_shared(module)):
             return
         split = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         module._parameters[param] = nn.Parameter(split, requires_grad=whole.requires_grad)
@@ -64,7 +65,8 @@ class _MixingAlone:
 
     def named_parameters(self, recurse: bool = False) -> list[tuple[str, nn.Parameter]]:
         """The mixing weights, as they are just now."""
-        return [("mixing", self.module._parameters["mixing"])]  # type: ignore[list-item]
+        found = ((name, self.module._parameters.get(name)) for name in _MIXING)
+        return [(name, parameter) for name, parameter in found if parameter is not None]
 
 
 def plan_heads(model: Any, distributed_config: Any) -> None:
@@ -116,7 +118,7 @@ def _check_heads(name: str, mhla: MHLA, size: int) -> None:
 
 
 def _is_shared(module: nn.Module) -> bool:
-    return isinstance(module, MHLA) and module.mixing.dim() == 2
+    return isinstance(module, MHLA) and module.config.mixing_heads == "shared"
 
 
 def as_distributed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
