@@ -7,12 +7,13 @@ A copy of the model, turned back into its softmax original, is timed beside it. 
 cache is filled by running random tokens through the model in parts, the KV cache with random keys and values: a prompt
 costs softmax attention the square of its length, and the cache's values change neither its size nor the time of a
 token. Tokens after the prompt are timed, not the prompt. All contexts and both caches of a dtype are in memory at the
-same time and take turns token by token.
+same time; the contexts of a cache take turns token by token.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -186,12 +187,13 @@ def _measure(model: Any, contexts: Sequence[int], options: DecodeOptions) -> lis
         rows[context]["mhla"]["summary_dtype"] = str(dtype).removeprefix("torch.")
     token = torch.zeros(options.batch_size, 1, dtype=torch.long, device=model.device)
     seconds: dict[tuple[int, str], list[float]] = {key: [] for key in caches}
-    # All take turns token by token, so that whatever else the machine does falls on each of them.
-    for step in range(options.warmup + options.tokens):
-        for (context, kind), cache in caches.items():
+    # Contexts take turns token by token, so that whatever else the machine does falls on each of them. The two kinds do
+    # not: reading a KV cache empties the processor's caches.
+    for kind, step in itertools.product(models, range(options.warmup + options.tokens)):
+        for context in contexts:
             synchronize(model.device)
             start = time.perf_counter()
-            models[kind](input_ids=token, past_key_values=cache, use_cache=True)
+            models[kind](input_ids=token, past_key_values=caches[context, kind], use_cache=True)
             synchronize(model.device)
             if step >= options.warmup:
                 seconds[context, kind].append(time.perf_counter() - start)

@@ -41,6 +41,13 @@ def records_gradients(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def surely_none(flags: torch.Tensor) -> bool:
+    """Return whether no flag is set, where that is known without waiting for a device, and not compiled in."""
+    if type(flags) is not torch.Tensor or flags.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not flags.any()
+
+
 @dataclass
 class Operands:
     """The tokens and the normaliser that every form of the operator takes; see [`mhla_hf.ops.mhla_attention`].
@@ -168,7 +175,7 @@ def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch
         for x in (tokens if operands.pair[1] is not None else (key, value))
     )
     bad = ~total.isfinite()
-    if type(bad) is torch.Tensor and bad.device.type == "cpu" and not torch.compiler.is_compiling() and not bad.any():
+    if surely_none(bad):
         return key, normalizer_key, value, None
     key, normalizer_key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in tokens)
     return key, normalizer_key, value, bad

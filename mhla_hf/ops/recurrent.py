@@ -40,6 +40,7 @@ from .operands import (
     head_blocks,
     records_gradients,
     spoil_tokens,
+    surely_none,
 )
 from .tables import mix_summaries, numerator_and_product, repeat_heads
 
@@ -447,26 +448,32 @@ def step(
             summaries, current, prefix, upcoming, left, num_left, position, size, state.num_stored_blocks
         )  # fmt: skip
         return output, state
-    counted = torch.ones_like(state.position) if valid is None else valid[:, 0].long()
     block, offset = state.position // size, state.position % size
+    counted = None if valid is None else valid[:, 0]
+    starting = (offset == 0) & (block > 0)
+    starting = starting if counted is None else starting & counted
     with torch.autocast(autocast_type(query.device), enabled=False):
-        state = _start_block(state, mixing, block, (offset == 0) & (block > 0) & counted.bool())
+        if not surely_none(starting):
+            state = _start_block(state, mixing, block, starting)
         key, normalizer_key, value_row = (x.to(dtype).transpose(1, 2) for x in (key, operands.normalizer_key, value))
         added = torch.cat([key.transpose(-1, -2) @ value_row, normalizer_key.transpose(-1, -2)], dim=-1)
-        keep = counted.bool()[:, None, None, None]
-        current = state.current + torch.where(keep, added, 0)
+        current = state.current + _where_counted(counted, added)
         own = mixing.at(block[:, None, None], block[:, None, None])
         mixed = repeat_heads(state.prefix, num_heads, 1) + own * repeat_heads(current, num_heads, 1)
         output = query.to(dtype).transpose(1, 2) @ mixed[..., :-1]
         if entry.divides:
             normalizer_query = operands.normalizer_query.to(dtype).transpose(1, 2)
             output = output / entry.divisor(normalizer_query @ mixed[..., -1:], operands.eps)
-        upcoming = state.upcoming + torch.where(keep, _upcoming_share(state, mixing, block, offset), 0)
-        output = output.masked_fill(~keep, 0)
-    state = dataclasses.replace(
-        state, current=current, upcoming=upcoming, position=state.position + counted, is_empty=False
-    )
+        upcoming = state.upcoming + _where_counted(counted, _upcoming_share(state, mixing, block, offset))
+        output = _where_counted(counted, output)
+    position = state.position + (1 if counted is None else counted.long())
+    state = dataclasses.replace(state, current=current, upcoming=upcoming, position=position, is_empty=False)
     return output.transpose(1, 2).to(value.dtype), state
+
+
+def _where_counted(counted: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+    """Zero `[B, ...]` of four axes for the batch entries whose token is padding."""
+    return tensor if counted is None else torch.where(counted[:, None, None, None], tensor, 0)
 
 
 def _start_block(state: MHLAState, mixing: StoredMixing, block: torch.Tensor, starting: torch.Tensor) -> MHLAState:
@@ -504,18 +511,22 @@ def _upcoming_share(state: MHLAState, mixing: StoredMixing, block: torch.Tensor,
 
     Every slot comes up exactly once while a block fills.
     """
-    size, slots = state.block_size, state.num_slots
+    size, slots, share = state.block_size, state.num_slots, torch.zeros_like(state.upcoming)
+    row = (block + 1)[:, None]
     chosen = offset[:, None] + size * indices(-(-slots // size), block.device)
     inside, chosen = chosen < slots, chosen.clamp(max=slots - 1)
     held = _blocks_in_slots(block, slots).gather(1, chosen)
-    row = (block + 1)[:, None]
-    weights = mixing.at(row[:, :, None], held.clamp(min=0)[:, None])
-    weights = torch.where((inside & (held >= 0))[:, None, None], weights, 0)
-    entries = indices(block.shape[0], block.device)[:, None]
-    summaries = state.summaries[entries, :, chosen].transpose(1, 2).to(state.current.dtype)
-    share = mix_summaries(weights, summaries, state.prefix.shape[1]).squeeze(2)
-    of_left = _left_weights(mixing, row, state.num_left).squeeze(2) * state.left
-    return share + torch.where((offset == size - 1)[:, None, None, None], of_left, 0)
+    inside, is_last = inside & (held >= 0), offset == size - 1
+    if not surely_none(inside):
+        weights = mixing.at(row[:, :, None], held.clamp(min=0)[:, None])
+        weights = torch.where(inside[:, None, None], weights, 0)
+        entries = indices(block.shape[0], block.device)[:, None]
+        summaries = state.summaries[entries, :, chosen].transpose(1, 2).to(state.current.dtype)
+        share = share + mix_summaries(weights, summaries, state.prefix.shape[1]).squeeze(2)
+    if not surely_none(is_last):
+        of_left = _left_weights(mixing, row, state.num_left).squeeze(2) * state.left
+        share = share + torch.where(is_last[:, None, None, None], of_left, 0)
+    return share
 
 
 def serves_kernels(operands: Operands, mixing: StoredMixing, state: MHLAState) -> bool:

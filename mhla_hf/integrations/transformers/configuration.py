@@ -37,8 +37,8 @@ SMALLEST_ENCODER_BLOCK = 8
 _ALL_OPTIONS = tuple(MHLAConfig().to_dict())
 # Options that leave the shapes of the weights alone and change what they compute.
 _TRAINED_WITH = (
-    "feature_map", "feature_map_eps", "normalizer", "rope", "block_size", "mixing_constraint", "layers", "window",
-    "window_size",
+    "feature_map", "feature_map_eps", "normalizer", "rope", "block_size", "mixing_constraint", "mixing_tail", "layers",
+    "window", "window_size",
 )  # fmt: skip
 _NULLABLE = ("layers", "mixing_range", "lepe_kernel", "window", "window_size")
 
