@@ -187,8 +187,8 @@ def _measure(model: Any, contexts: Sequence[int], options: DecodeOptions) -> lis
         rows[context]["mhla"]["summary_dtype"] = str(dtype).removeprefix("torch.")
     token = torch.zeros(options.batch_size, 1, dtype=torch.long, device=model.device)
     seconds: dict[tuple[int, str], list[float]] = {key: [] for key in caches}
-    # Contexts take turns token by token, so that whatever else the machine does falls on each of them. The two kinds do
-    # not: reading a KV cache empties the processor's caches.
+    # Contexts take turns token by token, so that whatever else the machine does falls on each of them. Kinds of cache
+    # do not: reading keys and values empties the processor's caches.
     for kind, step in itertools.product(models, range(options.warmup + options.tokens)):
         for context in contexts:
             synchronize(model.device)
