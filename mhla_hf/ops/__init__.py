@@ -14,7 +14,6 @@ from ..utils import lazy_names
 if TYPE_CHECKING:
     from .backends import choose_backend as choose_backend
     from .backends import triton_obstacle as triton_obstacle
-    from .band import StoredMixing as StoredMixing
     from .band import extend_mixing as extend_mixing
     from .forms import mhla_attention as mhla_attention
     from .kernel_cases import compare_kernels as compare_kernels
