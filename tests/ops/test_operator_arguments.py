@@ -38,7 +38,7 @@ def recurrent_arguments(length: int):
     return {
         **tokens(length),
         "mixing": torch.rand(2, 2),
-        "state": empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, num_blocks=2),
+        "state": empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, 2, rewindable=4),
     }
 
 
@@ -66,7 +66,7 @@ def test_options_and_weights(case, name, value):
     refused(function, {**make(), name: value}, name)
 
 
-@pytest.mark.parametrize("case", ["attention", "extend", "step"])
+@pytest.mark.parametrize("case", ["attention", "step"])
 def test_backend(case):
     function, make = FUNCTIONS[case]
     refused(function, {**make(), "backend": "cuda"}, "backend")
@@ -112,12 +112,13 @@ def test_valid(case):
     "change",
     [
         lambda state: None,
-        lambda state: empty_state(3, 2, WIDTH, VALUE, BLOCK),
-        lambda state: empty_state(BATCH, 2, WIDTH + 1, VALUE, BLOCK),
-        lambda state: empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, dtype=torch.float64),
+        lambda state: empty_state(3, 2, WIDTH, VALUE, BLOCK, 2),
+        lambda state: empty_state(BATCH, 2, WIDTH + 1, VALUE, BLOCK, 2),
+        lambda state: empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, 2, dtype=torch.float64),
+        lambda state: empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, 3),
         lambda state: dataclasses.replace(state, position=state.position[:1]),
     ],
-    ids=["type", "batch", "width", "dtype", "position"],
+    ids=["type", "batch", "width", "dtype", "stored blocks", "position"],
 )
 def test_state(case, change):
     function, make = FUNCTIONS[case]
@@ -128,19 +129,29 @@ def test_state(case, change):
 def test_per_head_weights_need_a_state_made_for_them():
     arguments = {**recurrent_arguments(1), "mixing": torch.rand(HEADS, 2, 2)}
     refused(mhla_step, arguments, "num_mixing_heads")
-    state = empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, num_mixing_heads=HEADS)
+    state = empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, 2, num_mixing_heads=HEADS)
     mhla_step(**{**arguments, "state": state})
 
 
-def test_room_for_a_prompt():
-    arguments = recurrent_arguments(13)
-    assert "room for 2 finished blocks" in refused(mhla_extend, arguments, "with_room")
-    mhla_extend(**{**arguments, "state": arguments["state"].with_room(3)})
+@pytest.mark.parametrize("case", ["attention", "naive", "extend", "step"])
+@pytest.mark.parametrize("decay", [0.5, torch.ones(3), torch.ones(1, 1), torch.ones(1, dtype=torch.long)], ids=str)
+def test_decay(case, decay):
+    function, make = FUNCTIONS[case]
+    refused(function, {**make(), "mixing_decay": decay}, "mixing_decay")
 
 
-@pytest.mark.parametrize("name, value", [("batch_size", -1), ("block_size", 1.5), ("num_blocks", "4")])
+def test_a_decay_is_for_sequences():
+    layout = BlockLayout((2, 4), blocks=(1, 2))
+    refused(mhla_attention, {**dense_arguments(), "layout": layout, "mixing_decay": torch.ones(1)}, "mixing_decay")
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("batch_size", -1), ("block_size", 1.5), ("num_stored_blocks", "4"), ("rewindable", -1), ("max_tokens", 0)],
+)
 def test_sizes_of_a_state(name, value):
     sizes = {"batch_size": 1, "num_heads": 2, "key_width": 3, "value_width": 3, "block_size": 4}
+    sizes["num_stored_blocks"] = 2
     refused(empty_state, {**sizes, name: value}, name)
 
 
