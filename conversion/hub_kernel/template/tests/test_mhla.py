@@ -64,9 +64,9 @@ def test_steps_equal_the_whole_sequence(backend):
     layout, _ = LAYOUTS["sequence"]
     *tokens, mixing = (tensor.detach() for tensor in inputs(layout, torch.float32))
     whole = mhla.mhla_attention(*tokens, mixing, layout, causal=True, backend="torch")
-    state = mhla.empty_state(2, 2, 16, 16, 8, num_blocks=layout.num_blocks, device=DEVICE)
+    state = mhla.empty_state(2, 2, 16, 16, 8, mixing.shape[-1], device=DEVICE)
     first = [tensor[:, :14] for tensor in tokens]
-    output, state = mhla.mhla_extend(*first, mixing, state, backend=backend)
+    output, state = mhla.mhla_extend(*first, mixing, state)
     outputs = [output]
     for position in range(14, layout.num_tokens):
         token = [tensor[:, position : position + 1] for tensor in tokens]
