@@ -10,14 +10,12 @@ and P_{i+1} as much of the next one's as is summed up (matrices have z in the la
 
 for the block b(s) in slot s, and the sum E of all that has left the ring, which stands for the last of them, l.
 A token that starts a block files the current summary into the ring, adds what it finds there to E, and takes over the
-next prefix first. Blocks have more than one token, so that E does not change while it is read.
-
-All programs read the old state and write the new one to other memory, but for the slot that a summary is filed into:
-the program that files reads what lies there, and others take the filed summary from where it was before.
+next prefix first. All programs read the old state and write the new one to other memory, but for the slot that a
+summary is filed into: for each of its numbers, one program reads it, writes it, and needs it.
 
 Of the programs of a key head, the first STEP_TILES take some columns of its matrices each: they add the token to the
-current summary, file it and take over the next prefix where the token starts a block, and compute the output. The
-others sum up the token's share of the next block's prefix.
+current summary, take over the next prefix where the token starts a block, and compute the output. The others take some
+numbers of its summaries each: they file the current one, and sum up the token's share of the next block's prefix.
 
 Shape letters: B batch, H query heads, G key heads (H or a divisor), S heads of the prefix (H, or G where all heads
 share the mixing weights), K and V widths, P width of the normaliser's pair (K), N tokens of a block, R slots of the
@@ -138,6 +136,7 @@ def decode_kernel(
     before = tl.maximum(block - 1, 0)
     slot = before % slots
     old_num_left = tl.load(num_left + batch)
+    now_left = tl.where(starting, tl.maximum(old_num_left, before - slots + 1), old_num_left)
     if tile < STEP_TILES:
         row = tl.arange(0, BLOCK_WIDTH)
         column = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -152,13 +151,6 @@ def decode_kernel(
         values = _token_row(value, batch, head, column, VALUE)
         old = tl.load(state.current + state_row * WIDTH * COLUMNS + element, mask=inside, other=0.0)
         old_sums = tl.load(state.current + state_row * WIDTH * COLUMNS + sums, mask=in_row, other=0.0)
-        leaving = tl.zeros((BLOCK_WIDTH, BLOCK_COLUMNS), tl.float32)
-        now_left = old_num_left
-        if starting:
-            now_left = tl.maximum(old_num_left, before - slots + 1)
-            filed = summaries + (state_row * slots + slot) * WIDTH * COLUMNS + element
-            leaving = tl.load(filed, mask=inside, other=0.0).to(tl.float32)
-            tl.store(filed, old.to(summaries.dtype.element_ty), mask=inside)
         added = tl.where((column == VALUE)[None, :], plain[:, None], keys[:, None] * values[None, :])
         new = tl.where(starting, 0.0, old) + tl.where(counted, added, 0.0)
         new_sums = tl.where(starting, 0.0, old_sums) + tl.where(counted, plain, 0.0)
@@ -177,9 +169,6 @@ def decode_kernel(
                 mixed_sums = tl.load(state.prefix + prefix_row + sums, mask=in_row, other=0.0)
             if PER_HEAD or repeat == 0:
                 tl.store(new_state.prefix + prefix_row + element, mixed, mask=inside)
-                left = tl.load(state.left + prefix_row + element, mask=inside, other=0.0)
-                left = left * decay_of(weights, weight_head, now_left - old_num_left) + leaving
-                tl.store(new_state.left + prefix_row + element, left, mask=inside)
             queries = _token_row(query, batch, query_head, row, WIDTH)
             result = tl.sum(queries[:, None] * (mixed + own * new), axis=0)
             if DIVIDES:
@@ -196,10 +185,16 @@ def decode_kernel(
         flat = (tile - STEP_TILES) * SHARE_ELEMENTS + tl.arange(0, SHARE_ELEMENTS)
         within = flat < WIDTH * COLUMNS
         finished = tl.load(state.current + state_row * WIDTH * COLUMNS + flat, mask=within, other=0.0)
-        finished = finished.to(summaries.dtype.element_ty).to(tl.float32)
-        # What this very token files may not be there yet.
+        finished = finished.to(summaries.dtype.element_ty)
+        leaving = tl.zeros((SHARE_ELEMENTS,), tl.float32)
+        if starting:
+            # Zeros lie there where no block leaves.
+            filed = summaries + (state_row * slots + slot) * WIDTH * COLUMNS + flat
+            leaving = tl.load(filed, mask=within, other=0.0).to(tl.float32)
+            # No thread writes before another has read.
+            tl.debug_barrier()
+            tl.store(filed, finished, mask=within)
         fresh = tl.where(starting, slot, -1)
-        reads_left = (offset == BLOCK_SIZE - 1) & (old_num_left > 0)
         for repeat in range(PREFIXES):
             weight_head = head * REPEATS + repeat if PER_HEAD else 0
             share = tl.zeros((SHARE_ELEMENTS,), tl.float32)
@@ -211,12 +206,14 @@ def decode_kernel(
                 pointers = summaries + (state_row * slots + index)[:, None] * (WIDTH * COLUMNS) + flat[None, :]
                 read = (used & (index != fresh))[:, None] & within[None, :]
                 chosen = tl.load(pointers, mask=read, other=0.0).to(tl.float32)
-                chosen = tl.where((index == fresh)[:, None], finished[None, :], chosen)
+                chosen = tl.where((index == fresh)[:, None], finished.to(tl.float32)[None, :], chosen)
                 share += tl.sum(weight_at(weights, weight_head, block + 1, held, used)[:, None] * chosen, axis=0)
             upcoming_row = (state_row * PREFIXES + repeat) * WIDTH * COLUMNS
-            if reads_left:
-                left = tl.load(state.left + upcoming_row + flat, mask=within, other=0.0)
-                share += weight_at(weights, weight_head, block + 1, old_num_left - 1) * left
+            left = tl.load(state.left + upcoming_row + flat, mask=within, other=0.0)
+            left = left * decay_of(weights, weight_head, now_left - old_num_left) + leaving
+            tl.store(new_state.left + upcoming_row + flat, left, mask=within)
+            if (offset == BLOCK_SIZE - 1) & (now_left > 0):
+                share += weight_at(weights, weight_head, block + 1, now_left - 1) * left
             summed = tl.load(state.upcoming + upcoming_row + flat, mask=within, other=0.0)
             summed = tl.where(starting, 0.0, summed) + tl.where(counted, share, 0.0)
             tl.store(new_state.upcoming + upcoming_row + flat, summed, mask=within)
@@ -261,7 +258,7 @@ def run_decode(
         left: float32 `[B, S, K, V + 1]`.
         num_left: LongTensor `[B]`.
         position: LongTensor `[B]`.
-        block_size: Tokens of a block, 2 at least.
+        block_size: Tokens of a block.
         divides: Whether to divide by the normaliser.
         eps: Added to the denominator.
 
