@@ -166,6 +166,17 @@ class StoredMixing:
         mixed = mix_chunks(summary.flatten(3), window, carry)
         return repeat_heads(mixed.unflatten(3, summary.shape[3:]), num_heads, 1)
 
+    def earlier_weights(self, num_blocks: int, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weights of earlier blocks as [`run_mix_chunks`] takes them.
+
+        Those of [`StoredMixing.chunk_weights`], or for few blocks a matrix, `[B or 1, S, 1, n, n]`, and nothing to
+        carry.
+        """
+        if num_blocks > self.chunk_blocks:
+            return self.chunk_weights(num_blocks, first)
+        weights = self.matrix(num_blocks, first).tril(-1)
+        return weights.reshape(-1, len(self.weights), 1, num_blocks, num_blocks), weights.new_empty(0)
+
     def chunk_weights(
         self, num_blocks: int, first: Tensor | None = None, *, last: Tensor | None = None, ahead: bool = False
     ) -> tuple[Tensor, Tensor]:
@@ -291,19 +302,22 @@ def _window_matrices(window: Tensor, batch: int, heads: int) -> Tensor:
     return matrices.flatten(0, 2)
 
 
-@torch.library.custom_op("mhla_hf::mix_chunks", mutates_args=())
-def mix_chunks(summary: Tensor, window: Tensor, carry: Tensor) -> Tensor:
-    """Sums over earlier blocks, `[B, H_m, n, D]`, of summaries of that shape; see [`StoredMixing.chunk_weights`]."""
+def run_mix_chunks(summary: Tensor, window: Tensor, carry: Tensor) -> Tensor:
+    """Sums over earlier blocks, `[B, H_m, n, D]`, of summaries of that shape; see [`StoredMixing.earlier_weights`]."""
+    if not carry.numel():
+        return window.squeeze(2) @ summary
     batch, heads, blocks, columns = summary.shape
     products = torch.bmm(_window_matrices(window, batch, heads), _windows(_chunk_groups(summary, carry)))
     return products.view(batch, heads, -1, columns)[:, :, :blocks].contiguous()
 
 
-@torch.library.custom_op("mhla_hf::mix_chunks_backward", mutates_args=())
-def mix_chunks_backward(
+def run_mix_chunks_backward(
     gradient: Tensor, summary: Tensor, window: Tensor, carry: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of summaries, `window` and `carry`: the same band the other way round."""
+    if not carry.numel():
+        of_window = (gradient @ summary.transpose(-1, -2)).unsqueeze(2).sum_to_size(window.shape)
+        return window.squeeze(2).transpose(-1, -2) @ gradient, of_window, torch.empty_like(carry)
     (batch, heads, blocks, columns), (count, chunk) = summary.shape, (carry.shape[2], carry.shape[3] - 1)
     rows = F.pad(gradient, (0, 0, 0, count * chunk - blocks)).reshape(-1, chunk, columns)
     groups = _chunk_groups(summary, carry)
@@ -321,6 +335,12 @@ def mix_chunks_backward(
     of_carry = F.pad(of_carry, (0, 0, 0, 1)).sum_to_size(carry.shape)
     total[:, :, :-1, 1:] += carry[:, :, :-1, 1:, None] * later
     return total[..., 1:, :].reshape(batch, heads, -1, columns)[:, :, :blocks].contiguous(), of_window, of_carry
+
+
+mix_chunks = torch.library.custom_op("mhla_hf::mix_chunks", run_mix_chunks, mutates_args=())
+mix_chunks_backward = torch.library.custom_op(
+    "mhla_hf::mix_chunks_backward", run_mix_chunks_backward, mutates_args=()
+)  # fmt: skip
 
 
 @mix_chunks.register_fake
@@ -341,11 +361,11 @@ mix_chunks.register_autograd(_backward, setup_context=lambda ctx, inputs, output
 
 
 @register_flop_formula(torch.ops.mhla_hf.mix_chunks)
-def _forward_flops(summary, window, *args, **kwargs) -> int:
-    """2 B H_m n D for each of the blocks of a window, and of E."""
-    return 2 * math.prod(summary) * (window[-1] + 1)
+def mixing_flops(summary, window, carry, *args, **kwargs) -> int:
+    """2 B H_m n D for each of the blocks of a window, and of E; arguments are shapes."""
+    return 2 * math.prod(summary) * (window[-1] + (len(carry) > 1))
 
 
 @register_flop_formula(torch.ops.mhla_hf.mix_chunks_backward)
-def _backward_flops(gradient, summary, window, *args, **kwargs) -> int:
-    return 2 * _forward_flops(summary, window)
+def _backward_flops(gradient, summary, window, carry, *args, **kwargs) -> int:
+    return 2 * mixing_flops(summary, window, carry)

@@ -10,7 +10,6 @@ Shape letters: B batch, T tokens, H heads, G key/value heads, K query/key width,
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout
 from ..utils.messages import shorten_text
+from .band import StoredMixing
 from .forms import attend_by_block, attend_on
 from .operands import MHLAState, Operands
 from .recurrent import empty_state, extend, step
@@ -42,7 +42,7 @@ class Sizes:
     Attributes:
         grid: Token grid of attention in both directions, which the blocks do not divide evenly.
         blocks: Its blocks.
-        length: Tokens of causal attention and of prompts.
+        length: Tokens of causal attention.
         block_size: Tokens of a causal block.
     """
 
@@ -201,61 +201,59 @@ def _attention(causal: bool) -> Case:
     def on(backend: str) -> Callable[[Results, Sizes], Results]:
         def compute(inputs: Results, sizes: Sizes) -> Results:
             operands, mixing = _operands(inputs)
-            mixing = mixing.tril() if causal else mixing
-            return {"output": attend_on(backend, operands, mixing, _layout(sizes, causal), causal=causal)}
+            blocks = StoredMixing.of(mixing) if causal else mixing
+            return {"output": attend_on(backend, operands, blocks, _layout(sizes, causal), causal=causal)}
 
         return compute
 
     return Case(inputs, on("triton"), on("torch"), has_gradients=True)
 
 
-STATE = ("summaries", "current", "prefix", "upcoming")
+STATE = ("summaries", "current", "prefix", "upcoming", "left", "num_left", "position")
+# Two stored blocks, and more before the tokens: some have left the ring.
+STORED, PAST, DECODED, DECAY = 2, 3, 2, 0.5
 
 
-def _recurrent_inputs(length: Callable[[Sizes], int]) -> Callable[..., Results]:
-    def inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
-        past = 2 * sizes.block_size
-        tokens = _tokens(generator, 2, past + length(sizes), width, value_width)
-        count = math.ceil((past + length(sizes)) / sizes.block_size)
-        return {**tokens, "mixing": _draw(generator, count, count, positive=True).tril()}
-
-    return inputs
+def _decode_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+    tokens = _tokens(generator, 2, PAST * sizes.block_size + DECODED, width, value_width)
+    return {**tokens, "mixing": _draw(generator, STORED, STORED, positive=True).tril()}
 
 
 def _past_state(inputs: Results, sizes: Sizes) -> tuple[MHLAState, Results]:
     """The state after the first tokens, computed by plain torch in float64 on the CPU, and the tokens after them.
 
-    One entry of the batch starts a block with its next token, the other one is in the middle of one.
+    One entry of the batch starts a block with its next token, the other one ends one.
     """
-    past = 2 * sizes.block_size
-    mixing = inputs["mixing"]
+    past = PAST * sizes.block_size
     tokens = {name: tensor for name, tensor in inputs.items() if name != "mixing"}
     before = {name: tensor[:, :past].cpu().double() for name, tensor in tokens.items()}
     key, value = before["key"], before["value"]
     state = empty_state(
-        2, KEY_HEADS, key.shape[3], value.shape[3], sizes.block_size, num_blocks=mixing.shape[-1],
-        dtype=torch.float64, device="cpu",
-    )  # fmt: skip
+        2, KEY_HEADS, key.shape[3], value.shape[3], sizes.block_size, STORED, dtype=torch.float64, device="cpu"
+    )
     valid = torch.ones(2, past, dtype=torch.bool, device="cpu")
-    valid[1, : sizes.block_size // 2 + 1] = False
-    _, state = extend(Operands(**before), mixing.cpu().double(), state, valid, "torch")
+    valid[1, 0] = False
+    _, state = extend(Operands(**before), _decayed(inputs["mixing"].cpu().double()), state, valid)
     return state, {name: tensor[:, past:] for name, tensor in tokens.items()}
 
 
-def _recurrent(one_by_one: bool, backend: str) -> Callable[[Results, Sizes], Results]:
+def _decayed(mixing: torch.Tensor) -> StoredMixing:
+    return StoredMixing.of(mixing, mixing.new_tensor(DECAY))
+
+
+def _decode(backend: str) -> Callable[[Results, Sizes], Results]:
     def compute(inputs: Results, sizes: Sizes) -> Results:
         state, tokens = _past_state(inputs, sizes)
         device, dtype = inputs["query"].device, torch.float64 if backend == "torch" else torch.float32
-        held = {name: getattr(state, name).to(device, dtype) for name in STATE}
-        state = dataclasses.replace(state, **held, position=state.position.to(device))
+        held = {name: getattr(state, name).to(device) for name in STATE}
+        held = {name: x.to(dtype) if x.is_floating_point() else x for name, x in held.items()}
+        state = dataclasses.replace(state, **held)
         outputs = []
-        for part in zip(*[x.split(1 if one_by_one else x.shape[1], dim=1) for x in tokens.values()]):
+        for part in zip(*[x.split(1, dim=1) for x in tokens.values()]):
             operands = Operands(**dict(zip(tokens, part)))
-            move = step if one_by_one else extend
-            output, state = move(operands, inputs["mixing"], state, None, backend)
+            output, state = step(operands, _decayed(inputs["mixing"]), state, None, backend)
             outputs.append(output)
-        tensors = {f"state.{name}": getattr(state, name) for name in STATE}
-        tensors["state.position"] = state.position.double()
+        tensors = {f"state.{name}": getattr(state, name).double() for name in STATE}
         return {"output": torch.cat(outputs, dim=1), **tensors}
 
     return compute
@@ -381,9 +379,6 @@ FAMILIES: dict[str, Case] = {
     "hedgehog": Case(_hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True),
     "rotary": Case(_rotary_inputs, _rotated_by_kernel, _rotated_by_torch, has_gradients=True),
     "causal": _attention(causal=True),
-    "prompt": Case(
-        _recurrent_inputs(lambda sizes: sizes.length), _recurrent(False, "triton"), _recurrent(False, "torch")
-    ),
-    "decode": Case(_recurrent_inputs(lambda sizes: 2), _recurrent(True, "triton"), _recurrent(True, "torch")),
+    "decode": Case(_decode_inputs, _decode("triton"), _decode("torch")),
 }
 """Families of kernels by name."""

@@ -13,7 +13,7 @@ import torch
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.bench import SHAPES
-from mhla_hf.ops import empty_state, mhla_extend, mhla_step
+from mhla_hf.ops import empty_state, mhla_step
 from mhla_hf.ops.triton import (
     fits_fused_kernels,
     fits_hedgehog_kernels,
@@ -172,37 +172,25 @@ def window(
 
 
 def generation(
-    context: int,
     heads: int,
     width: int,
     *,
     key_heads: int | None = None,
-    prompt: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     block_size: int = 64,
     per_head: bool = False,
 ) -> Stages:
-    """One token in the state of a context that long; or, if given, a prompt before it and one after that."""
-    key_heads = key_heads or heads
-    blocks = (context + prompt) // block_size
-    mixing = weights(*((heads,) if per_head else ()), blocks, blocks)
+    """One token in the state of a context of any length."""
+    key_heads, stored = key_heads or heads, 32
+    mixing = weights(*((heads,) if per_head else ()), stored, stored)
     state = empty_state(
-        1, key_heads, width, width, block_size, num_blocks=blocks, device="meta", summary_dtype=dtype,
+        1, key_heads, width, width, block_size, stored, device="meta", summary_dtype=dtype,
         num_mixing_heads=heads if per_head else None,
     )  # fmt: skip
-
-    def pieces(length: int) -> tuple[torch.Tensor, ...]:
-        query = tokens(1, length, heads, width, dtype, False)
-        return query, *(tokens(1, length, key_heads, width, dtype, False) for _ in range(2))
-
-    if prompt:
-        yield "prompt"
-        _, state = mhla_extend(*pieces(prompt), mixing, state, backend="triton")
-        yield "continued"
-        mhla_extend(*pieces(context), mixing, state, backend="triton")
-        return
+    query = tokens(1, 1, heads, width, dtype, False)
+    key, value = (tokens(1, 1, key_heads, width, dtype, False) for _ in range(2))
     yield "decode"
-    mhla_step(*pieces(1), mixing, state, backend="triton")
+    mhla_step(query, key, value, mixing, state, mixing_decay=weights(1) if per_head else None, backend="triton")
 
 
 def width_case(width: int) -> Stages:
@@ -224,9 +212,7 @@ def width_case(width: int) -> Stages:
                 stages = attend_projections(blocks, 1, 8, width, trains=trains, normalizer=normalizer, dtype=dtype)
                 yield from (f"{name} {stage}" for stage in stages)
         if not trains or dtype != torch.bfloat16:
-            yield from (f"{name} {stage}" for stage in generation(4096, 8, width, dtype=dtype, block_size=128))
-            stages = generation(4096, 8, width, dtype=dtype, block_size=128, prompt=4096)
-            yield from (f"{name} {stage}" for stage in stages)
+            yield from (f"{name} {stage}" for stage in generation(8, width, dtype=dtype, block_size=128))
 
 
 def both(run: Callable[..., Stages]) -> Stages:
@@ -254,9 +240,8 @@ CASES: dict[str, Callable[[], Stages]] = {
     "causal-2k": partial(both, partial(attention, "causal-2k")),
     "causal-32k": partial(both, partial(attention, "causal-32k")),
     "causal-32k-grouped": partial(both, partial(attention, "causal-32k", key_heads=4, per_head=True)),
-    "prompt-32k": partial(generation, 2048, 16, 64, prompt=32768),
-    "decode-128k": partial(generation, 131072, 16, 64),
-    "decode-grouped": partial(generation, 131072, 16, 64, key_heads=4, per_head=True),
+    "decode": partial(generation, 16, 64),
+    "decode-grouped": partial(generation, 16, 64, key_heads=4, per_head=True),
     **{f"width-{width}": partial(width_case, width) for width in WIDTHS},
 }
 """Cases by name: generators that name each stage before they run it."""

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
+from mhla_hf.ops import band
 
 from .reference import assert_same, make_inputs, output_and_gradients
 from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_errors, on
@@ -21,6 +22,7 @@ from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_er
 pytest.importorskip("triton")
 
 from mhla_hf.ops.backends import _log_once
+from mhla_hf.ops.band import StoredMixing
 from mhla_hf.ops.triton.causal import limits
 from tests import GOLDEN
 
@@ -40,16 +42,22 @@ def few(inputs: dict[str, torch.Tensor], heads: int = 1, batch: int = 1) -> dict
     return {name: tensor.detach().requires_grad_() for name, tensor in cut.items()}
 
 
-def check(inputs: dict[str, torch.Tensor], layout: BlockLayout, device: str, normalizer: str = "query") -> None:
+def check(
+    inputs: dict[str, torch.Tensor],
+    layout: BlockLayout,
+    device: str,
+    normalizer: str = "query",
+    tolerance: float = 1e-5,
+) -> None:
     """Outputs and all gradients of float32 kernels against the dense form in float64."""
     options = {"normalizer": normalizer, "causal": True}
     expected = output_and_gradients(inputs, layout, backend="naive", **options)
     actual = on("cpu", output_and_gradients(cast(inputs, device), layout, backend="triton", **options))
-    if layout.num_blocks == 1 and normalizer != "none":
+    if inputs["mixing"].shape[-1] == 1 and normalizer != "none":
         # Scaling the only weight changes nothing but for eps: the terms of its gradient cancel.
         error = (actual.pop("gradient of mixing") - expected.pop("gradient of mixing")).norm()
         assert error <= 1e-5 * expected["gradient of query"].norm()
-    assert_same(actual, expected, 1e-5)
+    assert_same(actual, expected, tolerance)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -68,13 +76,30 @@ def test_batches_longer_than_the_mixing_weights(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("blocks, decay", [(1, None), (3, 0.7), (3, 0.0)])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_more_blocks_than_a_matrix_serves(per_head, blocks, decay, device, monkeypatch):
+    """Mixed in chunks of blocks, the last of which is not full; grouped queries, and gradients of the decay."""
+    monkeypatch.setattr(band, "MIN_CHUNK_BLOCKS", 2)
+    layout = chunks(7, 1)
+    inputs = few(make_inputs(layout, per_head=per_head, blocks=blocks), heads=2)
+    key_side = few(inputs)
+    inputs |= {name: key_side[name] for name in ("key", "value", "normalizer_key")}
+    if decay is not None:
+        inputs["mixing_decay"] = torch.full((2,) if per_head else (), decay, dtype=torch.float64, requires_grad=True)
+    check(inputs, layout, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "key_width, value_width", [(32, 40), (136, 24), pytest.param(256, 160, marks=pytest.mark.slow)]
 )
 def test_widths_of_heads(key_width, value_width, device):
     layout = chunks(19, 16)
     rotated = key_width > 128
-    check(few(make_inputs(layout, rotated=rotated, key_width=key_width, value_width=value_width)), layout, device)
+    inputs = few(make_inputs(layout, rotated=rotated, key_width=key_width, value_width=value_width))
+    # Gradients of the weights are sums over K V numbers that nearly cancel.
+    check(inputs, layout, device, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -143,9 +168,12 @@ def test_padding_is_neither_read_nor_left_unwritten(device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_bad_tokens_spoil_their_head_and_document_from_there_on(device):
-    """In packed documents; what is spoilt has no part in the gradients of the rest."""
+@pytest.mark.parametrize("chunk_blocks", [3, 16])
+def test_bad_tokens_spoil_their_head_and_document_from_there_on(chunk_blocks, device, monkeypatch):
+    """In packed documents, mixed by a matrix or in chunks; what is spoilt has no part in the gradients of the rest."""
+    monkeypatch.setattr(band, "MIN_CHUNK_BLOCKS", chunk_blocks)
     inputs, valid, layout = padded_and_packed(device, documents=True)
+    assert layout.num_blocks > 3
     bad = [("key", 0, 8, 1, "nan"), ("value", 1, 1, 0, "inf"), ("normalizer_key", 1, 6, 1, "nan")]
     spoilt = torch.zeros(2, 12, 2, dtype=torch.bool, device=device)
     for name, row, token, head, number in bad:
@@ -160,14 +188,14 @@ def test_bad_tokens_spoil_their_head_and_document_from_there_on(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_bad_token_spoils_all_later_chunks_of_its_document(documents, device):
-    """More chunks than the kernel looks at together; 4 slots each."""
+    """4 slots each."""
     first_bad = torch.full((2, 1, 140), 4, dtype=torch.int32, device=device)
     first_bad[0, 0, 5], first_bad[0, 0, 70], first_bad[1, 0, 139] = 3, 2, 0
     starts = None
     expected = first_bad.clone()
     expected[0, 0, 6:] = 0
     if documents:
-        starts = torch.zeros(2, 140, dtype=torch.int32, device=device)
+        starts = torch.zeros(2, 140, dtype=torch.long, device=device)
         starts[:, 65:], starts[:, 100:] = 65, 100
         expected[0, 0, 65:] = torch.tensor([4] * 5 + [2] + [0] * 29 + [4] * 40, dtype=torch.int32)
     assert torch.equal(limits(first_bad, starts, 4), expected)
@@ -214,20 +242,18 @@ def test_half_precision_is_no_more_than_twice_as_wrong_as_torch(dtype, normalize
         assert kernel <= 2 * plain, f"{name}: error {kernel:.2e}, torch {plain:.2e}"
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("device", DEVICES)
-def test_operator_is_what_torch_expects(device):
-    """Schema, fake tensors, autograd registration and ahead-of-time tracing."""
-    layout = chunks(2, 2)
-    inputs = cast(few(make_inputs(layout)), device)
-    arguments = (
-        *(inputs[name] for name in TOKENS),
-        inputs["mixing"],
-        layout.token_table(torch.device(device)),
-        None,
-        True,
-        1e-6,
-    )
-    torch.library.opcheck(torch.ops.mhla_hf.causal_attention, arguments)
+def test_operator_is_what_torch_expects(blocks, device, monkeypatch):
+    """Schema, fake tensors, autograd registration and ahead-of-time tracing; by a matrix and in chunks of blocks."""
+    monkeypatch.setattr(band, "MIN_CHUNK_BLOCKS", 2)
+    layout = chunks(blocks, 1)
+    inputs = cast(few(make_inputs(layout, blocks=1, key_width=2, value_width=2)), device)
+    mixing = StoredMixing.of(inputs["mixing"].detach(), torch.tensor(0.5, device=device))
+    weights = *mixing.earlier_weights(blocks), mixing.own(blocks)[None]
+    weights = [tensor.requires_grad_() for tensor in weights]
+    arguments = *(inputs[name] for name in TOKENS), *weights, layout.token_table(torch.device(device))
+    torch.library.opcheck(torch.ops.mhla_hf.causal_attention, (*arguments, None, True, 1e-6))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -268,13 +294,14 @@ def test_recording_gradients_changes_no_bit_and_keeps_no_summaries(device):
         assert torch.equal(output, mhla_attention(**inputs, layout=layout, causal=True, backend="triton"))
     # Tokens, the output, their denominators, mixing weights and tables.
     tokens = sum(inputs[name].numel() for name in TOKENS[:3])
-    others = output.numel() + 24 + 24 + 9 + 24 + layout.num_blocks
-    assert sum(tensor.numel() for tensor in kept) <= tokens + others
+    others = output.numel() + 24 + 24 + 9 + 3 + 24 + layout.num_blocks
+    kept = {tensor.data_ptr(): tensor for tensor in kept if tensor.is_floating_point() or tensor.dtype == torch.int32}
+    assert sum(tensor.numel() for tensor in kept.values()) <= tokens + others
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_counts_floating_point_operations(device):
-    """Summaries and prefix 2 · 2 B T H K V, the mixing of a triangle B M² H K V, scores and sums B T H N (K + V).
+    """Summaries and prefix 2 · 2 B T H K V, the mixing 2 B M² H K V, scores and sums B T H N (K + V).
 
     The backward pass is twice that, and summaries, their mixing, and the scores and their gradients once more.
     """
@@ -284,7 +311,7 @@ def test_counts_floating_point_operations(device):
         output = mhla_attention(**inputs, layout=layout, normalizer="none", causal=True, backend="triton")
         forward = counter.get_total_flops()
         output.sum().backward()
-    own, summaries, mixed = 8 * 2 * 4 * (8 + 16), 2 * 8 * 2 * 8 * 16, 2**2 * 2 * 8 * 16
+    own, summaries, mixed = 8 * 2 * 4 * (8 + 16), 2 * 8 * 2 * 8 * 16, 2 * 2**2 * 2 * 8 * 16
     assert forward == 2 * summaries + mixed + own
     assert counter.get_total_flops() == 3 * forward + summaries + mixed + own
 

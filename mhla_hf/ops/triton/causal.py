@@ -2,7 +2,7 @@
 """Causal MHLA in chunks, forward: summaries, mixed prefix, and one pass over the tokens of each chunk.
 
     S_b = Σ_{j in b} φ(k_j) v_jᵀ,  z_b = Σ_{j in b} φ(k_j)                                   summaries, by `outer`
-    P_i = Σ_{b<i} m_ib S_b,  p_i = Σ_{b<i} m_ib z_b                                          prefix, by `mixing`
+    P_i = Σ_{b<i} m_ib S_b,  p_i = Σ_{b<i} m_ib z_b                                          prefix, by `ops/band.py`
     n_t = φ(q_t)ᵀ P_i + m_ii Σ_{j in i, j≤t} (φ(q_t)·φ(k_j)) v_j                             the kernel below
     d_t = φ(q_t)·p_i + m_ii Σ_{j in i, j≤t} φ(q_t)·φ(k_j) + eps,  o_t = n_t / d_t            for chunk i = b(t)
 
@@ -27,7 +27,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
-from ..operands import Operands
+from ..band import StoredMixing
+from ..operands import Operands, first_blocks
 from .causal_gradient import causal_attention_backward, causal_flops, mixed_prefix
 from .chunks import (
     chunk_options,
@@ -54,10 +55,8 @@ from .device_functions import (
 )
 from .launching import (
     Stage,
+    as_factor,
     as_rows,
-    ceil_divide,
-    launch,
-    multiplies_exactly,
     padded,
     prepare,
     summary_dtype,
@@ -69,15 +68,17 @@ from .outer import outer
 logger = logging.getLogger(__name__)
 
 
-def triton_causal_mhla_attention(operands: Operands, mixing: Tensor, layout: BlockLayout | SequenceLayout) -> Tensor:
+def triton_causal_mhla_attention(
+    operands: Operands, mixing: StoredMixing, layout: BlockLayout | SequenceLayout
+) -> Tensor:
     """Causal MHLA by Triton kernels, without checks, for normalisers that the kernels have.
 
-    Summaries are bfloat16 for bfloat16 tokens, otherwise float32; the backward pass recomputes them in float32.
+    The prefix is bfloat16 for bfloat16 tokens, otherwise float32; the backward pass recomputes it in float32.
     Sums always run in float32.
 
     Args:
         operands: The tokens and the normaliser.
-        mixing: Weights of the layout's own blocks, `[..., M, M]`.
+        mixing: The stored weights, float32.
         layout: The blocks.
 
     Returns:
@@ -86,48 +87,18 @@ def triton_causal_mhla_attention(operands: Operands, mixing: Tensor, layout: Blo
     query, key, value = operands.tokens
     divides = operands.entry.divides
     pair: tuple[torch.Tensor | None, torch.Tensor | None] = operands.pair if divides else (None, None)
-    starts = layout.first_blocks() if isinstance(layout, SequenceLayout) else None
+    first, blocks = first_blocks(layout), layout.num_blocks
     table = layout.token_table(query.device)
-    if table.shape[-2] == 1:
+    if blocks == 1:
         # A chunk that is not full: with empty slots after it, most lengths share what is compiled.
         table = F.pad(table, (0, padded(table.shape[-1]) - table.shape[-1]), value=query.shape[1])
     with torch.autocast(query.device.type, enabled=False):
+        own = mixing.own(blocks, first).reshape(-1, len(mixing.weights), blocks)
         output, *_ = causal_attention(
-            query.to(value.dtype), key.to(value.dtype), value, *pair, mixing.float(), table,
-            starts, divides, operands.eps,
+            query.to(value.dtype), key.to(value.dtype), value, *pair, *mixing.earlier_weights(blocks, first), own,
+            table, first, divides, operands.eps,
         )  # fmt: skip
     return output
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def limit_kernel(
-    first_bad, starts, limit,
-    num_blocks, slots, starts_stride_batch,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The slot of each chunk from which on outputs are NaN: the first bad one, or 0 after a chunk with a bad one.
-
-    `first_bad` and `limit` are int32 `[B, HEADS, M]`, `slots` where no slot is bad. `starts` is the first chunk of
-    each chunk's document, int32 `[B, M]`, or None for one document.
-    """
-    tile = tl.program_id(1)
-    row = tile * BLOCK + tl.arange(0, BLOCK)
-    batch = tl.program_id(0).to(tl.int64) // HEADS
-    line = tl.program_id(0).to(tl.int64) * num_blocks
-    inside = row < num_blocks
-    own = tl.load(first_bad + line + row, mask=inside, other=slots)
-    start = tl.zeros((BLOCK,), tl.int32)
-    if starts is not None:
-        start = tl.load(starts + batch * starts_stride_batch + row, mask=inside, other=0)
-    # The last bad chunk before this tile, then before each of its chunks.
-    last = tl.full((BLOCK,), -1, tl.int32)
-    for earlier_tile in range(tile):
-        earlier = earlier_tile * BLOCK + tl.arange(0, BLOCK)
-        last = tl.maximum(last, tl.where(tl.load(first_bad + line + earlier) < slots, earlier, -1))
-    bad = tl.where(own < slots, row, -1)
-    last_of_tile = tl.max(tl.where(row[None, :] < row[:, None], bad[None, :], -1), axis=1)
-    spoilt = tl.maximum(last_of_tile, tl.max(last, axis=0)) >= start
-    tl.store(limit + line + row, tl.where(spoilt, 0, own), mask=inside)
 
 
 def limits(first_bad: Tensor, starts: Tensor | None, slots: int) -> Tensor:
@@ -135,23 +106,19 @@ def limits(first_bad: Tensor, starts: Tensor | None, slots: int) -> Tensor:
 
     Args:
         first_bad: The first bad slot of each chunk, int32 `[B, G, M]`, N where there is none.
-        starts: The first chunk of each chunk's document, int32 `[B, M]`; `None` for one document.
+        starts: The first chunk of each chunk's document, LongTensor `[B, M]`; `None` for one document.
         slots: N.
     """
-    batch, heads, blocks = first_bad.shape
-    limit = torch.empty_like(first_bad)
-    tile = min(32, padded(blocks))
-    launch(
-        limit_kernel, (batch * heads, ceil_divide(blocks, tile), 1), first_bad, starts, limit,
-        num_blocks=blocks, slots=slots, starts_stride_batch=0 if starts is None else starts.stride(0),
-        HEADS=heads, BLOCK=tile, num_warps=1,
-    )  # fmt: skip
-    return limit
+    chunk = torch.arange(first_bad.shape[-1], device=first_bad.device)
+    last_bad = torch.where(first_bad < slots, chunk, -1).cummax(-1).values
+    before = F.pad(last_bad[..., :-1], (1, 0), value=-1)
+    return first_bad.masked_fill(before >= (0 if starts is None else starts[:, None]), 0)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def causal_attend_kernel(
-    query, key, value, normalizer_query, normalizer_key, prefix, prefix_sum, limit, mixing, table, output, denominator,
+    query, key, value, normalizer_query, normalizer_key, prefix, prefix_sum, limit, diagonal, table, output,
+    denominator,
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     factor, eps, num_tokens, num_blocks, table_stride_batch, slots,
@@ -176,7 +143,8 @@ def causal_attend_kernel(
     tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
     key_rows, value_rows = head_rows(key, batch, key_head), head_rows(value, batch, key_head)
     rows = load_rows(head_rows(query, batch, head), tokens, present, column, WIDTH)
-    weight = tl.load(mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal)
+    own = diagonal + batch * mixing_stride_batch + head * mixing_stride_head
+    weight = tl.load(own + block * mixing_stride_diagonal)
     matrix = line // PREFIX_REPEATS * num_blocks + block
     own_prefix = prefix + matrix * (WIDTH * VALUE)
     if BLOCK_INNER < BLOCK_WIDTH:
@@ -233,7 +201,7 @@ def causal_attend(
     normalizer_key: Tensor | None,
     prefix: Tensor,
     prefix_sum: Tensor | None,
-    mixing: Tensor,
+    own: Tensor,
     limit: Tensor,
     table: Tensor,
     output: Tensor,
@@ -245,7 +213,7 @@ def causal_attend(
     """The stage that computes outputs from the mixed prefix and the own chunk.
 
     Args:
-        query: As in [`causal_attention`], like `key`, `value`, the normaliser's pair, `mixing`, `table` and `eps`.
+        query: As in [`causal_attention`], like `key`, `value`, the normaliser's pair, `own`, `table` and `eps`.
         key: `[B, T, G, K]`.
         value: `[B, T, G, V]`.
         normalizer_query: `[B, T, H, P]`, or None.
@@ -253,7 +221,7 @@ def causal_attend(
         prefix: Σ_{b<i} m_ib S_b / factor of a group of L lines, `[L, M, K, V]`, or of L · H / G where each query head
             has weights of its own; dense.
         prefix_sum: Σ_{b<i} m_ib z_b, float32 `[L, M, P]`, dense; without it nothing is divided.
-        mixing: The weights, of which the diagonal is read.
+        own: The weights m_ii.
         limit: See [`limits`].
         table: Token of each slot.
         output: To be written, `[B, T, H, V]`, dense.
@@ -269,9 +237,9 @@ def causal_attend(
     value_tile, tiles, options = chunk_options(query, prefix, table, max(width, plain_width), columns)
     run = prepare(
         causal_attend_kernel, as_rows(query), as_rows(key), as_rows(value), as_rows(normalizer_query),
-        as_rows(normalizer_key), prefix, prefix_sum, limit, mixing, table, output, denominator,
-        **diagonal_strides(mixing), factor=factor, eps=eps, REPEATS=heads // groups,
-        PREFIX_REPEATS=1 if is_per_head(mixing) else heads // groups, WIDTH=width, VALUE=columns, PLAIN=plain_width,
+        as_rows(normalizer_key), prefix, prefix_sum, limit, own, table, output, denominator,
+        **diagonal_strides(own), factor=factor, eps=eps, REPEATS=heads // groups,
+        PREFIX_REPEATS=1 if is_per_head(own) else heads // groups, WIDTH=width, VALUE=columns, PLAIN=plain_width,
         BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width),
         BLOCK_INNER=inner_tile(width, prefix.dtype), **options,
     )  # fmt: skip
@@ -285,7 +253,9 @@ def causal_attention(
     value: Tensor,
     normalizer_query: Tensor | None,
     normalizer_key: Tensor | None,
-    mixing: Tensor,
+    window: Tensor,
+    carry: Tensor,
+    own: Tensor,
     table: Tensor,
     starts: Tensor | None,
     divides: bool,
@@ -299,9 +269,11 @@ def causal_attention(
         value: `[B, T, G, V]`, of the same dtype.
         normalizer_query: Queries of the normaliser where there is one and they differ, `[B, T, H, P]`.
         normalizer_key: Keys of the normaliser, given together with them, `[B, T, G, P]`.
-        mixing: float32 `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`; the lower triangle is read.
+        window: Weights of earlier chunks, float32; see [`mhla_hf.ops.band.StoredMixing.earlier_weights`].
+        carry: Given together with them, float32.
+        own: m_ii, float32 `[B or 1, H or 1, M]`.
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`, T where a slot is empty.
-        starts: The first chunk of each chunk's document, int32 `[B, M]`; `None` for one document a row.
+        starts: The first chunk of each chunk's document, LongTensor `[B, M]`; `None` for one document a row.
         divides: Whether to divide by the normaliser.
         eps: Added to the denominator.
 
@@ -309,66 +281,26 @@ def causal_attention(
         `[B, T, H, V]`; and for the backward pass denominators, float32 `[B, T, H]` (empty unless `divides`), and the
         slot of each chunk from which on outputs are NaN, int32 `[B, G, M]`.
     """
-    output, denominator, _, _, _, limit = causal_stages(
-        query, key, value, normalizer_query, normalizer_key, mixing, table,
-        starts=starts, divides=divides, total=divides, half=True, eps=eps,
-    )  # fmt: skip
-    return output, denominator, limit
-
-
-def causal_stages(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    normalizer_query: Tensor | None,
-    normalizer_key: Tensor | None,
-    mixing: Tensor,
-    table: Tensor,
-    *,
-    starts: Tensor | None,
-    divides: bool,
-    total: bool,
-    half: bool,
-    eps: float,
-    past: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The stages of [`causal_attention`]; prompts that go on from a state take them too.
-
-    Args beyond those of [`causal_attention`]:
-        total: Whether z is wanted; it has to be where `divides`.
-        half: See [`summary_dtype`].
-        past: What earlier tokens add to the prefix, float32 `[B, S, M, K, V + 1]` with z in the last column.
-
-    Returns:
-        Outputs and denominators; S / N `[B, G, M, K, V]` in [`summary_dtype`], z `[B, G, M, P]` in float32 (empty
-        unless `total`), the first bad slot of each chunk and the slot from which on outputs are NaN, int32
-        `[B, G, M]`.
-    """
-    slots = table.shape[-1]
+    slots, heads = table.shape[-1], query.shape[2]
     summary, key_sum, first_bad = outer(
         key, value, table, key.shape[2],
-        factor=1 / slots, dtype=summary_dtype(key.dtype, half), total=total, plain=normalizer_key, finite=True,
+        factor=1 / slots, dtype=torch.float32, total=divides, plain=normalizer_key, finite=True,
     )  # fmt: skip
     limit = limits(first_bad, starts, slots)
-    prefix, prefix_sum = mixed_prefix(
-        mixing, summary, key_sum if divides else None, query.shape[2], exact=multiplies_exactly(value.dtype)
-    )
-    if past is not None:
-        past = past.flatten(0, 1)
-        prefix = (past[..., :-1] / slots + prefix).to(prefix.dtype).contiguous()
-        prefix_sum = None if prefix_sum is None else prefix_sum + past[..., -1]
+    prefix = as_factor(mixed_prefix(summary, window, carry, heads), value.dtype).to(summary_dtype(value.dtype))
+    prefix_sum = mixed_prefix(key_sum, window, carry, heads) if divides else None
     output = token_tensor(query, table, value.shape[-1])
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
     stage = causal_attend(
-        query, key, value, normalizer_query, normalizer_key, prefix, prefix_sum, mixing, limit, table, output,
+        query, key, value, normalizer_query, normalizer_key, prefix, prefix_sum, own, limit, table, output,
         denominator, factor=float(slots), eps=eps,
     )  # fmt: skip
     stage(0, key.shape[0] * key.shape[2])
-    return output, denominator, summary, key_sum, first_bad, limit
+    return output, denominator, limit
 
 
 @causal_attention.register_fake
-def _(query, key, value, normalizer_query, normalizer_key, mixing, table, starts, divides, eps):
+def _(query, key, value, normalizer_query, normalizer_key, window, carry, own, table, starts, divides, eps):
     return (
         query.new_empty(*query.shape[:-1], value.shape[-1]),
         query.new_empty(query.shape[:-1] if divides else (0,), dtype=torch.float32),
@@ -377,22 +309,21 @@ def _(query, key, value, normalizer_query, normalizer_key, mixing, table, starts
 
 
 def _context(ctx, inputs, output):
-    query, key, value, normalizer_query, normalizer_key, mixing, table, *_ = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.has_pair = normalizer_query is not None
-    ctx.save_for_backward(*output, query, key, value, normalizer_query, normalizer_key, mixing, table)
+    ctx.has_pair = inputs[3] is not None
+    ctx.save_for_backward(*output, *inputs[:9])
 
 
 def _backward(ctx, gradient, *_):
-    *gradients, grad_mixing = causal_attention_backward(gradient, *ctx.saved_tensors)
+    gradients = list(causal_attention_backward(gradient, *ctx.saved_tensors))
     if not ctx.has_pair:
-        gradients[3:] = None, None
-    return *gradients, grad_mixing, None, None, None, None
+        gradients[3:5] = None, None
+    return *gradients, None, None, None, None
 
 
 causal_attention.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.causal_attention)
-def _forward_flops(query, key, value, normalizer_query, normalizer_key, mixing, table, *args, **kwargs) -> int:
-    return causal_flops(query, key, value, mixing, table)
+def _forward_flops(query, key, value, _, __, window, carry, own, table, *args, **kwargs) -> int:
+    return causal_flops(query, key, value, window, carry, table)

@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..band import mixing_flops, run_mix_chunks, run_mix_chunks_backward
+from ..tables import repeat_heads
 from .chunks import (
     chunk_options,
     diagonal_strides,
@@ -43,14 +45,13 @@ from .device_functions import (
     store_rows,
     token_product,
 )
-from .launching import Stage, as_rows, ceil_divide, dense_like, multiplies_exactly, padded, prepare, token_tensor
-from .mixing import MixingGradient, prepare_mixing, prepare_weights
+from .launching import Stage, as_factor, as_rows, ceil_divide, dense_like, padded, prepare, token_tensor
 from .outer import outer
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def query_gradient_kernel(
-    gradient, output, query, key, value, prefix, prefix_sum, scale, limit, mixing, table, result, weight, share,
+    gradient, output, query, key, value, prefix, prefix_sum, scale, limit, diagonal, table, result, weight, share,
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     factor, num_tokens, num_blocks, table_stride_batch, slots,
@@ -88,7 +89,7 @@ def query_gradient_kernel(
         scores = tl.where(seen, token_product(rows, tl.trans(values), PRECISION), 0.0)
         own += score_product(scores, keys, PRECISION)
     own_weight = tl.load(
-        mixing + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal
+        diagonal + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal
     )
     matrix = line // PREFIX_REPEATS * num_blocks + block
     own_prefix = prefix + matrix * (WIDTH * VALUE)
@@ -146,7 +147,7 @@ def query_gradient(
     prefix: Tensor,
     prefix_sum: Tensor | None,
     scale: Tensor | None,
-    mixing: Tensor,
+    own: Tensor,
     limit: Tensor,
     table: Tensor,
     result: Tensor,
@@ -165,7 +166,7 @@ def query_gradient(
         prefix: `[L, M, K, V]` of a group of lines.
         prefix_sum: Where the normaliser's pair is query and key themselves, `[L, M, K]`.
         scale: One over the denominators, float32 `[B, T, H]`; `None` where nothing is divided.
-        mixing: The weights.
+        own: The weights m_ii.
         limit: See [`causal.limits`].
         table: Token of each slot.
         result: To be written, `[B, T, H, K]`, dense.
@@ -182,9 +183,9 @@ def query_gradient(
     share = query.new_empty(batch, heads, blocks, parts * options["BLOCK_TOKENS"], dtype=torch.float32)
     run = prepare(
         query_gradient_kernel, as_rows(gradient), output, as_rows(query), as_rows(key), as_rows(value),
-        prefix, prefix_sum, scale, limit, mixing, table, result, weight, share,
-        **diagonal_strides(mixing), factor=factor, REPEATS=heads // groups,
-        PREFIX_REPEATS=1 if is_per_head(mixing) else heads // groups, WIDTH=width, VALUE=columns,
+        prefix, prefix_sum, scale, limit, own, table, result, weight, share,
+        **diagonal_strides(own), factor=factor, REPEATS=heads // groups,
+        PREFIX_REPEATS=1 if is_per_head(own) else heads // groups, WIDTH=width, VALUE=columns,
         BLOCK_WIDTH=tile, BLOCK_VALUE=padded(columns), BLOCK_INNER=inner_tile(columns, prefix.dtype), **options,
     )  # fmt: skip
     return Stage(run, heads // groups * blocks * parts), share
@@ -192,7 +193,7 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=COUNTS)
 def key_gradient_kernel(
-    rows, inner, other, matrices, vectors, scale, weight, limit, mixing, table, result,
+    rows, inner, other, matrices, vectors, scale, weight, limit, diagonal, table, result,
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots,
@@ -221,7 +222,7 @@ def key_gradient_kernel(
         row_head = head * REPEATS + repeat
         inner_head, other_head = head_rows(inner, batch, row_head), head_rows(other, batch, row_head)
         own_weight = tl.load(
-            mixing + batch * mixing_stride_batch + row_head * mixing_stride_head + block * mixing_stride_diagonal
+            diagonal + batch * mixing_stride_batch + row_head * mixing_stride_head + block * mixing_stride_diagonal
         )
         for tile in range(row_tile, (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
             later_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -257,7 +258,7 @@ def key_gradient(
     inner: Tensor,
     other: Tensor,
     matrices: Tensor,
-    mixing: Tensor,
+    own: Tensor,
     limit: Tensor,
     table: Tensor,
     result: Tensor,
@@ -279,7 +280,7 @@ def key_gradient(
         other: `[B, T, H, E]`.
         matrices: Gradients of the summaries of a group of lines, dense, `[L, M, D, E]`, or with `transpose`
             `[L, M, E, D]`.
-        mixing: As in [`causal.causal_attend`].
+        own: As in [`causal.causal_attend`].
         limit: See [`causal.limits`].
         table: Token of each slot.
         result: To be written, `[B, T, G, E]`, dense.
@@ -294,8 +295,8 @@ def key_gradient(
     tile, tiles, options = chunk_options(rows, matrices, table, width, columns)
     run = prepare(
         key_gradient_kernel, as_rows(rows), as_rows(inner), as_rows(other), matrices, vectors, scale, weight, limit,
-        mixing, table, result,
-        **diagonal_strides(mixing), matrix_stride_row=1 if transpose else columns,
+        own, table, result,
+        **diagonal_strides(own), matrix_stride_row=1 if transpose else columns,
         matrix_stride_column=width if transpose else 1, factor=factor, REPEATS=inner.shape[2] // heads, WIDTH=width,
         COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile,
         BLOCK_INNER=inner_tile(width, matrices.dtype), **options,
@@ -305,7 +306,7 @@ def key_gradient(
 
 @triton.jit(do_not_specialize=COUNTS)
 def plain_gradient_kernel(
-    rows, other, vectors, weight, limit, mixing, table, result, share,
+    rows, other, vectors, weight, limit, diagonal, table, result, share,
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     num_tokens, num_blocks, table_stride_batch, slots,
@@ -337,7 +338,7 @@ def plain_gradient_kernel(
         query_head = head if OF_QUERY else head * REPEATS + repeat
         other_head = head_rows(other, batch, key_head if OF_QUERY else query_head)
         own_weight = tl.load(
-            mixing + batch * mixing_stride_batch + query_head * mixing_stride_head + block * mixing_stride_diagonal
+            diagonal + batch * mixing_stride_batch + query_head * mixing_stride_head + block * mixing_stride_diagonal
         )
         for tile in range(0 if OF_QUERY else row_tile, last_tile):
             other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -372,7 +373,7 @@ def plain_gradient(
     rows: Tensor,
     other: Tensor,
     vectors: Tensor,
-    mixing: Tensor,
+    own: Tensor,
     limit: Tensor,
     table: Tensor,
     weight: Tensor,
@@ -387,7 +388,7 @@ def plain_gradient(
         other: The other side.
         vectors: Mixed sums with `of_query`, else gradients of the chunks' sums, of a group of lines `[L, M, P]`;
             float32, dense.
-        mixing: As in [`causal.causal_attend`].
+        own: As in [`causal.causal_attend`].
         limit: See [`causal.limits`].
         table: Token of each slot.
         weight: Gradients of the denominators, float32 `[B, T, H]`.
@@ -406,77 +407,39 @@ def plain_gradient(
     parts, tile = ceil_divide(table.shape[-1], options["BLOCK_TOKENS"]), options["BLOCK_TOKENS"]
     share = rows.new_empty((batch, heads, blocks, parts * tile) if of_query else (0,), dtype=torch.float32)
     run = prepare(
-        plain_gradient_kernel, as_rows(rows), as_rows(other), vectors, weight, limit, mixing, table, result, share,
-        **diagonal_strides(mixing), REPEATS=repeats, VECTOR_REPEATS=1 if is_per_head(mixing) else repeats,
+        plain_gradient_kernel, as_rows(rows), as_rows(other), vectors, weight, limit, own, table, result, share,
+        **diagonal_strides(own), REPEATS=repeats, VECTOR_REPEATS=1 if is_per_head(own) else repeats,
         PLAIN=width, BLOCK_PLAIN=padded(width), OF_QUERY=of_query, **options,
     )  # fmt: skip
     return Stage(run, heads // groups * blocks * parts), share
 
 
-def mixed_prefix(
-    mixing: Tensor, summary: Tensor, key_sum: Tensor | None, heads: int, *, exact: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The prefix of every chunk, Σ_{b<i} m_ib S_b and Σ_{b<i} m_ib z_b.
+def mixed_prefix(summary: Tensor, window: Tensor, carry: Tensor, heads: int) -> Tensor:
+    """The prefix of every chunk, Σ_{b<i} m_ib S_b, or the same of z.
 
     Args:
-        mixing: The weights.
-        summary: S, `[B, G, M, K, V]`.
-        key_sum: z, float32 `[B, G, M, P]`; None where it is not needed.
+        summary: S `[B, G, M, K, V]`, or z `[B, G, M, P]`; float32.
+        window: See [`mhla_hf.ops.band.StoredMixing.earlier_weights`], like `carry`.
+        carry: Given together with it.
         heads: H.
-        exact: See [`launching.multiplies_exactly`].
 
     Returns:
-        `[L, M, K, V]` and `[L, M, P]` (or None), for the L = B · S lines.
+        `[B, S, M, ...]`, dense.
     """
-    batch, groups = summary.shape[:2]
-    repeats = heads // groups if is_per_head(mixing) else 1
-    weights = prepare_weights(mixing, summary.dtype, exact=exact, sums=key_sum is not None, lower=True)
-    prefixes = []
-    for sums in (summary, key_sum):
-        if sums is not None:
-            prefixes.append(sums.new_empty(batch * groups * repeats, *sums.shape[2:]))
-            stage = prepare_mixing(weights, sums.flatten(0, 1), prefixes[-1], heads=groups * repeats, repeats=repeats)
-            stage(0, batch * groups)
-    return prefixes[0], prefixes[1] if key_sum is not None else None
+    if window.shape[1] != 1:
+        summary = repeat_heads(summary, heads, 1)
+    return run_mix_chunks(summary.flatten(3), window, carry).view(summary.shape)
 
 
 def mixed_prefix_backward(
-    mixing: Tensor,
-    gradient: Tensor,
-    sum_gradient: Tensor | None,
-    summary: Tensor,
-    key_sum: Tensor,
-    *,
-    exact: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of [`mixed_prefix`].
-
-    Args:
-        mixing: The weights.
-        gradient: Of the prefix, `[B, S, M, K, V]`, dense.
-        sum_gradient: Of the prefix of z, `[B, S, M, P]`, dense; None where there is none.
-        summary: S, `[B, G, M, K, V]`.
-        key_sum: z, `[B, G, M, P]`, read where it has a gradient.
-        exact: See [`launching.multiplies_exactly`].
-
-    Returns:
-        Gradients of the weights, of S `[B · G, M, K, V]`, and of z `[B · G, M, P]` (or None).
-    """
-    (batch, groups), prefixes, divides = summary.shape[:2], gradient.shape[1], sum_gradient is not None
-    repeats, lines = prefixes // groups, batch * groups
-    lined = gradient.flatten(0, 1), None if sum_gradient is None else sum_gradient.flatten(0, 1)
-    grad_mixing = MixingGradient(
-        mixing, lined[0], summary.flatten(0, 1), batch=batch, heads=prefixes, repeats=repeats, exact=exact,
-        lower=True, sums=None if lined[1] is None else (lined[1], key_sum.flatten(0, 1)),
-    )  # fmt: skip
-    grad_mixing(0, lines)
-    weights = prepare_weights(mixing, summary.dtype, exact=exact, sums=divides, transpose=True, lower=True)
-    results = []
-    for tensor in lined:
-        if tensor is not None:
-            results.append(tensor.new_empty(lines, *tensor.shape[1:]))
-            prepare_mixing(weights, tensor, results[-1], heads=groups, repeats=repeats, sum_repeats=True)(0, lines)
-    return grad_mixing.total(), results[0], results[1] if divides else None
+    gradient: Tensor, summary: Tensor, window: Tensor, carry: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of S or z `[B, G, M, ...]`, `window` and `carry`, from that of [`mixed_prefix`] `[B, S, M, ...]`."""
+    groups, prefixes = summary.shape[1], gradient.shape[1]
+    summary = repeat_heads(summary, prefixes, 1).flatten(3)
+    result, of_window, of_carry = run_mix_chunks_backward(gradient.flatten(3), summary, window, carry)
+    result = result.view(gradient.shape)
+    return result if groups == prefixes else result.unflatten(1, (groups, -1)).sum(2), of_window, of_carry
 
 
 def _gradient_like(tokens: Tensor | None, others: Tensor, table: Tensor) -> Tensor:
@@ -495,12 +458,13 @@ def causal_attention_backward(
     value: Tensor,
     normalizer_query: Tensor | None,
     normalizer_key: Tensor | None,
-    mixing: Tensor,
+    window: Tensor,
+    carry: Tensor,
+    own: Tensor,
     table: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, the normaliser's pair (empty without one of its own) and mixing."""
-    slots, heads = table.shape[-1], query.shape[2]
-    exact, full = multiplies_exactly(value.dtype), torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, the normaliser's pair (empty without one of its own), window, carry and own."""
+    slots, heads, full = table.shape[-1], query.shape[2], torch.float32
     divides = denominator.numel() > 0
     has_pair = normalizer_query is not None
     scale = denominator.reciprocal() if divides else None
@@ -509,15 +473,16 @@ def causal_attention_backward(
     summary, key_sum, _ = outer(
         key, value, table, key.shape[2], factor=1 / slots, dtype=full, total=divides, plain=normalizer_key, finite=True
     )
-    prefix, prefix_sum = mixed_prefix(mixing, summary, key_sum if divides else None, heads, exact=exact)
-    shared = {"mixing": mixing, "limit": limit, "table": table}
+    prefix = as_factor(mixed_prefix(summary, window, carry, heads), value.dtype)
+    prefix_sum = mixed_prefix(key_sum, window, carry, heads) if divides else None
+    shared = {"own": own, "limit": limit, "table": table}
     grad_query, weight = _gradient_like(query, query, table), torch.empty_like(denominator)
     stage, share = query_gradient(
         gradient, output.contiguous(), query, key, value, prefix, None if has_pair else prefix_sum, scale,
         result=grad_query, weight=weight, factor=float(slots), **shared,
     )  # fmt: skip
     stage(0, lines)
-    share = share.sum(-1)
+    grad_own = share.sum(-1)
     grad_normalizer_query = _gradient_like(normalizer_query, query, table)
     if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None:
         stage, more = plain_gradient(
@@ -530,15 +495,17 @@ def causal_attention_backward(
             **shared,
         )
         stage(0, lines)
-        share += more.sum(-1)
+        grad_own += more.sum(-1)
     del prefix, prefix_sum
     grad_prefix, grad_prefix_sum, _ = outer(
-        query, gradient, table, heads if is_per_head(mixing) else key.shape[2], factor=float(slots), dtype=full,
+        query, gradient, table, heads if is_per_head(own) else key.shape[2], factor=float(slots), dtype=full,
         scale=scale, total=divides, plain=normalizer_query, weight=weight if divides else None, limit=limit,
     )  # fmt: skip
-    grad_mixing, grad_summary, grad_sum = mixed_prefix_backward(
-        mixing, grad_prefix, grad_prefix_sum if divides else None, summary, key_sum, exact=exact
-    )
+    grad_summary, grad_window, grad_carry = mixed_prefix_backward(grad_prefix, summary, window, carry)
+    grad_summary, grad_sum = as_factor(grad_summary, value.dtype), None
+    if divides:
+        grad_sum, *of_sums = mixed_prefix_backward(grad_prefix_sum, key_sum, window, carry)
+        grad_window, grad_carry = grad_window + of_sums[0], grad_carry + of_sums[1]
     del summary, grad_prefix
     grad_key, grad_value = _gradient_like(key, key, table), _gradient_like(value, value, table)
     key_gradient(
@@ -560,41 +527,43 @@ def causal_attention_backward(
             **shared,
         )
         stage(0, lines)
-    diagonal = grad_mixing.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(share.sum_to_size((*mixing.shape[:-2], mixing.shape[-1])))
-    return grad_query, grad_key, grad_value, grad_normalizer_query, grad_normalizer_key, grad_mixing
+    return (
+        grad_query, grad_key, grad_value, grad_normalizer_query, grad_normalizer_key,
+        grad_window, grad_carry, grad_own.sum_to_size(own.shape),
+    )  # fmt: skip
 
 
 @causal_attention_backward.register_fake
 def _(
-    gradient, output, denominator, limit, query, key, value, normalizer_query, normalizer_key, mixing, table,
+    gradient, output, denominator, limit, query, key, value, normalizer_query, normalizer_key, window, carry, own,
+    table,
 ):  # fmt: skip
-    tensors = query, key, value, normalizer_query, normalizer_key, mixing
+    tensors = query, key, value, normalizer_query, normalizer_key, window, carry, own
     return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)
 
 
-def causal_flops(query, key, value, mixing, table) -> int:
-    """Products of causal MHLA: 2 B T K V (G + H) for summaries and prefix, B S M² K V for the mixing of a triangle,
-    and B T H N (K + V) for the triangles of the chunks' own scores and their sums.
+def causal_flops(query, key, value, window, carry, table) -> int:
+    """Products of causal MHLA: 2 B T K V (G + H) for summaries and prefix, those of the mixing, and B T H N (K + V)
+    for the triangles of the chunks' own scores and their sums.
 
     All arguments are shapes.
     """
-    return _summary_flops(query, key, value, mixing, table) + (
+    return _summary_flops(query, key, value, window, carry, table) + (
         2 * query[0] * query[1] * query[2] * query[3] * value[-1]
         + query[0] * query[1] * query[2] * table[-1] * (query[3] + value[-1])
     )
 
 
-def _summary_flops(query, key, value, mixing, table) -> int:
-    per_head = len(mixing) > 2 and mixing[-3] != 1
-    mixed = query[0] * (query[2] if per_head else key[2]) * table[-2] ** 2 * query[3] * value[-1]
+def _summary_flops(query, key, value, window, carry, table) -> int:
+    heads = key[2] if window[1] == 1 else query[2]
+    mixed = mixing_flops((query[0], heads, table[-2], query[3] * value[-1]), window, carry)
     return 2 * query[0] * query[1] * key[2] * query[3] * value[-1] + mixed
 
 
 @register_flop_formula(torch.ops.mhla_hf.causal_attention_backward)
 def _backward_flops(*args, **kwargs) -> int:
     """Twice the forward pass; and once more summaries, their mixing, and the scores and their gradients."""
-    query, key, value, _, _, mixing, table = args[4:11]
+    query, key, value, _, _, window, carry, _, table = args[4:13]
     again = query[0] * query[1] * query[2] * table[-1] * (query[-1] + value[-1])
-    again += _summary_flops(query, key, value, mixing, table)
-    return 2 * causal_flops(query, key, value, mixing, table) + again
+    again += _summary_flops(query, key, value, window, carry, table)
+    return 2 * causal_flops(query, key, value, window, carry, table) + again

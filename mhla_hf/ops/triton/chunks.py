@@ -22,7 +22,6 @@ from .launching import (
     table_sizes,
     token_tile,
 )
-from .mixing import mixing_strides
 
 
 @triton.jit
@@ -92,15 +91,15 @@ def row_matrix_product(
     return total
 
 
-def diagonal_strides(mixing: torch.Tensor) -> dict[str, int]:
-    """Kernel arguments for the diagonal of mixing weights."""
-    batch, head, row, column = mixing_strides(mixing)
-    return {"mixing_stride_batch": batch, "mixing_stride_head": head, "mixing_stride_diagonal": row + column}
+def diagonal_strides(own: torch.Tensor) -> dict[str, int]:
+    """Kernel arguments for weights m_ii `[B or 1, H or 1, M]`."""
+    batch, head = (0 if size == 1 else stride for size, stride in zip(own.shape[:2], own.stride()))
+    return {"mixing_stride_batch": batch, "mixing_stride_head": head, "mixing_stride_diagonal": own.stride(2)}
 
 
-def is_per_head(mixing: torch.Tensor) -> bool:
-    """Whether every query head has weights of its own in `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`."""
-    return mixing.dim() > 2 and mixing.shape[-3] != 1
+def is_per_head(own: torch.Tensor) -> bool:
+    """Whether every query head has weights of its own; see [`diagonal_strides`]."""
+    return own.shape[1] != 1
 
 
 def inner_tile(width: int, matrices: torch.dtype) -> int:

@@ -18,7 +18,7 @@ import triton.language as tl
 COUNTS = (
     "num_tokens", "num_blocks", "blocks", "slots", "splits", "split_slots", "split_stride", "first_line", "lines",
     "first_slot", "slot_matrices", "adds", "count", "share", "line_share", "column_share_tiles", "column_shares",
-    "heads", "table_stride_batch", "share_stride_part", "valid_stride_batch", "starts_stride_batch",
+    "heads", "table_stride_batch", "share_stride_part", "valid_stride_batch",
     "mixing_stride_batch", "mixing_stride_head", "mixing_stride_diagonal",
 )  # fmt: skip
 

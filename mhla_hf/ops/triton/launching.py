@@ -379,13 +379,20 @@ def round_matrices_(sums: torch.Tensor) -> None:
     sums.copy_(torch.where(sums.isnan(), sums, bits.view(torch.float32)))
 
 
-def summary_dtype(tokens: torch.dtype, half: bool = True) -> torch.dtype:
-    """Dtype of summaries: float32, or bfloat16 for bfloat16 tokens if `half`.
+def as_factor(sums: torch.Tensor, tokens: torch.dtype) -> torch.Tensor:
+    """float32 sums as kernels multiply rows of a type with them: rounded, in place, where that goes through TF32."""
+    if tokens == torch.float32 and not multiplies_exactly(tokens):
+        round_matrices_(sums)
+    return sums
+
+
+def summary_dtype(tokens: torch.dtype) -> torch.dtype:
+    """Dtype of summaries: float32, or bfloat16 for bfloat16 tokens.
 
     Sums of float16 would leave its range. Summaries in bfloat16 take half the memory traffic; outputs keep the error
     of their own rounding, but gradients, where terms cancel, would have up to three times theirs.
     """
-    return torch.bfloat16 if half and tokens == torch.bfloat16 else torch.float32
+    return torch.bfloat16 if tokens == torch.bfloat16 else torch.float32
 
 
 def multiplies_from_shared_memory(device: torch.device) -> bool:

@@ -9,8 +9,7 @@ bfloat16 numbers, which costs one more product and keeps 16 bits of them; cuBLAS
 An operator takes three steps, each of which works on groups of lines (see [`launching.lines_of_group`]):
 
 1. [`prepare_weights`] writes the weights once, split or rounded as products need them and padded with zeros, so that
-   the kernels load them wide and without masks. Transposed weights, and those of which only what lies below the
-   diagonal counts, become plain matrices here.
+   the kernels load them wide and without masks. Transposed weights become plain matrices here.
 2. [`prepare_mixing`] gives a stage, `stage(first_line, lines)`, that mixes the summaries of a group into another
    buffer. The sums of keys z go the same way, exactly: they are summaries with one column for each channel.
    With transposed weights it computes dS from dS̃.
@@ -54,13 +53,12 @@ SHARES = 64
 def weights_kernel(
     mixing, rounded, exact,
     mixing_stride_batch, mixing_stride_head, stride_row, stride_column, heads, blocks,
-    LOWER: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Weights for [`mix_kernel`], `[batch, heads, ..., size, size]`, padded with zeros to a multiple of TILE.
 
     `rounded` are two halves in bfloat16, whose sum they are, or the nearest numbers of TF32 in float32; `exact` are
-    they themselves in float32. Either may be None. LOWER: what lies on and above the diagonal (1), or on and below it
-    (2), becomes zero.
+    they themselves in float32. Either may be None.
     """
     tiles = (blocks + TILE - 1) // TILE
     column_tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -68,10 +66,6 @@ def weights_kernel(
     row = (row_tile * TILE + tl.arange(0, TILE))[:, None]
     column = (column_tile * TILE + tl.arange(0, TILE))[None, :]
     used = (row < blocks) & (column < blocks)
-    if LOWER == 1:
-        used = used & (column < row)
-    if LOWER == 2:
-        used = used & (column > row)
     start = mixing + matrix // heads * mixing_stride_batch + matrix % heads * mixing_stride_head
     weights = tl.load(start + row * stride_row + column * stride_column, mask=used, other=0.0).to(tl.float32)
     size = tiles * TILE
@@ -92,14 +86,14 @@ def weights_kernel(
 def mix_kernel(
     weights, summaries, mixed,
     first_line, lines, mixing_stride_batch, mixing_stride_head, blocks,
-    COLUMNS: tl.constexpr, HEADS: tl.constexpr, REPEATS: tl.constexpr, SUM_REPEATS: tl.constexpr, LOWER: tl.constexpr,
+    COLUMNS: tl.constexpr, HEADS: tl.constexpr, REPEATS: tl.constexpr, SUM_REPEATS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """mixed_i = Σ_b m_ib summary_b, `[lines, blocks, COLUMNS]`, for a group of lines from `first_line` on.
 
     HEADS are those of `mixed`. Without SUM_REPEATS, REPEATS lines in a row share one of `summaries`; with it, REPEATS
     of them are mixed and summed for each (the gradient of the former). `weights` are those of [`weights_kernel`], and
-    strides say which of these matrices a line has. LOWER says which of their tiles are not zero.
+    strides say which of these matrices a line has.
     """
     row_tiles = (blocks + BLOCK_ROWS - 1) // BLOCK_ROWS
     row_tile, rest = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
@@ -109,12 +103,6 @@ def mix_kernel(
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     size = row_tiles * BLOCK_ROWS
     HALVES: tl.constexpr = 2 if PRECISION == "bf16" else 1
-    first = 0
-    stop = blocks
-    if LOWER == 1:
-        stop = tl.minimum(blocks, (row_tile + 1) * BLOCK_ROWS)
-    if LOWER == 2:
-        first = row_tile * BLOCK_ROWS // BLOCK_INNER * BLOCK_INNER
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     for repeat in range(REPEATS if SUM_REPEATS else 1):
         weight_head = head * REPEATS + repeat if SUM_REPEATS else head
@@ -122,7 +110,7 @@ def mix_kernel(
         matrix = batch * mixing_stride_batch + weight_head * mixing_stride_head
         weight_rows = weights + matrix * HALVES * size * size + row[:, None] * size
         summary_rows = summaries + summary_line * blocks * COLUMNS + column[None, :]
-        for offset in range(first, stop, BLOCK_INNER):
+        for offset in range(0, blocks, BLOCK_INNER):
             inner = offset + tl.arange(0, BLOCK_INNER)
             inside = (inner < blocks)[:, None] & (column < COLUMNS)[None, :]
             rows = tl.load(summary_rows + inner.to(tl.int64)[:, None] * COLUMNS, mask=inside, other=0.0)
@@ -139,15 +127,15 @@ def mixing_gradient_kernel(
     gradients, summaries, result,
     first_slot, lines, adds, blocks, line_share, column_share_tiles, column_shares,
     slot_matrices,
-    COLUMNS: tl.constexpr, REPEATS: tl.constexpr, LOWER: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """result_ib = Σ gradient_i · summary_b over a share of the lines of a group, and a share of the columns.
 
     `gradients` is `[lines, M, COLUMNS]`, `summaries` `[lines / REPEATS, M, COLUMNS]` and `result` float32
     `[slots, slot_matrices, M, M]`, a slot for each `line_share` lines of the group, from `first_slot` on, and a matrix
     for each of the `column_shares`; what is there is added to where `adds` is 1, not 0. Programs run over tiles of it
-    first. LOWER leaves out what lies on and above the diagonal.
+    first.
     """
     tiles = (blocks + BLOCK_ROWS - 1) // BLOCK_ROWS
     other_tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -159,21 +147,18 @@ def mixing_gradient_kernel(
     first = column_part * column_share_tiles * BLOCK_COLUMNS
     stop = tl.minimum(first + column_share_tiles * BLOCK_COLUMNS, COLUMNS)
     total = tl.zeros((BLOCK_ROWS, BLOCK_ROWS), tl.float32)
-    if not LOWER or other_tile <= row_tile:
-        for line in range(slot * line_share, tl.minimum((slot + 1) * line_share, lines)):
-            gradient_start = gradients + tl.cast(line, tl.int64) * blocks * COLUMNS
-            summary_start = summaries + tl.cast(line // REPEATS, tl.int64) * blocks * COLUMNS
-            for offset in range(first, stop, BLOCK_COLUMNS):
-                column = offset + tl.arange(0, BLOCK_COLUMNS)
-                inside = (column < COLUMNS)[None, :]
-                pointers = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-                left = tl.load(gradient_start + pointers, mask=(row < blocks)[:, None] & inside, other=0.0)
-                pointers = other.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-                right = tl.load(summary_start + pointers, mask=(other < blocks)[:, None] & inside, other=0.0)
-                total += raw_product(left, tl.trans(right), PRECISION)
+    for line in range(slot * line_share, tl.minimum((slot + 1) * line_share, lines)):
+        gradient_start = gradients + tl.cast(line, tl.int64) * blocks * COLUMNS
+        summary_start = summaries + tl.cast(line // REPEATS, tl.int64) * blocks * COLUMNS
+        for offset in range(first, stop, BLOCK_COLUMNS):
+            column = offset + tl.arange(0, BLOCK_COLUMNS)
+            inside = (column < COLUMNS)[None, :]
+            pointers = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+            left = tl.load(gradient_start + pointers, mask=(row < blocks)[:, None] & inside, other=0.0)
+            pointers = other.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+            right = tl.load(summary_start + pointers, mask=(other < blocks)[:, None] & inside, other=0.0)
+            total += raw_product(left, tl.trans(right), PRECISION)
     used = (row < blocks)[:, None] & (other < blocks)[None, :]
-    if LOWER:
-        total = tl.where(other[None, :] < row[:, None], total, 0.0)
     place = ((first_slot + slot).to(tl.int64) * slot_matrices + column_part) * blocks * blocks
     pointers = result + place + row[:, None] * blocks + other[None, :]
     total += tl.load(pointers, mask=used & (row < blocks * adds)[:, None], other=0.0)
@@ -188,14 +173,12 @@ class Weights(NamedTuple):
         exact: For sums of keys, and for such summaries; None where neither is asked for.
         stride_batch: Matrices from one batch entry's to the next; 0 where all share them.
         stride_head: The same of heads.
-        lower: 1 where the weights on and above the diagonal are zero, 2 for those on and below it, otherwise 0.
     """
 
     rounded: Tensor | None
     exact: Tensor | None
     stride_batch: int
     stride_head: int
-    lower: int
 
 
 def mixing_strides(mixing: Tensor) -> tuple[int, ...]:
@@ -222,17 +205,16 @@ def _row_tile(blocks: int) -> int:
 
 @lru_cache(MAX_SETUPS)
 def _padding(
-    stride_batch: int, stride_head: int, stride_row: int, stride_column: int, heads: int, blocks: int, lower: int,
-    tile: int,
+    stride_batch: int, stride_head: int, stride_row: int, stride_column: int, heads: int, blocks: int, tile: int
 ) -> Setup:  # fmt: skip
     return Setup(
         weights_kernel, mixing_stride_batch=stride_batch, mixing_stride_head=stride_head, stride_row=stride_row,
-        stride_column=stride_column, heads=heads, blocks=blocks, LOWER=lower, TILE=tile, num_warps=4,
+        stride_column=stride_column, heads=heads, blocks=blocks, TILE=tile, num_warps=4,
     )  # fmt: skip
 
 
 def prepare_weights(
-    mixing: Tensor, dtype: torch.dtype, *, exact: bool, sums: bool, transpose: bool = False, lower: bool = False
+    mixing: Tensor, dtype: torch.dtype, *, exact: bool, sums: bool, transpose: bool = False
 ) -> Weights:
     """Mixing weights, made ready by one launch.
 
@@ -242,7 +224,6 @@ def prepare_weights(
         exact: Multiply float32 summaries exactly, see [`launching.multiplies_exactly`]; otherwise through TF32.
         sums: Whether sums of keys will be mixed, too.
         transpose: Transpose them, for gradients.
-        lower: Take what lies on and above the diagonal of `mixing` for zero.
     """
     blocks = mixing.shape[-1]
     batch_stride, head_stride, row, column = mixing_strides(mixing)
@@ -257,12 +238,11 @@ def prepare_weights(
         rounded = mixing.new_empty(shape, dtype=dtype)
     if sums or rounded is None:
         full = mixing.new_empty(batch, heads, size, size, dtype=torch.float32)
-    triangle = 0 if not lower else 2 if transpose else 1
     if transpose:
         row, column = column, row
-    setup = _padding(batch_stride, head_stride, row, column, heads, blocks, triangle, tile)
+    setup = _padding(batch_stride, head_stride, row, column, heads, blocks, tile)
     setup.prepare(mixing, rounded, full)(batch * heads * tiles**2)
-    return Weights(rounded, full, 0 if batch == 1 else heads, 0 if heads == 1 else 1, triangle)
+    return Weights(rounded, full, 0 if batch == 1 else heads, 0 if heads == 1 else 1)
 
 
 def prepare_mixing(
@@ -284,8 +264,8 @@ def prepare_mixing(
     """
     exact = summaries.dim() == 3 or weights.rounded is None
     programs, setup = _mixing(
-        summaries.shape[1], summaries.shape[2:].numel(), heads, repeats, sum_repeats, weights.lower,
-        weights.stride_batch, weights.stride_head,
+        summaries.shape[1], summaries.shape[2:].numel(), heads, repeats, sum_repeats, weights.stride_batch,
+        weights.stride_head,
         "tf32x3" if exact else product_precision(torch.bfloat16, summaries.dtype),
     )  # fmt: skip
     run = setup.prepare(weights.exact if exact else weights.rounded, summaries, mixed)
@@ -310,7 +290,6 @@ def _mixing(
     heads: int,
     repeats: int,
     sum_repeats: bool,
-    lower: int,
     stride_batch: int,
     stride_head: int,
     precision: str,
@@ -322,7 +301,7 @@ def _mixing(
     setup = Setup(
         mix_kernel, mixing_stride_batch=stride_batch, mixing_stride_head=stride_head, blocks=blocks,
         COLUMNS=columns,
-        HEADS=heads, REPEATS=repeats, SUM_REPEATS=sum_repeats, LOWER=lower, BLOCK_ROWS=rows_tile,
+        HEADS=heads, REPEATS=repeats, SUM_REPEATS=sum_repeats, BLOCK_ROWS=rows_tile,
         BLOCK_COLUMNS=columns_tile, BLOCK_INNER=min(32, padded(blocks)), PRECISION=precision, num_warps=4,
         num_stages=3,
     )  # fmt: skip
@@ -340,7 +319,6 @@ class MixingGradient:
         heads: S.
         repeats: S / G.
         exact: As in [`prepare_weights`].
-        lower: As there.
         sums: Gradients of the group's mixed sums of keys, `[L · repeats, M, P]`, and its sums, `[L, M, P]`; float32.
     """
 
@@ -354,7 +332,6 @@ class MixingGradient:
         heads: int,
         repeats: int,
         exact: bool,
-        lower: bool = False,
         sums: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.shape, self.batch, self.heads, self.repeats = mixing.shape, batch, heads, repeats
@@ -380,7 +357,7 @@ class MixingGradient:
                 mixing_gradient_kernel, left, right, self.partial,
                 COLUMNS=right[0, 0].numel(), blocks=blocks, line_share=self.line_share,
                 column_share_tiles=share_tiles, column_shares=shares, slot_matrices=column_shares,
-                REPEATS=repeats, LOWER=lower, BLOCK_ROWS=tile, BLOCK_COLUMNS=columns_tile,
+                REPEATS=repeats, BLOCK_ROWS=tile, BLOCK_COLUMNS=columns_tile,
                 PRECISION="tf32x3" if is_exact else "tf32",
                 # Exact products hold both halves of their factors, of which one goes through registers on other GPUs.
                 num_warps=8 if is_exact and not from_shared_memory else 4, num_stages=4,
