@@ -42,21 +42,21 @@ def attend_sequence(inputs, backend, normalizer):
 
 
 def decode(inputs, backend, normalizer):
-    state = empty_state(1, 2, 4, 3, BLOCK, num_blocks=4)
-    options = {"mixing": mixing(), "normalizer": normalizer, "backend": backend}
+    state = empty_state(1, 2, 4, 3, BLOCK, 4)
+    options = {"mixing": mixing(), "normalizer": normalizer}
     output, state = mhla_extend(**{name: x[:, :5] for name, x in inputs.items()}, state=state, **options)
     outputs = [output]
     for token in range(5, LENGTH):
         output, state = mhla_step(
-            **{name: x[:, token : token + 1] for name, x in inputs.items()}, state=state, **options
+            **{name: x[:, token : token + 1] for name, x in inputs.items()}, state=state, backend=backend, **options
         )
         outputs.append(output)
     return torch.cat(outputs, dim=1)
 
 
 def extend(inputs, backend, normalizer):
-    state = empty_state(1, 2, 4, 3, BLOCK, num_blocks=4)
-    options = {"mixing": mixing(), "normalizer": normalizer, "backend": backend}
+    state = empty_state(1, 2, 4, 3, BLOCK, 4)
+    options = {"mixing": mixing(), "normalizer": normalizer}
     first, state = mhla_extend(**{name: x[:, :3] for name, x in inputs.items()}, state=state, **options)
     second, _ = mhla_extend(**{name: x[:, 3:] for name, x in inputs.items()}, state=state, **options)
     return torch.cat([first, second], dim=1)
@@ -71,7 +71,6 @@ PATHS = [
     pytest.param(decode, "torch", id="recurrent"),
     pytest.param(decode, "triton", id="recurrent-kernels", marks=pytest.mark.slow),
     pytest.param(extend, "torch", id="extended"),
-    pytest.param(extend, "triton", id="extended-kernels", marks=pytest.mark.slow),
 ]
 
 
