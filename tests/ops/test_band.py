@@ -367,26 +367,25 @@ def test_long_texts_in_parts(monkeypatch, count, per_head, decay, normalizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("documents", [False, True])
-def test_texts_of_any_length_are_compiled_twice(documents):
-    """Once for the matrix of few blocks, once for chunks; layouts without a mask are constants of a graph."""
+def test_texts_of_any_length_are_compiled_twice():
+    """Once for the matrix of few blocks, once for chunks; a `BlockLayout` is a constant of its graph."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
-    def attend(inputs: dict[str, torch.Tensor], valid: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
-        layout = SequenceLayout(valid, BLOCK_SIZE, numbers, 2 if documents else 1)
+    def attend(inputs: dict[str, torch.Tensor], valid: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        layout = SequenceLayout(valid, BLOCK_SIZE, documents, 2)
         return mhla_attention(**inputs, layout=layout, causal=True, backend="torch")
 
     compiled = torch.compile(attend, backend=counter, dynamic=True, fullgraph=True)
     graphs, weights = [], make_weights(3, False, 0.8)
     for length in (9, 20, 29, 40, 71, 96, 101):
         inputs, valid = {**make_tokens(length), **weights}, torch.ones(2, length, dtype=torch.bool)
-        numbers = (torch.arange(length) > length // 3).long().expand(2, -1).contiguous() if documents else None
-        expected = output_and_gradients(attend(inputs, valid, numbers), inputs)
-        assert_close(output_and_gradients(compiled(inputs, valid, numbers), inputs), expected, 1e-12)
+        documents = (torch.arange(length) > length // 3).long().repeat(2, 1)
+        expected = output_and_gradients(attend(inputs, valid, documents), inputs)
+        assert_close(output_and_gradients(compiled(inputs, valid, documents), inputs), expected, 1e-12)
         graphs.append(counter.frame_count)
-    few, many = graphs[0], graphs[-1]
-    assert graphs == [few] * 3 + [many] * 4 and many - few <= 1
+    # A compilation that starts again, as one does to make a constant of eps, is counted twice.
+    assert graphs == [graphs[0]] * 3 + [graphs[3]] * 4 and graphs[0] <= 2 and graphs[3] <= 4
     torch._dynamo.reset()
 
 
