@@ -277,17 +277,19 @@ def alone(
 @pytest.mark.parametrize(
     ("causal", "normalizer"), [(True, "query"), (True, "none"), (True, "block_query"), (False, "query")]
 )
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padding", ["none", "holes", "a row and a half"])
 @pytest.mark.parametrize("lengths", [[[81], [81]], [[3, 1, 40, 37], [77, 4]]], ids=["one document", "documents"])
 @pytest.mark.parametrize("count", [1, 3, 17])
-def test_sequences_of_more_than_a_chunk_of_blocks(count, lengths, padded, causal, normalizer):
+def test_sequences_of_more_than_a_chunk_of_blocks(count, lengths, padding, causal, normalizer):
     inputs = {**make_tokens(81), **make_weights(count, True, 0.8)}
     valid = torch.ones(2, 81, dtype=torch.bool)
-    if padded:
+    if padding == "holes":
         valid = torch.rand(2, 81, generator=torch.Generator().manual_seed(6)) < 0.9
+    elif padding == "a row and a half":
+        valid[0], valid[1, 40:] = False, False
+    with torch.no_grad():
         for name in TOKENS:
-            with torch.no_grad():
-                inputs[name][~valid] = float("nan")
+            inputs[name][~valid] = float("nan")
     documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
     packed = (documents, 4) if len(lengths[0]) > 1 else ()
     layout = SequenceLayout(valid, BLOCK_SIZE, *packed)
@@ -296,7 +298,8 @@ def test_sequences_of_more_than_a_chunk_of_blocks(count, lengths, padded, causal
     for row in range(2):
         for document in range(len(lengths[row])):
             chosen = valid[row] & (documents[row] == document)
-            expected[row, chosen] = alone(inputs, row, chosen, causal, normalizer)[0]
+            if chosen.any():
+                expected[row, chosen] = alone(inputs, row, chosen, causal, normalizer)[0]
     assert_close(output_and_gradients(output, inputs), output_and_gradients(expected, inputs), 1e-12)
 
 
@@ -318,6 +321,17 @@ def test_sequences_are_mixed_by_a_matrix_while_it_is_small(count):
     mixed = mixing.mix(summary, 2)[:, :, :61]
     expected = (matrix @ summary[:, :, :61].flatten(3)).view_as(mixed)
     torch.testing.assert_close(mixed, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_sequences_at_all(causal):
+    inputs = {name: x[:0].detach().requires_grad_() for name, x in make_tokens(81).items()}
+    inputs |= make_weights(3, True, 0.8)
+    layout = SequenceLayout(torch.ones(0, 81, dtype=torch.bool), BLOCK_SIZE)
+    output = mhla_attention(**inputs, layout=layout, causal=causal, backend="torch")
+    assert output.shape == (0, 81, 4, 4)
+    gradients = torch.autograd.grad(output.sum(), list(inputs.values()))
+    assert not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("name", ["key", "value", "normalizer_key"])
