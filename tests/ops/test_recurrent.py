@@ -150,24 +150,31 @@ def test_rewinding_keeps_the_tokens_that_it_is_told_to_keep(per_head):
         torch.testing.assert_close(getattr(state, name), getattr(expected, name), rtol=1e-9, atol=1e-9)
 
 
-def test_gradients_pass_through_a_state():
-    inputs, mixing = make_inputs(True, seed=3)
-    inputs = {name: tensor[:, :11].clone().requires_grad_() for name, tensor in inputs.items()}
-    mixing.requires_grad_()
+@pytest.mark.parametrize("decay", [0.7, 0.0])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("parts", [(6, 8, 11), (6, 20, LENGTH), (30, 33, LENGTH)], ids=str)
+def test_gradients_pass_through_a_state(parts, per_head, decay):
+    """Of texts whose blocks stay in the ring, or leave it by steps or at once."""
+    first, second, length = parts
+    inputs, mixing = make_inputs(per_head, seed=3)
+    inputs = {name: tensor[:, :length].clone().requires_grad_() for name, tensor in inputs.items()}
+    weights = {"mixing": mixing, "mixing_decay": torch.full((HEADS if per_head else 1,), decay, dtype=torch.float64)}
+    leaves = [*inputs.values(), *(tensor.requires_grad_() for tensor in weights.values())]
 
     def stepwise() -> torch.Tensor:
-        first, state = mhla_extend(**part(inputs, 0, 6), mixing=mixing, state=start(True))
-        second, state = mhla_extend(**part(inputs, 6, 8), mixing=mixing, state=state)
-        outputs = [first, second]
-        for position in range(8, 11):
-            output, state = mhla_step(**part(inputs, position, position + 1), mixing=mixing, state=state)
+        output, state = mhla_extend(**part(inputs, 0, first), **weights, state=start(per_head))
+        outputs = [output]
+        for begin, end in ((first, second), *((position, position + 1) for position in range(second, length))):
+            run = mhla_step if end - begin == 1 else mhla_extend
+            output, state = run(**part(inputs, begin, end), **weights, state=state)
             outputs.append(output)
         return torch.cat(outputs, dim=1)
 
-    cotangent = torch.randn(2, 11, HEADS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    leaves = [*inputs.values(), mixing]
+    cotangent = torch.randn(2, length, HEADS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     actual = torch.autograd.grad(stepwise(), leaves, cotangent)
-    expected = torch.autograd.grad(dense(inputs, mixing), leaves, cotangent)
+    layout = BlockLayout((length,), block_size=(BLOCK_SIZE,))
+    expected = mhla_attention(**inputs, **weights, layout=layout, causal=True, backend="naive")
+    expected = torch.autograd.grad(expected, leaves, cotangent)
     for mine, theirs in zip(actual, expected):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
