@@ -20,6 +20,21 @@ def test_json_round_trip():
     assert (config.blocks, config.layers, config.mixing_range) == ((3, 5, 10), (1, 4), 2.0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "mixing_storage": "distance", "mixing_tail": "decay", "mixing_tail_half_life": 2.5},
+        {"resize": "extend", "mixing_tail": "none"},
+    ],
+    ids=str,
+)
+def test_options_of_mixing_weights_survive_json(options):
+    config = MHLAConfig(block_size=(4,), **options)
+    stored = json.loads(config.to_json_string())
+    assert MHLAConfig.from_dict(stored) == config and stored == config.to_dict()
+    assert {name: stored[name] for name in options} == options
+
+
 def test_it_cannot_be_changed_and_replace_copies():
     config = MHLAConfig(blocks=(2,))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -60,6 +75,23 @@ def test_coerce_takes_what_users_write():
         ({"causal": True, "block_size": (2, 2)}, "1-D"),
         ({"resize": "block_size", "blocks": (2,)}, "grid"),
         ({"causal": True, "block_size": (2,), "lepe_kernel": 3}, "lepe_kernel"),
+        ({"mixing_tail": "linear"}, "mixing_tail='linear' is not one of 'constant', 'decay', 'none'"),
+        ({"mixing_tail": "none"}, "mixing_tail='none' is for sequences \\(causal=True or resize='extend'\\)"),
+        ({"mixing_tail": "decay", "blocks": (2, 2)}, "mixing_tail='decay' is for sequences"),
+        ({"mixing_storage": "diagonal"}, "mixing_storage='diagonal' is not one of 'matrix', 'distance'"),
+        ({"mixing_storage": "distance"}, "mixing_storage='distance' needs causal=True"),
+        (
+            {"mixing_storage": "distance", "resize": "extend", "block_size": (2,)},
+            "mixing_storage='distance' needs causal=True",
+        ),
+        (
+            {"mixing_tail_half_life": 4, "causal": True, "block_size": (2,)},
+            "mixing_tail_half_life=4.0 needs mixing_tail='decay'",
+        ),
+        (
+            {"mixing_tail_half_life": 0, "mixing_tail": "decay", "causal": True, "block_size": (2,)},
+            "mixing_tail_half_life must be greater than 0, got 0",
+        ),
         ({"sinks": 3}, "Unknown mhla option sinks. Known options: feature_map, rope"),
         ({"lepe": 3}, "Did you mean 'lepe_kernel'?"),
     ],

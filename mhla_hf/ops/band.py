@@ -308,7 +308,7 @@ def run_mix_chunks(summary: Tensor, window: Tensor, carry: Tensor) -> Tensor:
         return window.squeeze(2) @ summary
     batch, heads, blocks, columns = summary.shape
     products = torch.bmm(_window_matrices(window, batch, heads), _windows(_chunk_groups(summary, carry)))
-    return products.view(batch, heads, -1, columns)[:, :, :blocks].contiguous()
+    return products.view(batch, heads, products.shape[1] * carry.shape[2], columns)[:, :, :blocks].contiguous()
 
 
 def run_mix_chunks_backward(
@@ -319,9 +319,9 @@ def run_mix_chunks_backward(
         of_window = (gradient @ summary.transpose(-1, -2)).unsqueeze(2).sum_to_size(window.shape)
         return window.squeeze(2).transpose(-1, -2) @ gradient, of_window, torch.empty_like(carry)
     (batch, heads, blocks, columns), (count, chunk) = summary.shape, (carry.shape[2], carry.shape[3] - 1)
-    rows = F.pad(gradient, (0, 0, 0, count * chunk - blocks)).reshape(-1, chunk, columns)
+    rows = F.pad(gradient, (0, 0, 0, count * chunk - blocks)).reshape(batch * heads * count, chunk, columns)
     groups = _chunk_groups(summary, carry)
-    of_window = torch.bmm(rows, _windows(groups).transpose(1, 2)).view(batch, heads, count, chunk, -1)
+    of_window = torch.bmm(rows, _windows(groups).transpose(1, 2)).view(batch, heads, count, chunk, 2 * chunk + 2)
     of_window = torch.cat([of_window[..., : chunk + 1], of_window[..., chunk + 2 :]], dim=-1).sum_to_size(window.shape)
     shares = torch.bmm(_window_matrices(window, batch, heads).transpose(1, 2), rows)
     shares = shares.view(batch, heads, count, 2 * chunk + 2, columns)
@@ -334,7 +334,8 @@ def run_mix_chunks_backward(
     of_carry = (lines[:, :, :-1] @ later.transpose(-1, -2)).squeeze(-1)
     of_carry = F.pad(of_carry, (0, 0, 0, 1)).sum_to_size(carry.shape)
     total[:, :, :-1, 1:] += carry[:, :, :-1, 1:, None] * later
-    return total[..., 1:, :].reshape(batch, heads, -1, columns)[:, :, :blocks].contiguous(), of_window, of_carry
+    of_summary = total[..., 1:, :].reshape(batch, heads, count * chunk, columns)[:, :, :blocks].contiguous()
+    return of_summary, of_window, of_carry
 
 
 mix_chunks = torch.library.custom_op("mhla_hf::mix_chunks", run_mix_chunks, mutates_args=())

@@ -32,8 +32,9 @@ def test_chunked_matches_naive(length, normalizer, blocks):
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-def test_block_query_matches_naive(per_head):
-    layout = BlockLayout((48,), block_size=(16,))
+@pytest.mark.parametrize("length", [7, 48, 57])
+def test_block_query_matches_naive(length, per_head):
+    layout = BlockLayout((length,), block_size=(16,))
     inputs = make_inputs(layout, per_head=per_head)
     options = {"causal": True, "normalizer": "block_query"}
     expected = output_and_gradients(inputs, layout, backend="naive", **options)
@@ -90,7 +91,7 @@ def test_decoding_keeps_float32_state_for_half_inputs():
     layout = BlockLayout((5,), block_size=(4,))
     inputs = {name: t.detach().bfloat16() for name, t in make_inputs(layout, rotated=False).items()}
     mixing = inputs.pop("mixing")
-    output, state = mhla_extend(**inputs, mixing=mixing, state=empty_state(2, 3, 5, 4, 4, mixing.shape[-1]))
+    output, state = mhla_extend(**inputs, mixing=mixing, state=empty_state(2, 3, 5, 4, 4, 2))
     assert output.dtype == torch.bfloat16
     assert state.current.dtype == state.prefix.dtype == state.summaries.dtype == torch.float32
 
@@ -120,13 +121,13 @@ def test_what_cannot_be_decoded_is_refused():
     layout = BlockLayout((4,), block_size=(4,))
     inputs = {name: t.detach() for name, t in make_inputs(layout, rotated=False).items()}
     mixing = inputs.pop("mixing")
-    state = empty_state(2, 3, 5, 4, 4, mixing.shape[-1], dtype=torch.float64)
+    state = empty_state(2, 3, 5, 4, 4, 1, dtype=torch.float64)
     with pytest.raises(ValueError, match="block_query"):
         mhla_extend(**inputs, mixing=mixing, state=state, normalizer="block_query")
     with pytest.raises(ValueError, match="query has no tokens"):
         mhla_extend(**{name: t[:, :0] for name, t in inputs.items()}, mixing=mixing, state=state)
     with pytest.raises(ValueError, match="block_size=0"):
-        empty_state(2, 3, 5, 4, 0, 2)
+        empty_state(2, 3, 5, 4, 0, 1)
     with pytest.raises(ValueError, match="one token"):
         mhla_step(**inputs, mixing=mixing, state=state)
 

@@ -55,7 +55,6 @@ def decode(inputs, backend, normalizer):
 
 
 def extend(inputs, backend, normalizer):
-    assert backend == "torch"
     state = empty_state(1, 2, 4, 3, BLOCK, 4)
     options = {"mixing": mixing(), "normalizer": normalizer}
     first, state = mhla_extend(**{name: x[:, :3] for name, x in inputs.items()}, state=state, **options)

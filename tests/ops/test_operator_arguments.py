@@ -38,7 +38,7 @@ def recurrent_arguments(length: int):
     return {
         **tokens(length),
         "mixing": torch.rand(2, 2),
-        "state": empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, 2, rewindable=4),
+        "state": empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, 2),
     }
 
 
@@ -116,9 +116,10 @@ def test_valid(case):
         lambda state: empty_state(BATCH, 2, WIDTH + 1, VALUE, BLOCK, 2),
         lambda state: empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, 2, dtype=torch.float64),
         lambda state: empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, 3),
+        lambda state: dataclasses.replace(state, left=state.left[:, :1]),
         lambda state: dataclasses.replace(state, position=state.position[:1]),
     ],
-    ids=["type", "batch", "width", "dtype", "stored blocks", "position"],
+    ids=["type", "batch", "width", "dtype", "stored blocks", "left", "position"],
 )
 def test_state(case, change):
     function, make = FUNCTIONS[case]
@@ -133,21 +134,56 @@ def test_per_head_weights_need_a_state_made_for_them():
     mhla_step(**{**arguments, "state": state})
 
 
-@pytest.mark.parametrize("case", ["attention", "naive", "extend", "step"])
-@pytest.mark.parametrize("decay", [0.5, torch.ones(3), torch.ones(1, 1), torch.ones(1, dtype=torch.long)], ids=str)
+@pytest.mark.parametrize("case", FUNCTIONS)
+@pytest.mark.parametrize(
+    "decay",
+    [0.5, torch.ones(1, dtype=torch.long), torch.ones(3), torch.ones(1, HEADS), torch.ones(1, device="meta")],
+    ids=["type", "integers", "heads", "axes", "device"],
+)
 def test_decay(case, decay):
     function, make = FUNCTIONS[case]
     refused(function, {**make(), "mixing_decay": decay}, "mixing_decay")
 
 
 def test_a_decay_is_for_sequences():
-    layout = BlockLayout((2, 4), blocks=(1, 2))
-    refused(mhla_attention, {**dense_arguments(), "layout": layout, "mixing_decay": torch.ones(1)}, "mixing_decay")
+    arguments = {**dense_arguments(), "mixing_decay": torch.ones(1)}
+    assert "causal=True" in refused(mhla_attention, arguments, "mixing_decay")
+    layout = SequenceLayout(torch.ones(BATCH, LENGTH, dtype=torch.bool), BLOCK)
+    mhla_attention(**{**arguments, "layout": layout})
+
+
+@pytest.mark.parametrize("case", ["extend", "step"])
+def test_a_decay_per_head_needs_a_state_made_for_it(case):
+    function, make = FUNCTIONS[case]
+    arguments = {**make(), "mixing_decay": torch.ones(HEADS)}
+    refused(function, arguments, "num_mixing_heads")
+    state = empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, 2, num_mixing_heads=HEADS)
+    function(**{**arguments, "state": state})
+
+
+@pytest.mark.parametrize("case", ["extend", "step"])
+def test_normalizers_that_cannot_be_decoded(case):
+    function, make = FUNCTIONS[case]
+    refused(function, {**make(), "normalizer": "block_query"}, "decoding token by token")
+
+
+def test_sequences_that_look_both_ways_refuse_sums_over_blocks_of_queries():
+    layout = SequenceLayout(torch.ones(BATCH, LENGTH, dtype=torch.bool), BLOCK)
+    arguments = {**dense_arguments(), "layout": layout, "normalizer": "block_query"}
+    refused(mhla_attention, arguments, "block_query")
+    mhla_attention(**arguments, causal=True)
 
 
 @pytest.mark.parametrize(
     "name, value",
-    [("batch_size", -1), ("block_size", 1.5), ("num_stored_blocks", "4"), ("rewindable", -1), ("max_tokens", 0)],
+    [
+        ("batch_size", -1),
+        ("block_size", 1.5),
+        ("num_stored_blocks", "4"),
+        ("num_mixing_heads", 0),
+        ("rewindable", -1),
+        ("max_tokens", 0),
+    ],
 )
 def test_sizes_of_a_state(name, value):
     sizes = {"batch_size": 1, "num_heads": 2, "key_width": 3, "value_width": 3, "block_size": 4}
@@ -165,6 +201,7 @@ def test_rewinding():
     refused(rewind_state, {**given, "kept": torch.ones(BATCH, 1)}, "kept")
     refused(rewind_state, {**given, "value": given["value"][:, :, :1]}, "value")
     refused(rewind_state, {**given, "mixing": torch.rand(2, 3)}, "mixing")
+    refused(rewind_state, {**given, "mixing_decay": torch.ones(1, 2)}, "mixing_decay")
     refused(rewind_state, {**given, "state": None}, "state")
     refused(rewind_state, {**given, "normalizer_key": torch.rand(BATCH, 1, 2, WIDTH + 1)}, "key")
 

@@ -175,7 +175,7 @@ def test_compiled_generation_serves_all_lengths_by_two_graphs(caplog):
 @torch.no_grad()
 @pytest.mark.slow
 @pytest.mark.parametrize(("padded", "allowed"), [(False, 2), (True, 3)])
-def test_a_growing_cache_is_not_compiled_anew_for_every_block(padded, allowed):
+def test_a_cache_is_not_compiled_anew_for_every_block(padded, allowed):
     model = mhla_model("llama", sizes={"num_hidden_layers": 1})
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
@@ -193,6 +193,6 @@ def test_a_growing_cache_is_not_compiled_anew_for_every_block(padded, allowed):
 
     output = decode(torch.compile(model, fullgraph=True, backend=counter))
     torch.testing.assert_close(output, decode(model))
-    # One that finds room and one that makes room; another for masks of any length.
+    # One for the first token, one for the others; another for masks of any length.
     assert counter.frame_count <= allowed
     torch._dynamo.reset()

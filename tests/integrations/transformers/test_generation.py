@@ -209,7 +209,7 @@ def test_positions_of_a_static_cache_are_not_read_back(llama):
     llama(**given, past_key_values=cache)
     layer = cache.layers[0]
     assert isinstance(layer, MHLACacheLayer) and isinstance(layer.get_seq_length(), torch.Tensor)
-    assert layer.state.num_blocks == 8 and layer.get_max_length() == 32
+    assert layer.state.num_slots == 8 and layer.get_max_length() == 32
 
 
 def test_memory_of_the_cache_is_that_of_its_summaries(llama):
@@ -217,13 +217,14 @@ def test_memory_of_the_cache_is_that_of_its_summaries(llama):
     generate(llama, prompt(False), past_key_values=cache)
     state = cache.layers[0].state
     # Hedgehog features are twice as wide as keys; one column more than values for the normaliser.
-    assert state.summaries.shape == (3, 2, state.num_blocks, 16, 9)
+    # Four blocks of six that have weights, and those of the tokens that may be taken back.
+    assert state.summaries.shape == (3, 2, 4 + 64 // 4, 16, 9)
     assert state.current.shape == (3, 2, 16, 9) and state.prefix.shape == (3, 4, 16, 9)
     # Features with and without rotation, and what the model gave.
     last = 3 * 64 * 2 * (16 + 16 + 8 + 8) * 4 + 3 * 64
-    summaries = 3 * 2 * state.num_blocks * 16 * 9 * 4
-    # Positions and hashes of the padding.
-    rest = 3 * (2 + 4 + 4) * 16 * 9 * 4 + 2 * 3 * 8
+    summaries = 3 * 2 * state.num_slots * 16 * 9 * 4
+    # Positions, numbers of blocks that left, and hashes of the padding.
+    rest = 3 * (2 + 4 + 4 + 4) * 16 * 9 * 4 + 3 * 3 * 8
     assert cache.layers[0].num_bytes == last + summaries + rest
     assert cache.num_bytes == 3 * cache.layers[0].num_bytes
 

@@ -75,6 +75,25 @@ def test_steps_equal_the_whole_sequence(backend):
     torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("decay", [None, 0.5, 0.0])
+def test_weights_by_distance_past_the_stored_ones(decay):
+    layout = mhla.BlockLayout(grid=(200,), block_size=(8,))
+    *tokens, _ = (tensor.detach().double() for tensor in inputs(layout, torch.float32))
+    mixing = torch.rand(3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(DEVICE) + 0.05
+    distance = (torch.arange(25)[:, None] - torch.arange(25)).clamp(min=0)
+    weights = mixing[2, 2 - distance.clamp(max=2)] * (1.0 if decay is None else decay) ** (distance - 2).clamp(min=0)
+    weights[:3, :3] = mixing
+    options = {} if decay is None else {"mixing_decay": torch.tensor(decay, device=DEVICE)}
+    expected = reference(*tokens, weights.tril(), layout, True)
+    output = mhla.mhla_attention(*tokens, mixing, layout, causal=True, **options)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    state = mhla.empty_state(2, 2, 16, 16, 8, 3, dtype=torch.float64, device=DEVICE)
+    first, last = ([tensor[:, part] for tensor in tokens] for part in (slice(199), slice(199, None)))
+    _, state = mhla.mhla_extend(*first, mixing, state, **options)
+    output, _ = mhla.mhla_step(*last, mixing, state, **options)
+    torch.testing.assert_close(output, expected[:, 199:], rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("layout, causal", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_without_graph_breaks(backend, layout, causal):
