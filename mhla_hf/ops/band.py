@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ..layouts.blocks import BlockLayout, indices
@@ -163,7 +164,10 @@ class StoredMixing:
     def _mix_in_chunks(self, summary: Tensor, num_heads: int, window: Tensor, carry: Tensor) -> Tensor:
         if self.is_per_head:
             summary = repeat_heads(summary, num_heads, 1)
-        mixed = mix_chunks(summary.flatten(3), window, carry)
+        tensors = summary.flatten(3), window, carry
+        # Custom operators have no forward-mode derivatives: they would be zero without a word.
+        forward_mode = any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+        mixed = (run_mix_chunks if forward_mode else mix_chunks)(*tensors)
         return repeat_heads(mixed.unflatten(3, summary.shape[3:]), num_heads, 1)
 
     def earlier_weights(self, num_blocks: int, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -281,8 +285,8 @@ def _chunk_groups(summary: Tensor, carry: Tensor) -> Tensor:
     sums = (carry[..., None, 1:] @ lines[..., 1:, :]).squeeze(3)
     lines[:, :, 0, 0] = 0
     for place in range(1, count):
-        torch.addcmul(
-            sums[:, :, place - 1], carry[:, :, place - 1, :1], lines[:, :, place - 1, 0], out=lines[:, :, place, 0]
+        lines[:, :, place, 0] = torch.addcmul(
+            sums[:, :, place - 1], carry[:, :, place - 1, :1], lines[:, :, place - 1, 0]
         )
     return groups
 

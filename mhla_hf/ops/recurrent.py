@@ -174,7 +174,7 @@ def mhla_step(
         state: The state after the tokens before. Its summaries are written to, unless gradients are recorded.
         valid: BoolTensor `[B, 1]`; the state of an entry whose token is padding stays as it is.
         backend: See [`mhla_hf.ops.choose_backend`]; the kernel, which does the whole step in one launch, serves where
-            no gradient is recorded and blocks have more than one token.
+            no gradient is recorded.
 
     Returns:
         The output `[B, 1, H, V]` in the dtype of `value`, and the state after this token.
@@ -530,14 +530,12 @@ def _upcoming_share(state: MHLAState, mixing: StoredMixing, block: torch.Tensor,
 
 
 def serves_kernels(operands: Operands, mixing: StoredMixing, state: MHLAState) -> bool:
-    """Return whether the Triton kernel can move this state on, without gradients, float64 and blocks of one token."""
+    """Return whether the Triton kernel can move this state on, without gradients and float64."""
     heads = operands.query.shape[2] if mixing.is_per_head else state.current.shape[1]
     if state.current.dtype != torch.float32 or state.prefix.shape[1] != heads or operands.entry.kernel is None:
         return False
     held = state.summaries, state.current, state.prefix, state.upcoming, state.left
-    return state.block_size > 1 and not records_gradients(
-        *operands.tokens, *operands.pair, mixing.weights, mixing.decay, *held
-    )
+    return not records_gradients(*operands.tokens, *operands.pair, mixing.weights, mixing.decay, *held)
 
 
 def _summary_at(summaries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

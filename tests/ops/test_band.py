@@ -9,10 +9,10 @@ import torch._dynamo.testing
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
-from mhla_hf.ops import StoredMixing, extend_mixing
+from mhla_hf.ops import extend_mixing
 from mhla_hf.ops import forms as forms_module
 from mhla_hf.ops import recurrent as recurrent_module
-from mhla_hf.ops.band import TwoSidedMixing, mix_chunks, sequence_mixing
+from mhla_hf.ops.band import StoredMixing, TwoSidedMixing, mix_chunks, sequence_mixing
 
 
 # 17 weights make chunks of more than the least number of blocks.
@@ -247,6 +247,20 @@ def test_causal_attention_to_three_times_as_many_blocks(count, per_head, decay, 
             expected = output_and_gradients(mhla_attention(**inputs, backend="naive", **options), inputs)
             actual = output_and_gradients(mhla_attention(**inputs, backend="torch", **options), inputs)
             assert_close(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_derivatives_in_forward_mode(per_head, blocks=45):
+    layout = BlockLayout((blocks * BLOCK_SIZE,), block_size=(BLOCK_SIZE,))
+    inputs = {**make_tokens(layout.num_tokens), **make_weights(3, per_head, 0.7)}
+    names, values = list(inputs), tuple(tensor.detach() for tensor in inputs.values())
+    tangents = tuple(tensor.sin() for tensor in values)
+
+    def attend(backend: str):
+        return lambda *given: mhla_attention(**dict(zip(names, given)), layout=layout, causal=True, backend=backend)
+
+    actual, expected = (torch.func.jvp(attend(backend), values, tangents)[1] for backend in ("torch", "naive"))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("count", [3, 17])

@@ -42,13 +42,7 @@ def few(inputs: dict[str, torch.Tensor], heads: int = 1, batch: int = 1) -> dict
     return {name: tensor.detach().requires_grad_() for name, tensor in cut.items()}
 
 
-def check(
-    inputs: dict[str, torch.Tensor],
-    layout: BlockLayout,
-    device: str,
-    normalizer: str = "query",
-    tolerance: float = 1e-5,
-) -> None:
+def check(inputs: dict[str, torch.Tensor], layout: BlockLayout, device: str, normalizer: str = "query") -> None:
     """Outputs and all gradients of float32 kernels against the dense form in float64."""
     options = {"normalizer": normalizer, "causal": True}
     expected = output_and_gradients(inputs, layout, backend="naive", **options)
@@ -57,7 +51,7 @@ def check(
         # Scaling the only weight changes nothing but for eps: the terms of its gradient cancel.
         error = (actual.pop("gradient of mixing") - expected.pop("gradient of mixing")).norm()
         assert error <= 1e-5 * expected["gradient of query"].norm()
-    assert_same(actual, expected, tolerance)
+    assert_same(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -95,11 +89,10 @@ def test_more_blocks_than_a_matrix_serves(per_head, blocks, decay, device, monke
     "key_width, value_width", [(32, 40), (136, 24), pytest.param(256, 160, marks=pytest.mark.slow)]
 )
 def test_widths_of_heads(key_width, value_width, device):
-    layout = chunks(19, 16)
+    # Four blocks: with two, the terms of the gradient of the weights nearly cancel, whatever computes them.
+    layout = chunks(51, 16)
     rotated = key_width > 128
-    inputs = few(make_inputs(layout, rotated=rotated, key_width=key_width, value_width=value_width))
-    # Gradients of the weights are sums over K V numbers that nearly cancel.
-    check(inputs, layout, device, tolerance=2e-5)
+    check(few(make_inputs(layout, rotated=rotated, key_width=key_width, value_width=value_width)), layout, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

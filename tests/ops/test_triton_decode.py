@@ -63,7 +63,7 @@ def test_every_position_of_every_block_equals_the_step_in_torch(per_head, key_he
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "stored, size, decay, per_head",
-    [(1, 3, 0.6, False), (2, 3, 0.0, True), (3, 2, None, False), (5, 2, 0.8, True)],
+    [(1, 3, 0.6, False), (2, 3, 0.0, True), (3, 2, None, False), (5, 2, 0.8, True), (4, 1, 0.7, False)],
 )
 def test_walks_through_the_ring(stored, size, decay, per_head, device, length=32):
     """Rows at their own positions, some tokens taken back, and blocks that leave the ring."""
@@ -197,16 +197,13 @@ def test_operator_is_what_torch_expects(device):
 
 
 def test_unsupported_cases_run_in_torch():
-    """Gradients, float64 and blocks of one token."""
+    """Gradients and float64."""
     inputs, mixing = make_inputs("cpu", 1)
     wide = {name: tensor.double() for name, tensor in inputs.items()}
     output, state = mhla_step(
         **wide, mixing=mixing, state=start(wide, mixing, 2, dtype=torch.float64), backend="triton"
     )
     assert output.dtype == state.current.dtype == torch.float64
-    with FlopCounterMode(display=False) as counter:
-        mhla_step(**inputs, mixing=mixing, state=start(inputs, mixing, 1), backend="triton")
-    assert not kernel_counted(counter)
     mixing.requires_grad_()
     output, _ = mhla_step(**inputs, mixing=mixing, state=start(inputs, mixing, 2), backend="triton")
     assert output.requires_grad
