@@ -22,6 +22,7 @@ TITLES = {
     "distance-decay": "decay, weights by distance",
     "uniform-constant": "constant, uniform initialisation",
     "uniform-decay": "decay, uniform initialisation",
+    "uniform-distance-decay": "decay, weights by distance, uniform initialisation",
 }
 """Contestants: `mixing_tail`, with the local initialisation and a matrix of weights where nothing else is said."""
 
@@ -32,6 +33,7 @@ _COLORS = {
     "distance-decay": "#66a6d9",
     "uniform-constant": "#a6761d",
     "uniform-decay": "#9467bd",
+    "uniform-distance-decay": "#c5b0d5",
 }
 _SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -87,8 +89,8 @@ def _cases(setting: str) -> dict[str, Case]:
         kind, _, tail = name.rpartition("-")
         options = {
             "mixing_tail": tail,
-            "mixing_init": "uniform" if kind == "uniform" else "linear",
-            "mixing_storage": "distance" if kind == "distance" else "matrix",
+            "mixing_init": "uniform" if "uniform" in kind else "linear",
+            "mixing_storage": "distance" if "distance" in kind else "matrix",
             "block_size": [block_size],
         }
         for seed in range(_SEEDS[setting]):

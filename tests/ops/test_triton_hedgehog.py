@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layers.fused import PairwiseRotary
 from mhla_hf.layouts.sequences import SequenceLayout
-from mhla_hf.ops.operands import mixing_for
+from mhla_hf.ops.band import StoredMixing, sequence_mixing
 from mhla_hf.ops.tables import FEATURE_MAPS
 
 from .reference import assert_same
@@ -184,7 +184,7 @@ def test_padded_and_packed_sequences(per_head, device):
     layout = SequenceLayout(valid, 8, documents, 2)
     inputs = make_inputs(BlockLayout((30,), block_size=(8,)), (4, 2, 8, 8), 0, per_head=per_head)
     leaves = {name: tensor.to(device, torch.float32).requires_grad_() for name, tensor in inputs.items()}
-    mixing = mixing_for(leaves["mixing"], layout, causal=False)
+    mixing = sequence_mixing(StoredMixing.of(leaves["mixing"]), layout)
     tokens = {name: leaves[name] for name in ("query", "key", "value", "query_weight", "key_weight")}
     kernel = hedgehog_mhla_attention(
         **tokens, mixing=mixing, layout=layout, feature_map_eps=0.0, normalizer="query", eps=1e-6, scaling=1.0
