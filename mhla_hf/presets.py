@@ -91,7 +91,8 @@ def _language_model() -> Preset:
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 2048}
     other = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "architectures": ["LlamaForCausalLM"]}
     mhla = {"causal": True, "block_size": [64], "feature_map": "relu", "rope": "after_feature_map"}
-    mhla |= {"normalizer": "none", "mixing_init": "uniform", "output_norm": True, "output_gate": True}
+    mhla |= {"mixing_init": "uniform", "mixing_storage": "matrix", "mixing_tail": "constant"}
+    mhla |= {"normalizer": "none", "output_norm": True, "output_gate": True}
     return Preset("causal language model of 338M parameters, as a Llama", "LlamaConfig", {**sizes, **other}, mhla)
 
 

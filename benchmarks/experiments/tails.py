@@ -149,13 +149,14 @@ def _plot(report: Mapping[str, Any], path: Path) -> None:
 
 def _tables(report: Mapping[str, Any]) -> dict[str, str]:
     rows = []
+    # A report's own keys are sorted.
+    stretches = [stretch for stretch in _STRETCHES if stretch in next(iter(report["summary"].values()))["longer"]]
     for name, title in TITLES.items():
         row = report["summary"][name]
-        lost = [[run["whole"] - run["restarted"] for run in runs] for runs in row["longer"].values()]
+        lost = [[run["whole"] - run["restarted"] for run in row["longer"][stretch]] for stretch in stretches]
         cells = [f"{statistics.fmean(row['held_out_bits_per_byte']):.3f}", *map(_signed, lost)]
         rows.append([title, f"{row['parameters']:,}", *cells])
     context = next(iter(report["cases"].values()))["options"]["context"]
-    stretches = next(iter(report["summary"].values()))["longer"]
     header = [
         "tail",
         "parameters",

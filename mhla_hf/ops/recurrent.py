@@ -386,7 +386,7 @@ def _mixed_past(mixing: StoredMixing, first: torch.Tensor, num_blocks: int, stat
     weights = torch.cat([weights, mixing.at(rows[:, :, None], rows[:, None, :1])], dim=-1)
     summaries = torch.cat([state.summaries.to(state.current.dtype), state.current.unsqueeze(2)], dim=2)
     mixed = mix_summaries(weights, summaries, state.prefix.shape[1])
-    return mixed + _left_weights(mixing, rows, state.num_left) * state.left.unsqueeze(2)
+    return torch.addcmul(mixed, _left_weights(mixing, rows, state.num_left), state.left.unsqueeze(2))
 
 
 def _advance(
@@ -407,15 +407,16 @@ def _advance(
     left = state.left
     # The blocks that leave: out of the ring, and of the new ones where they are more than it holds.
     groups = [] if state.is_empty else [(state.summaries.to(left.dtype), _blocks_in_slots(first, slots))]
-    if count > slots:
-        groups.append((summaries, first[:, None] + indices(count, first.device)))
+    if (beyond := count - 1 - slots) > 0:
+        groups.append((summaries[:, :, :beyond], first[:, None] + indices(beyond, first.device)))
     if groups:
         left = _decayed(mixing, num_left - state.num_left) * left
     for leaving, blocks in groups:
-        leaves = (blocks >= state.num_left[:, None]) & (blocks < num_left[:, None])
+        stays = (blocks < state.num_left[:, None]) | (blocks >= num_left[:, None])
         weights = mixing.decayed((num_left[:, None] - 1 - blocks).clamp(min=0)).movedim(0, 1)
-        # A zero weight does not stop a NaN.
-        leaving = leaving.masked_fill(~leaves[:, None, :, None, None], 0)
+        if not surely_none(stays):
+            # A zero weight does not stop a NaN.
+            leaving = leaving.masked_fill(stays[:, None, :, None, None], 0)
         left = left + mix_summaries(weights.unsqueeze(2), leaving, heads).squeeze(2)
     current = _summary_at(summaries, block - first)
     return _settled(state, ring, left, num_left, current, position, mixing)

@@ -181,6 +181,8 @@ def prefix_and_own(
     Returns:
         `[B, H, M, N, V]`, and the blocks' summaries `[B, H_kv, M, K, V]`.
     """
+    import torch
+
     num_heads, num_blocks = query.shape[1:3]
     summaries = key.transpose(-1, -2) @ value
     prefix = mixing.mix_earlier(summaries, num_heads, first)
@@ -188,7 +190,7 @@ def prefix_and_own(
         prefix = prefix + repeat_heads(past, num_heads, 1)
     key, value = repeat_heads(key, num_heads, 1), repeat_heads(value, num_heads, 1)
     own = (query @ key.transpose(-1, -2)).tril() @ value
-    return query @ prefix + own_weights(mixing, num_blocks, first) * own, summaries
+    return torch.addcmul(query @ prefix, own_weights(mixing, num_blocks, first), own), summaries
 
 
 def numerator_and_product(
