@@ -12,10 +12,11 @@ is H_kv where all heads share the mixing weights, else H.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
@@ -106,7 +107,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class MHLAState:
-    """Decoding state of one causal MHLA layer, of constant size.
+    """Decoding state of one causal MHLA layer, of constant size from as many blocks on as the ring holds.
 
     [`mhla_step`] writes into `summaries`: go on with what it returns.
 
@@ -141,6 +142,25 @@ class MHLAState:
     def num_slots(self) -> int:
         """Number R of finished blocks that the ring holds."""
         return self.summaries.shape[2]
+
+    def with_room(self, max_tokens: int | None, rewindable: int = 0) -> MHLAState:
+        """Return the state for more tokens than it was made for, which it must not have seen yet.
+
+        Args:
+            max_tokens: See [`mhla_hf.ops.empty_state`], like `rewindable`.
+            rewindable: As the state was made with.
+        """
+        missing = ring_slots(self.block_size, self.num_stored_blocks, rewindable, max_tokens) - self.num_slots
+        if missing <= 0:
+            return self
+        return replace(self, summaries=F.pad(self.summaries, (0, 0, 0, 0, 0, missing)))
+
+
+def ring_slots(block_size: int, num_stored_blocks: int, rewindable: int, max_tokens: int | None) -> int:
+    """Return how many finished blocks a state holds; see [`mhla_hf.ops.empty_state`]."""
+    slots = max(num_stored_blocks - 2, 0) + max(1, -(-rewindable // block_size))
+    # Compilers take a size of 1 for another case than all greater ones.
+    return slots if max_tokens is None else min(slots, max(2, -(-max_tokens // block_size)))
 
 
 def current_block(position: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -39,6 +39,7 @@ from .operands import (
     from_head_blocks,
     head_blocks,
     records_gradients,
+    ring_slots,
     spoil_tokens,
     surely_none,
 )
@@ -75,7 +76,8 @@ def empty_state(
         num_stored_blocks: M of the mixing weights. The ring has M - 2 slots, and some more for rewinding.
         num_mixing_heads: H_m; H_kv if not given.
         rewindable: Tokens that [`rewind_state`] may take back.
-        max_tokens: Tokens that the state will see at most; makes the ring smaller where these have fewer blocks.
+        max_tokens: Tokens that the state will see at most; makes the ring smaller where these have fewer blocks. See
+            [`MHLAState.with_room`] for more.
         dtype: The accumulation dtype.
         summary_dtype: The dtype that finished blocks are kept in; `dtype` if not given.
         device: Device of the state.
@@ -89,10 +91,9 @@ def empty_state(
     for name, size in sizes.items():
         check_count(name, size)
     check_count("rewindable", rewindable, minimum=0)
-    slots = max(num_stored_blocks - 2, 0) + max(1, -(-rewindable // block_size))
     if max_tokens is not None:
         check_count("max_tokens", max_tokens)
-        slots = min(slots, -(-max_tokens // block_size))
+    slots = ring_slots(block_size, num_stored_blocks, rewindable, max_tokens)
     shape = (key_width, value_width + 1)
     summaries = torch.zeros(batch_size, num_heads, slots, *shape, dtype=summary_dtype or dtype, device=device)
     current = torch.zeros(batch_size, num_heads, *shape, dtype=dtype, device=device)

@@ -33,7 +33,7 @@ _OTHER_MASK = (
 
 
 class MHLACacheLayer(CacheLayerMixin):
-    """Decoding state of one MHLA layer, constant in size: block summaries as far as mixing weights reach, and a sum.
+    """Decoding state of one MHLA layer: block summaries as far as mixing weights reach, and the sum of those before.
 
     A layer with a softmax window also keeps the keys and values of one or two of its blocks, and the sum of all
     keys before them.
@@ -41,7 +41,8 @@ class MHLACacheLayer(CacheLayerMixin):
     `keys` and `values` are those of the last tokens alone, as in a layer of a sliding window.
 
     Args:
-        max_cache_len: For static caches, the number of tokens; fewer than the mixing weights reach need less memory.
+        max_cache_len: For static caches, the number of tokens to make room for at once; otherwise the state grows with
+            the text, until its blocks are as many as mixing weights reach.
         is_compileable: Whether `generate` may compile decoding with this cache.
     """
 
@@ -237,7 +238,7 @@ class MHLACacheLayer(CacheLayerMixin):
         self._unusable = why
 
     def decoding_state(self, new_tokens: int) -> DecodingState:
-        """The state before the tokens of this call.
+        """The state before the tokens of this call, with room for them.
 
         Args:
             new_tokens: Tokens that [`MHLACacheLayer.update`] just counted.
@@ -250,7 +251,13 @@ class MHLACacheLayer(CacheLayerMixin):
         self._check_room(new_tokens)
         # Finished blocks are kept in bfloat16 for bfloat16 models; fp16 has too little range for sums.
         summary_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else None
-        return DecodingState(self.state, self.window_state, self.max_cache_len, summary_dtype, REWINDABLE_TOKENS)
+        blocks, room = self.state, self.max_cache_len
+        if room is None:
+            room = self._length
+            if blocks is not None and room > blocks.num_slots * blocks.block_size:
+                # Half as many again, or every block would copy those before; the ring of a long text does not grow.
+                blocks = blocks.with_room(room * 3 // 2, REWINDABLE_TOKENS)
+        return DecodingState(blocks, self.window_state, room, summary_dtype, REWINDABLE_TOKENS)
 
     def hide(self, mask: torch.Tensor) -> bool:
         """Take tokens out of the state that a mask hides and the one that they were passed with did not.
@@ -292,6 +299,8 @@ class MHLACacheLayer(CacheLayerMixin):
         self._record(key=last.key, normalizer_key=last.normalizer_key, valid=valid)
         self._mixing = last.mixing
         self.state, self.window_state = state.blocks, state.window
+        if self.max_cache_len is None:
+            _allow_other_sizes(state.blocks.summaries, 2)
         if hidden is not None:
             # The flag is written and not read, or graphs would be compiled for either value.
             self._hidden, self._may_hide = hidden, True

@@ -58,7 +58,9 @@ def _dense_attention(module, query, key, value, attention_mask, scaling=None, **
     causal = kwargs.get("is_causal")
     causal = module.is_causal if causal is None else causal
     layout = BlockLayout((query.shape[2],), block_size=mhla.config.block_size)
-    mixing = extend_mixing(mhla.mixing_matrix().double(), layout.num_blocks, causal=causal)
+    stored = mhla.stored_mixing()
+    decay = None if stored.decay is None else stored.decay.double()
+    mixing = extend_mixing(stored.weights.double(), layout.num_blocks, causal=causal, mixing_decay=decay)
     output = mhla_attention(
         *rotated, value.transpose(1, 2).double(), mixing, layout, backend="naive",
         causal=causal, normalizer=mhla.config.normalizer, eps=mhla.config.eps, **options,

@@ -217,8 +217,8 @@ def test_memory_of_the_cache_is_that_of_its_summaries(llama):
     generate(llama, prompt(False), past_key_values=cache)
     state = cache.layers[0].state
     # Hedgehog features are twice as wide as keys; one column more than values for the normaliser.
-    # Four blocks of six that have weights, and those of the tokens that may be taken back.
-    assert state.summaries.shape == (3, 2, 4 + 64 // 4, 16, 9)
+    # Six blocks of text, and half as many again as there were when the room was made last.
+    assert state.summaries.shape == (3, 2, 8, 16, 9)
     assert state.current.shape == (3, 2, 16, 9) and state.prefix.shape == (3, 4, 16, 9)
     # Features with and without rotation, and what the model gave.
     last = 3 * 64 * 2 * (16 + 16 + 8 + 8) * 4 + 3 * 64

@@ -120,7 +120,7 @@ def test_wrong_sizes(name, value, copied, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_more_new_parameters_than_old_ones(name, sources, tmp_path):
-    options = {"block_size": [1], "grid": [8192]}
+    options = {"block_size": [1], "grid": [8192], "mixing_storage": "matrix", "mixing_tail": "constant"}
     refused(lambda: convert(sources / name, tmp_path, options), "add", "parameters", "block_size")
     load = lambda: AutoModel.from_pretrained(sources / name, attn_implementation="mhla", mhla=options)  # noqa: E731
     refused(load, "add", "parameters", "block_size")

@@ -43,12 +43,26 @@ def test_defaults_follow_the_model(softmax_directory):
     options = MHLAConfig.from_dict(model.config.mhla)
     assert options.causal and options.block_size == (64,) and options.grid == (128,)
     assert options.feature_map == "hedgehog" and options.mixing_constraint == "nonnegative"
-    assert mhla_modules(model)[0].mixing.shape == (2, 2)
+    assert options.mixing_storage == "distance" and options.mixing_tail == "decay"
+    assert mhla_modules(model)[0].mixing.shape == (2,) and mhla_modules(model)[0].mixing_decay.shape == (1,)
     encoder = softmax_model("bert", max_position_embeddings=512)
     convert(encoder)
     assert encoder.config.mhla["block_size"] == [8] and mhla_modules(encoder)[0].mixing.shape == (64, 64)
     image = convert(softmax_model("vit"))
     assert image.config.mhla["blocks"] == [2, 2] and image.config.mhla["grid"] == [4, 4]
+
+
+def test_models_from_before_tails_keep_their_numbers(tmp_path):
+    model = mhla_model("llama", grid=[8], mixing_storage="matrix", mixing_tail="constant")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("mixing_storage", "mixing_tail", "mixing_tail_half_life"):
+        del config["mhla"][name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.config.mhla == model.config.mhla
+    with torch.no_grad():
+        assert torch.equal(again(**inputs("llama", length=31)).logits, model(**inputs("llama", length=31)).logits)
 
 
 def test_options_as_a_dict_and_as_a_config_are_the_same():
