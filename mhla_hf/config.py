@@ -68,8 +68,8 @@ class MHLAConfig(Options):
         mixing_storage: `"matrix"` stores a weight for each pair of blocks; `"distance"`, for `causal=True`, one for
             each distance, M in place of M².
         mixing_tail: For sequences, the weight of blocks that are farther away than the stored weights reach: the
-            farthest one (`"constant"`), the same falling by a learned factor from block to block (`"decay"`), or
-            nothing (`"none"`).
+            farthest one (`"constant"`), the same falling by a factor from block to block (`"decay"`), which texts of
+            more blocks train, or nothing (`"none"`).
         mixing_tail_half_life: Distance in blocks over which a decaying tail halves at first; `None` for 8.
         feature_map_eps: Added to φ(q) and φ(k). The authors' Wan checkpoints need 1e-6.
         eps: Added to the normaliser before dividing.
