@@ -148,7 +148,7 @@ def test_normalizer_that_divides_by_nothing():
 
 
 def test_outputs_that_grow_with_length():
-    options = {"block_size": 8, "grid": [32], "normalizer": "none", "feature_map": "elu"}
+    options = {"block_size": 8, "grid": [32], "normalizer": "none", "feature_map": "elu", "mixing_tail": "constant"}
     batch = {"input_ids": torch.randint(3, 64, (1, 256), generator=torch.Generator().manual_seed(0))}
     grown = mhla_hf.convert(softmax_model("llama"), {**options, "mixing_init": "uniform"})
     layers, signatures = AttentionTracker(batch).probe(grown)
