@@ -41,7 +41,7 @@ _MHLA: dict[str, dict[str, Any]] = {
     "mhla-hedgehog": {"feature_map": "hedgehog"},
 }
 
-_SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {
         "sizes": {"width": 128, "layers": 2, "heads": 2, "intermediate": 352},
         "corpus": {"megabytes": 5.0, "held_out_megabytes": 3.0, "vocabulary": 2048, "tokenizer_megabytes": 3.0},
@@ -84,7 +84,7 @@ _SEEDS = {"cpu": 2, "gpu": 3, "smoke": 1}
 
 def cases(setting: str) -> dict[str, Case]:
     """Every contestant, those of `CORE` with all seeds, the others with the first one."""
-    shared = _SETTINGS[setting]
+    shared = SETTINGS[setting]
     found = {}
     for name in TITLES:
         if name == "gla" and setting != "gpu":

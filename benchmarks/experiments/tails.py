@@ -12,7 +12,7 @@ from mhla_hf.utils.figures import new_figure, save_figure
 
 from .documentation import markdown_table
 from .experiment import Case, Experiment
-from .language import FUNCTION, between, by_position, middle
+from .language import FUNCTION, SETTINGS, between, by_position, middle
 
 
 TITLES = {
@@ -35,55 +35,29 @@ _COLORS = {
     "uniform-decay": "#9467bd",
     "uniform-distance-decay": "#c5b0d5",
 }
-_SETTINGS: dict[str, dict[str, Any]] = {
+# Over the settings of the experiment on language models.
+_CHANGES: dict[str, dict[str, Any]] = {
     "cpu": {
         "sizes": {"width": 128, "layers": 2, "heads": 4, "intermediate": 320},
         "corpus": {"megabytes": 5.0, "held_out_megabytes": 3.0, "vocabulary": 512, "tokenizer_megabytes": 1.0},
-        "block_size": 16,
         "context": 512,
-        "longest": 16384,
         "batch": 4,
         "steps": 300,
-        "rates": {"matrix": 5e-3, "other": 1e-2, "mixing": 1e-3},
         "dtype": "float32",
         "windows": 128,
         "long_windows": 8,
     },
-    "gpu": {
-        "sizes": {"width": 512, "layers": 12, "heads": 8, "intermediate": 1408},
-        "corpus": {"megabytes": 250.0, "held_out_megabytes": 8.0, "vocabulary": 8192, "tokenizer_megabytes": 25.0},
-        "block_size": 64,
-        "context": 2048,
-        "longest": 65536,
-        "batch": 32,
-        "steps": 4000,
-        "rates": {"matrix": 4e-3, "other": 2e-3, "mixing": 1e-3},
-        "dtype": "bfloat16",
-        "windows": 256,
-        "long_windows": 16,
-    },
-    "smoke": {
-        "sizes": {"width": 16, "layers": 2, "heads": 2, "intermediate": 32},
-        "corpus": {"megabytes": 0.2, "held_out_megabytes": 0.05, "vocabulary": 300, "tokenizer_megabytes": 0.1},
-        "block_size": 8,
-        "context": 64,
-        "longest": 512,
-        "batch": 1,
-        "steps": 2,
-        "rates": {"matrix": 1e-2, "other": 1e-2, "mixing": 1e-3},
-        "dtype": "float32",
-        "windows": 1,
-        "long_windows": 1,
-    },
+    "gpu": {"longest": 65536, "long_windows": 16},
+    "smoke": {"context": 64},
 }
+_BLOCK_SIZE = {"cpu": 16, "gpu": 64, "smoke": 8}
 _SEEDS = {"cpu": 3, "gpu": 3, "smoke": 1}
 # Stretches of a text whose bits per byte are reported, in multiples of the trained length.
 _STRETCHES = {"4 to 8 times": (4, 8), "16 to 32 times": (16, 32)}
 
 
 def _cases(setting: str) -> dict[str, Case]:
-    shared = dict(_SETTINGS[setting])
-    block_size = shared.pop("block_size")
+    shared = SETTINGS[setting] | _CHANGES[setting]
     found = {}
     for name in TITLES:
         kind, _, tail = name.rpartition("-")
@@ -91,7 +65,7 @@ def _cases(setting: str) -> dict[str, Case]:
             "mixing_tail": tail,
             "mixing_init": "uniform" if "uniform" in kind else "linear",
             "mixing_storage": "distance" if "distance" in kind else "matrix",
-            "block_size": [block_size],
+            "block_size": [_BLOCK_SIZE[setting]],
         }
         for seed in range(_SEEDS[setting]):
             case = {"attention": "mhla", "mhla": options, "frozen_mixing": False, "seed": seed}

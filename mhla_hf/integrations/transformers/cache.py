@@ -251,9 +251,9 @@ class MHLACacheLayer(CacheLayerMixin):
         self._check_room(new_tokens)
         # Finished blocks are kept in bfloat16 for bfloat16 models; fp16 has too little range for sums.
         summary_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else None
-        blocks, room = self.state, self.max_cache_len
-        if room is None:
-            room = self._length
+        blocks, room, length = self.state, self.max_cache_len, self._length
+        if room is None and not isinstance(length, torch.Tensor):
+            room = length
             if blocks is not None and room > blocks.num_slots * blocks.block_size:
                 # Half as many again, or every block would copy those before; the ring of a long text does not grow.
                 blocks = blocks.with_room(room * 3 // 2, REWINDABLE_TOKENS)
