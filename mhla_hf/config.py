@@ -58,7 +58,7 @@ class MHLAConfig(Options):
             and language weights) for example.
         mixing_init: How the mixing weights start: `"linear"` (the paper's locality bias), `"cos"`, `"exp"`,
             `"gaussian"`, `"local"` (own and adjacent blocks only) or `"uniform"` (equal weights: vanilla linear
-            attention exactly). Rows sum to one.
+            attention exactly). Rows sum to one; with `mixing_storage="distance"` the last one does.
         mixing_heads: One mixing matrix a layer (`"shared"`) or one a feature head (`"per_head"`).
         mixing_constraint: `"none"` stores the weights as they are; `"nonnegative"` stores them through a softplus
             so that they stay positive and none of them ever stops learning.
@@ -149,7 +149,7 @@ class MHLAConfig(Options):
         advanced=True,
     )
     mixing_tail_half_life: float | None = option(
-        None, "Initial distance in blocks over which a decaying tail halves.", above=0, advanced=True
+        None, "Initial distance in blocks over which a decaying tail halves.", minimum=0.01, maximum=1e6, advanced=True
     )
     feature_map_eps: float = option(0.0, "Constant added to φ(q) and φ(k).", minimum=0, advanced=True)
     eps: float = option(1e-6, "Constant added to the normaliser.", minimum=0, advanced=True)
@@ -315,10 +315,12 @@ class MHLAConfig(Options):
 
 
 def with_overrides(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `stored` options with `given` ones in their place; removing the window also removes its stored size."""
+    """Return `stored` options with `given` ones in their place; a window or decay is removed with its size."""
     merged = {**stored, **given}
     if "window" in given and given["window"] is None and "window_size" not in given:
         merged["window_size"] = None
+    if given.get("mixing_tail") not in (None, "decay") and "mixing_tail_half_life" not in given:
+        merged["mixing_tail_half_life"] = None
     return merged
 
 

@@ -90,7 +90,7 @@ def test_coerce_takes_what_users_write():
         ),
         (
             {"mixing_tail_half_life": 0, "mixing_tail": "decay", "causal": True, "block_size": (2,)},
-            "mixing_tail_half_life must be greater than 0, got 0",
+            "mixing_tail_half_life must be at least 0.01, got 0",
         ),
         ({"sinks": 3}, "Unknown mhla option sinks. Known options: feature_map, rope"),
         ({"lepe": 3}, "Did you mean 'lepe_kernel'?"),

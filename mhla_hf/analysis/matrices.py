@@ -433,7 +433,9 @@ def layer_tokens(
         own = _of_sample(tokens, index, keep)
         layout = mhla.layout_for(own["query"].shape[1:2] if grid is None else grid)
         if mhla.config.is_sequence:
-            mixing = extend_mixing(mhla.mixing_matrix().detach(), layout.num_blocks, causal=causal)
+            mixing = mhla.stored_mixing().detach().matrix(layout.num_blocks)
+            mixing = mixing.squeeze(0) if len(mixing) == 1 else mixing
+            mixing = mixing.tril() if causal else mixing
         else:
             mixing = mhla.mixing_matrix(layout).detach()
         own |= {"mhla": mhla, "layout": layout, "mixing": mixing.double(), "causal": causal, "scaling": scaling}

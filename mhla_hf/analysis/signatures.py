@@ -131,7 +131,10 @@ def weight_signatures(
     if not torch.isfinite(weights).all():
         return [_signature("non-finite-attention", layer, math.nan, part="mixing weights are")]
     decay = mhla.mixing_decay if decay is None else decay
-    tail = None if decay is None else full_tensor(decay).detach().cpu().double().sigmoid()
+    # A file may lack it, which is another one's to say.
+    tail = None if decay is None or decay.is_meta else full_tensor(decay).double().sigmoid()
+    if tail is not None and not torch.isfinite(tail).all():
+        return [_signature("non-finite-attention", layer, math.nan, part="decays of mixing weights are")]
     tail = torch.zeros(1, dtype=torch.double) if config.mixing_tail == "none" else tail
     blocks, size = layout.num_blocks, layout.num_tokens
     is_bounded = not (config.causal or mhla.window_bias is not None or size == blocks or (linear and blocks == 1))
@@ -159,11 +162,13 @@ def weight_signatures(
     cancelled = (weights.sum(-1).abs() < CANCELLED * rows).double().mean().item()
     if config.normalizer != "none" and cancelled > CANCELLED_ROWS:
         add("cancelling-mixing", cancelled)
+    # The first rows of weights by distance are as small as their few weights.
+    rows = rows[..., -1:] if config.mixing_storage == "distance" else rows
     if rows.min() < DEAD:
         add("dead-mixing", (rows < DEAD).double().mean().item())
     if rows.max() > EXPLODED:
         add("exploding-mixing", rows.max().item())
-    if config.causal and config.block_size is not None and tokens is not None:
+    if config.causal and config.mixing_tail != "none" and config.block_size is not None and tokens is not None:
         share = _tail_share(weights, tail, -(-tokens // config.block_size[0]))
         if share > HEAVY:
             add("heavy-tail", share, tokens=f"{tokens:,}")

@@ -244,10 +244,10 @@ class MHLA(nn.Module):
                 return extend_mixing(weights, layout.num_blocks, causal=self.config.causal, mixing_decay=decay)
             return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
 
-    def stored_mixing(self) -> StoredMixing:
-        """Return the stored weights of a sequence's blocks, and how they go on beyond."""
+    def stored_mixing(self, dtype: torch.dtype | None = None) -> StoredMixing:
+        """Return the stored weights of a sequence's blocks, and how they go on beyond, in a dtype."""
         weights = self.mixing_matrix()
-        return StoredMixing.of(weights, self._decay(weights))
+        return StoredMixing.of(weights, self._decay(weights), dtype)
 
     def _decay(self, weights: torch.Tensor) -> torch.Tensor | None:
         """The decay of the tail in the dtype of the weights, `[1]` or `[H]`; `None` for a constant tail."""
@@ -366,6 +366,8 @@ class MHLA(nn.Module):
         if sequence.state is not None and sequence.documents is not None:
             raise ValueError("Packed sequences cannot be decoded with a cache: pass use_cache=False.")
         check_valid(sequence.valid, query)
+        if not sequence.causal and self.config.mixing_storage == "distance":
+            raise ValueError("mixing_storage='distance' has no weights of later blocks: this layer looks back only.")
         if not sequence.causal or sequence.state is not None:
             use = "decoding with a cache" if sequence.causal else "sequences that look both ways"
             check_choice("normalizer", self.config.normalizer, SEQUENCE_NORMALIZERS, f" for {use}")
@@ -374,8 +376,11 @@ class MHLA(nn.Module):
     def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
         grid = positive_axes("grid", grid)
         if shard is not None:
-            if self.window_bias is not None or self.num_prefix_tokens:
-                raise ValueError("shard is for layers without a softmax window and without tokens before the grid.")
+            if self.window_bias is not None or self.num_prefix_tokens or self.config.causal:
+                raise ValueError(
+                    "shard is for layers that look both ways, without a softmax window and without tokens before the "
+                    "grid."
+                )
             shard.check_length(num_tokens)
             num_tokens = shard.num_tokens
         if math.prod(grid) + self.num_prefix_tokens != num_tokens:
@@ -436,7 +441,7 @@ class MHLA(nn.Module):
             )
             if sequence is not None and sequence.state is not None:
                 assert config.block_size is not None
-                return decode(operands, self.stored_mixing(), config.block_size[0], sequence, backend)
+                return decode(operands, self.stored_mixing(operands.dtype), config.block_size[0], sequence, backend)
             assert layout is not None
             if call.shard is not None:
                 # Not by whether gradients are recorded: checkpointing computes the same output with and without.
@@ -444,7 +449,7 @@ class MHLA(nn.Module):
                 assert isinstance(layout, BlockLayout)
                 return attend_sharded(
                     operands,
-                    self._matrix_of(call).to(operands.dtype),
+                    self._matrix_of(call),
                     layout,
                     call.shard,
                     torch.bfloat16 if half else None,
@@ -462,11 +467,12 @@ class MHLA(nn.Module):
         if not self.config.is_sequence:
             assert isinstance(call.layout, BlockLayout)
             if call.layout.num_blocks <= LOW_RANK_FROM * self.mixing.shape[-1]:
-                return self.mixing_matrix(call.layout)
+                return self.mixing_matrix(call.layout).to(accumulation_dtype(call.value.dtype))
             blocks = self.blocks, call.layout.blocks, call.layout.num_prefix_blocks
             return ResampledMixing(self.mixing_matrix(), *blocks)
         causal = self.config.causal if call.sequence is None else call.sequence.causal
-        return self.stored_mixing() if causal else sequence_mixing(self.stored_mixing(), call.layout)
+        stored = self.stored_mixing(accumulation_dtype(call.value.dtype))
+        return stored if causal else sequence_mixing(stored, call.layout)
 
     def _matrix_of(self, call: Call) -> torch.Tensor:
         """The same for kernels that look both ways, as a matrix."""

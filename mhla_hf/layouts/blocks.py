@@ -25,8 +25,6 @@ from . import MAX_TOKENS
 MAX_TILES = 2**22
 """Blocks on an axis: a text of four million tokens in blocks of one."""
 MAX_TABLES = 256
-# Tables of pairs of more blocks are made each time: they take too much memory to remember.
-MAX_REMEMBERED_BLOCKS = 256
 
 Made = TypeVar("Made")
 

@@ -291,28 +291,28 @@ def _chunk_groups(summary: Tensor, carry: Tensor) -> Tensor:
     return groups
 
 
-def _windows(groups: Tensor) -> Tensor:
-    """Each chunk's group after the one before it, a view `[B · H_m · c, 2 + 2 C, D]`."""
-    count, rows, columns = groups.shape
-    return groups.as_strided((count - 1, 2 * rows, columns), (rows * columns, columns, 1))
-
-
-def _window_matrices(window: Tensor, batch: int, heads: int) -> Tensor:
-    """Weights of a window's rows, `[B · H_m · c, C, 2 + 2 C]`: none for the E between the two chunks."""
+def _window_matrices(window: Tensor, batch: int, heads: int) -> tuple[Tensor, Tensor]:
+    """Weights of the groups of the chunk before and of the own one, `[B · H_m · c, C, 1 + C]`: none for the own E."""
     _, _, count, chunk, _ = window.shape
     matrices = window.new_zeros(batch, heads, count, chunk, 2 * chunk + 2)
     matrices[..., : chunk + 1] = window[..., : chunk + 1]
     matrices[..., chunk + 2 :] = window[..., chunk + 1 :]
-    return matrices.flatten(0, 2)
+    before, own = matrices.flatten(0, 2).split(chunk + 1, dim=-1)
+    return before, own
 
 
 def run_mix_chunks(summary: Tensor, window: Tensor, carry: Tensor) -> Tensor:
     """Sums over earlier blocks, `[B, H_m, n, D]`, of summaries of that shape; see [`StoredMixing.earlier_weights`]."""
     if not carry.numel():
         return window.squeeze(2) @ summary
-    batch, heads, blocks, columns = summary.shape
-    products = torch.bmm(_window_matrices(window, batch, heads), _windows(_chunk_groups(summary, carry)))
-    return products.view(batch, heads, products.shape[1] * carry.shape[2], columns)[:, :, :blocks].contiguous()
+    (batch, heads, blocks, columns), (count, chunk) = summary.shape, (carry.shape[2], carry.shape[3] - 1)
+    before, own = _window_matrices(window, batch, heads)
+    groups = _chunk_groups(summary, carry)
+    products = torch.bmm(before, groups[:-1])
+    # Before the first chunk lies another line, whose NaN a zero weight would not stop.
+    products.view(batch, heads, count, chunk, columns)[:, :, 0] = 0
+    products = products.baddbmm_(own, groups[1:])
+    return products.view(batch, heads, count * chunk, columns)[:, :, :blocks].contiguous()
 
 
 def run_mix_chunks_backward(
@@ -324,13 +324,13 @@ def run_mix_chunks_backward(
         return window.squeeze(2).transpose(-1, -2) @ gradient, of_window, torch.empty_like(carry)
     (batch, heads, blocks, columns), (count, chunk) = summary.shape, (carry.shape[2], carry.shape[3] - 1)
     rows = F.pad(gradient, (0, 0, 0, count * chunk - blocks)).reshape(batch * heads * count, chunk, columns)
-    groups = _chunk_groups(summary, carry)
-    of_window = torch.bmm(rows, _windows(groups).transpose(1, 2)).view(batch, heads, count, chunk, 2 * chunk + 2)
-    of_window = torch.cat([of_window[..., : chunk + 1], of_window[..., chunk + 2 :]], dim=-1).sum_to_size(window.shape)
-    shares = torch.bmm(_window_matrices(window, batch, heads).transpose(1, 2), rows)
-    shares = shares.view(batch, heads, count, 2 * chunk + 2, columns)
-    total = shares[..., chunk + 1 :, :]
-    total[:, :, :-1] += shares[:, :, 1:, : chunk + 1]
+    groups, shape = _chunk_groups(summary, carry), (batch, heads, count)
+    of_before, of_own = (torch.bmm(rows, of.transpose(1, 2)).unflatten(0, shape) for of in (groups[:-1], groups[1:]))
+    of_before[:, :, 0] = 0
+    of_window = torch.cat([of_before, of_own[..., 1:]], dim=-1).sum_to_size(window.shape)
+    matrices = _window_matrices(window, batch, heads)
+    before, total = (torch.bmm(weights.transpose(1, 2), rows).unflatten(0, shape) for weights in matrices)
+    total[:, :, :-1] += before[:, :, 1:]
     for place in range(count - 2, 0, -1):
         total[:, :, place, 0].addcmul_(carry[:, :, place, :1], total[:, :, place + 1, 0])
     later = total[:, :, 1:, :1]

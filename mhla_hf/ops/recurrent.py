@@ -76,8 +76,8 @@ def empty_state(
         num_stored_blocks: M of the mixing weights. The ring has M - 2 slots, and some more for rewinding.
         num_mixing_heads: H_m; H_kv if not given.
         rewindable: Tokens that [`rewind_state`] may take back.
-        max_tokens: Tokens that the state will see at most; makes the ring smaller where these have fewer blocks. See
-            [`MHLAState.with_room`] for more.
+        max_tokens: Tokens that the state will see at most, which is not checked token by token; makes the ring smaller
+            where these have fewer blocks. See [`MHLAState.with_room`] for more.
         dtype: The accumulation dtype.
         summary_dtype: The dtype that finished blocks are kept in; `dtype` if not given.
         device: Device of the state.
@@ -149,6 +149,12 @@ def mhla_extend(
     check_recurrent(operands, mixing, mixing_decay, state, valid)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens.")
+    if state.is_empty and valid is None and (query.shape[1] - 1) // state.block_size > state.num_slots:
+        if state.num_slots < state.num_stored_blocks - 1:
+            raise ValueError(
+                f"state has room for {state.num_slots} finished blocks of {state.block_size} tokens, but query has "
+                f"{query.shape[1]} tokens; make it with more max_tokens, or see MHLAState.with_room."
+            )
     return extend(operands, StoredMixing.of(mixing, mixing_decay, operands.dtype), state, valid)
 
 
@@ -228,7 +234,8 @@ def rewind_state(
     check_valid(valid, key)
     check_valid(kept, key, "kept")
     check_state(state, key, value, mixing, mixing_decay)
-    return rewind(state, StoredMixing.of(mixing, mixing_decay), key, normalizer_key, value, valid, kept)
+    stored = StoredMixing.of(mixing, mixing_decay, state.current.dtype)
+    return rewind(state, stored, key, normalizer_key, value, valid, kept)
 
 
 def rewind(

@@ -132,10 +132,12 @@ def test_matrix_has_window_norm_and_rotation(name, options, prefix):
 
 
 @pytest.mark.parametrize("window", (None, "block", "adjacent"))
+@pytest.mark.parametrize("tail", ("constant", "decay", "none"))
 @pytest.mark.parametrize("causal", (True, False))
 @torch.no_grad()
-def test_padded_sequences(causal, window):
+def test_padded_sequences(causal, tail, window):
     options = {"causal": True} if causal else {"resize": "extend"}
+    options["mixing_tail"] = tail
     config = MHLAConfig(
         block_size=(4,), grid=(16,), feature_map="elu", window=window, window_size=window and (3,), **options
     )

@@ -13,6 +13,7 @@ from mhla_hf.config import MIXING_INITS
 from mhla_hf.layers import effective_mixing, initial_mixing, mixing_parameter_value
 from mhla_hf.layers import mhla as mhla_module
 from mhla_hf.layers.mixing import ResampledMixing
+from mhla_hf.layers.state import DecodingState, TokenSequence
 from mhla_hf.layouts.resampling import axis_interpolation
 
 
@@ -134,7 +135,7 @@ def test_parameters_by_distance_and_of_a_tail(heads, shape):
     assert make_layer(mixing_heads=heads, **CAUSAL).mixing_decay is None
 
 
-@pytest.mark.parametrize("half_life", [None, 0.5, 8.0, 1000.0])
+@pytest.mark.parametrize("half_life", [None, 0.01, 0.5, 8.0, 1000.0, 1e6])
 def test_a_tail_halves_at_first_over_its_half_life(half_life):
     layer = make_layer(mixing_tail="decay", mixing_tail_half_life=half_life, **CAUSAL).double()
     decay = layer.stored_mixing().decay
@@ -222,3 +223,25 @@ def test_a_layer_on_a_grid_of_many_blocks(monkeypatch, width, heads, prefix):
         torch.autograd.grad(output, leaves, cotangent), torch.autograd.grad(expected, leaves, cotangent)
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("parameters, tokens", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_weights_of_another_dtype_than_the_tokens(parameters, tokens):
+    layer = make_layer(mixing_tail="decay", **CAUSAL)
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 200, heads, width, generator=generator) for heads, width in ((4, 3), (2, 3), (2, 2))]
+    sequence = TokenSequence(causal=True)
+    expected = layer.float()(*given, sequence=sequence)
+    actual = layer.to(parameters)(*(x.to(tokens) for x in given), sequence=sequence)
+    assert actual.dtype == tokens
+    torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
+    sequence = TokenSequence(causal=True, state=DecodingState())
+    state = layer.attention_parts(*(x.to(tokens) for x in given), sequence=sequence).state
+    assert state.blocks.current.dtype == tokens
+
+
+def test_weights_by_distance_refuse_to_look_ahead():
+    layer = make_layer(mixing_storage="distance", **CAUSAL)
+    tokens = [torch.randn(1, 9, heads, width) for heads, width in ((4, 3), (2, 3), (2, 2))]
+    with pytest.raises(ValueError, match="looks back only"):
+        layer(*tokens, sequence=TokenSequence(causal=False))

@@ -348,6 +348,20 @@ def test_no_sequences_at_all(causal):
     assert not any(gradient.any() for gradient in gradients)
 
 
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_bad_summary_stays_in_its_head(heads):
+    weights, summaries, mixed = HEADS[heads]
+    stored = StoredMixing(make_mixing(3, weights, "none")[0].detach())
+    summary = normal(torch.Generator().manual_seed(0), 2, summaries, 45, 4)
+    expected = stored.mix_both_ways(summary, mixed, None, None)
+    bad = summary.clone()
+    bad[0, -1, [0, -1]] = float("nan")
+    actual = stored.mix_both_ways(bad, mixed, None, None)
+    same = torch.ones(2, mixed, dtype=torch.bool)
+    same[0, mixed - mixed // summaries :] = False
+    assert torch.equal(actual[same], expected[same]) and actual[~same].isnan().all()
+
+
 @pytest.mark.parametrize("name", ["key", "value", "normalizer_key"])
 @pytest.mark.parametrize("lengths", [[81], [30, 51]], ids=["one document", "documents"])
 def test_a_bad_token_stays_behind_itself_and_in_its_document(lengths, name):

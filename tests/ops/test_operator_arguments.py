@@ -198,6 +198,7 @@ def test_rewinding():
     given["normalizer_key"] = given["key"]
     rewind_state(**given)
     refused(rewind_state, {**given, "valid": torch.ones(BATCH, 2, dtype=torch.bool)}, "valid")
+    rewind_state(**{**given, "mixing": given["mixing"].bfloat16()})
     refused(rewind_state, {**given, "kept": torch.ones(BATCH, 1)}, "kept")
     refused(rewind_state, {**given, "value": given["value"][:, :, :1]}, "value")
     refused(rewind_state, {**given, "mixing": torch.rand(2, 3)}, "mixing")
@@ -222,3 +223,11 @@ def test_axes_of_a_layout(name):
     sizes = {"grid": (4,), "blocks" if name != "block_size" else "block_size": (2,)}
     refused(BlockLayout, {**sizes, name: (1.5,)}, name)
     refused(BlockLayout, {**sizes, "num_prefix_tokens": -1}, "num_prefix_tokens")
+
+
+def test_a_state_made_for_fewer_tokens():
+    arguments = recurrent_arguments(10 * BLOCK)
+    arguments |= {"mixing": torch.rand(8, 8)}
+    state = empty_state(BATCH, 2, WIDTH, VALUE, BLOCK, 8, max_tokens=4 * BLOCK)
+    assert "max_tokens" in refused(mhla_extend, {**arguments, "state": state}, "state")
+    mhla_extend(**{**arguments, "state": state.with_room(10 * BLOCK)})

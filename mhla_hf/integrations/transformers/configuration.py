@@ -35,8 +35,8 @@ MAX_SEQUENCE_BLOCKS = 64
 SMALLEST_CAUSAL_BLOCK = 64
 SMALLEST_ENCODER_BLOCK = 8
 _ALL_OPTIONS = tuple(MHLAConfig().to_dict())
-# Models made before there were these options do as `MHLAConfig` does without them.
-_ADDED_OPTIONS = {"mixing_storage", "mixing_tail", "mixing_tail_half_life"}
+# What models do that were made before there were these options.
+_ADDED_OPTIONS = {"mixing_storage": "matrix", "mixing_tail": "constant", "mixing_tail_half_life": None}
 # Options that leave the shapes of the weights alone and change what they compute.
 _TRAINED_WITH = (
     "feature_map", "feature_map_eps", "normalizer", "rope", "block_size", "mixing_constraint", "mixing_tail", "layers",
@@ -47,11 +47,12 @@ _NULLABLE = ("layers", "mixing_range", "lepe_kernel", "window", "window_size")
 
 def is_complete(options: Any) -> bool:
     """Return whether options are those of a model that was built, with every one given."""
-    return isinstance(options, Mapping) and options.keys() | _ADDED_OPTIONS == set(_ALL_OPTIONS)
+    return isinstance(options, Mapping) and options.keys() | _ADDED_OPTIONS.keys() == set(_ALL_OPTIONS)
 
 
 def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Warn of options that change the meaning of stored weights."""
+    stored = {**_ADDED_OPTIONS, **stored}
     # A window that was not there has a warning of its own, about its fresh bias.
     added = {"window", "window_size"} if stored["window"] is None else set()
     changed = [name for name in _TRAINED_WITH if name in given and name not in added and given[name] != stored[name]]
@@ -66,8 +67,8 @@ def causal_defaults(head_dim: int, max_positions: int | None) -> dict[str, Any]:
     """Return the defaults for causal language models.
 
     A block's summary has 2K·(K + 1) numbers for a head (hedgehog features are twice as wide as keys), a KV cache
-    2K·(tokens). With blocks of 2K tokens the state is half as large as a KV cache of the same dtype, and a quarter
-    with blocks of 4K; smaller blocks than K would make it larger. Weights by distance with a decaying tail gave the
+    2K·(tokens). With blocks of 2K tokens the state is half as large as a KV cache of the same dtype for texts of as
+    many blocks as have weights, and as large for longer ones. Weights by distance with a decaying tail gave the
     lowest loss, at the trained length and beyond it (docs/results.md, "Tails of mixing weights").
 
     Args:
@@ -116,7 +117,7 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
     defaults |= {"rope": rope, "feature_map": "hedgehog", "mixing_constraint": "nonnegative"}
     options = {} if given is None else given
     if is_complete(options):
-        defaults = {name: value for name, value in defaults.items() if name not in _ADDED_OPTIONS}
+        defaults |= _ADDED_OPTIONS
     check_names("mhla", options, _ALL_OPTIONS)
     allowed = {
         "blocks": (None,),

@@ -52,7 +52,7 @@ def test_defaults_follow_the_model(softmax_directory):
     assert image.config.mhla["blocks"] == [2, 2] and image.config.mhla["grid"] == [4, 4]
 
 
-def test_models_from_before_tails_keep_their_numbers(tmp_path):
+def test_models_from_before_tails_keep_their_numbers(tmp_path, caplog):
     model = mhla_model("llama", grid=[8], mixing_storage="matrix", mixing_tail="constant")
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -61,6 +61,9 @@ def test_models_from_before_tails_keep_their_numbers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert again.config.mhla == model.config.mhla
+    changed = AutoModelForCausalLM.from_pretrained(tmp_path, mhla={"mixing_tail": "decay"})
+    assert changed.config.mhla == {**model.config.mhla, "mixing_tail": "decay"}
+    assert "mixing_tail='constant'; the ones given change what its weights mean" in caplog.text
     with torch.no_grad():
         assert torch.equal(again(**inputs("llama", length=31)).logits, model(**inputs("llama", length=31)).logits)
 
