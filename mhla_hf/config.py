@@ -234,7 +234,7 @@ class MHLAConfig(Options):
             name = "blocks" if self.blocks is not None else "block_size"
             raise ValueError(
                 f"{name}={shorten_value(given[name])} makes more than {MAX_BLOCKS} blocks; the mixing weights of a "
-                "layer have the square of their number."
+                "layer may have the square of their number."
             )
         return next(iter(lengths.values()), None)
 

@@ -51,8 +51,9 @@ def mhla_attention(
 
     S_b = Σ_{j in b} φ(k_j) v_jᵀ, z_b = Σ_{j in b} φ(k_j), S̃_i = Σ_b m_ib S_b, z̃_i = Σ_b m_ib z_b and
     o_t = φ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)ᵀ z̃_{b(t)} + eps). Linear in T while M² ≤ T; for sequences and causal attention,
-    whose blocks may be more than M, whatever T is. Sums run in float32 at least. Causal attention in plain torch that
-    records no gradient runs in parts, so that memory beside inputs and outputs does not grow with T.
+    whose blocks may be more than M, whatever T is, but for kernels that look both ways. Sums run in float32 at least.
+    Causal attention in plain torch over a [`BlockLayout`] runs in parts where no gradient is recorded, so that memory
+    beside inputs and outputs does not grow with T.
 
     Args:
         query: Feature-mapped (and rotated, where there is RoPE) queries `[B, T, H, K]`.
