@@ -208,17 +208,16 @@ def attend_by_block(
     with torch.autocast(autocast_type(query.device), enabled=False):
         # A column of ones makes z, where its queries and keys are those of the values.
         has_ones = entry.mixes_sums and entry.divides and operands.pair[0] is None
-        if has_ones:
-            value = torch.cat([value, value.new_ones(()).expand(*value.shape[:-1], 1)], dim=-1)
-        query_blocks, key_blocks, value_blocks = (head_blocks(x, layout, dtype) for x in (query, key, value))
+        query_blocks, key_blocks = (head_blocks(x, layout, dtype) for x in (query, key))
+        value_blocks = head_blocks(_append_ones(value) if has_ones else value, layout, dtype)
         if isinstance(mixing, torch.Tensor) and _pairs_cost_less(query_blocks, value_blocks):
             output = _attend_by_pair(query_blocks, key_blocks, value_blocks, mixing)
         else:
-            summary = key_blocks.transpose(-1, -2) @ value_blocks
-            output = query_blocks @ mix_summaries(mixing, summary, query.shape[2])
+            # Without a name for the summaries, which would keep them beside their mixtures.
+            output = query_blocks @ mix_summaries(mixing, key_blocks.transpose(-1, -2) @ value_blocks, query.shape[2])
         product = None
         if has_ones:
-            output, product = output.split((value.shape[-1] - 1, 1), dim=-1)
+            output, product = output.split((value.shape[-1], 1), dim=-1)
         elif entry.block is not None:
             if operands.normalizer_query is not query:
                 query_blocks = head_blocks(operands.normalizer_query, layout, dtype)
@@ -226,6 +225,10 @@ def attend_by_block(
                 key_blocks = head_blocks(operands.normalizer_key, layout, dtype)
             product = entry.block(query_blocks, key_blocks.sum(dim=-2), mixing)
         return _divide(operands, output, product, layout).to(value.dtype)
+
+
+def _append_ones(value: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value, value.new_ones(()).expand(*value.shape[:-1], 1)], dim=-1)
 
 
 def _divide(
@@ -245,9 +248,10 @@ def _divide(
     output = from_head_blocks(output, layout)
     if product is None:
         return output
-    # Token by token: the empty slots of ragged blocks have no denominator.
-    divisor = operands.entry.divisor(from_head_blocks(product, layout), operands.eps)
-    return output / divisor if output.requires_grad else output.div_(divisor)
+    # Token by token: the empty slots of ragged blocks have no denominator. A product has a cheaper gradient than a
+    # quotient.
+    factor = operands.entry.divisor(from_head_blocks(product, layout), operands.eps).reciprocal()
+    return output * factor if output.requires_grad else output.mul_(factor)
 
 
 def _pairs_cost_less(query: torch.Tensor, value: torch.Tensor) -> bool:
