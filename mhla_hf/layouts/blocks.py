@@ -251,9 +251,11 @@ class BlockLayout:
             if dtype != tokens.dtype:
                 grouped = grouped.to(dtype, memory_format=torch.contiguous_format)
             return grouped.reshape(*by_head.shape[:2], self.num_blocks, self.max_block_tokens, by_head.shape[3])
-        slots, is_empty = cached(_readable_slots, self, tokens.device)
-        grouped = by_head.index_select(2, slots).masked_fill_(is_empty, 0)
-        return grouped.to(dtype).unflatten(2, (self.num_blocks, self.max_block_tokens))
+        # Tokens are copied to their slots, so that the gradient is a selection of slots, not a sum over them.
+        shape = *by_head.shape[:2], self.num_blocks * self.max_block_tokens, by_head.shape[3]
+        grouped = by_head.new_zeros(shape, dtype=dtype)
+        grouped.index_copy_(2, cached(_token_slots, self, tokens.device), by_head.to(dtype))
+        return grouped.unflatten(2, (self.num_blocks, self.max_block_tokens))
 
     def _split(self, tokens: torch.Tensor, axis: int) -> torch.Tensor:
         """A view with the token axis split by blocks and positions: `[..., *blocks, *positions, ...]`."""
@@ -432,12 +434,6 @@ def _slot_tokens(layout: BlockLayout, device: torch.device) -> torch.Tensor:
         prefix = torch.where(slot < layout.num_prefix_tokens, slot, layout.num_tokens)
         token = torch.cat([prefix[None], token])
     return token.flatten()
-
-
-def _readable_slots(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token of each slot, LongTensor `[M·N]`, any one where the slot is empty; and whether it is, `[M·N, 1]`."""
-    slots = _slot_tokens(layout, device)
-    return slots.clamp(max=layout.num_tokens - 1), (slots == layout.num_tokens)[:, None]
 
 
 def _token_table(layout: BlockLayout, device: torch.device) -> torch.Tensor:

@@ -207,22 +207,52 @@ def attend_by_block(
         mixing = mixing.to(dtype)
     # Autocast would silently run the products in half precision, `.to(float32)` or not.
     with torch.autocast(autocast_type(query.device), enabled=False):
-        query_blocks, key_blocks, value_blocks = (head_blocks(x, layout, dtype) for x in operands.tokens)
+        # A column of ones makes z, where its queries and keys are those of the values.
+        has_ones = entry.mixes_sums and entry.divides and operands.pair[0] is None
+        query_blocks, key_blocks = (head_blocks(x, layout, dtype) for x in (query, key))
+        value_blocks = head_blocks(_append_ones(value) if has_ones else value, layout, dtype)
         if isinstance(mixing, torch.Tensor) and _pairs_cost_less(query_blocks, value_blocks):
             output = _attend_by_pair(query_blocks, key_blocks, value_blocks, mixing)
         else:
-            summary = key_blocks.transpose(-1, -2) @ value_blocks
-            output = query_blocks @ mix_summaries(mixing, summary, query.shape[2])
-        output = from_head_blocks(output, layout)
-        if entry.block is not None:
+            # Without a name for the summaries, which would keep them beside their mixtures.
+            output = query_blocks @ mix_summaries(mixing, key_blocks.transpose(-1, -2) @ value_blocks, query.shape[2])
+        product = None
+        if has_ones:
+            output, product = output.split((value.shape[-1], 1), dim=-1)
+        elif entry.block is not None:
             if operands.normalizer_query is not query:
                 query_blocks = head_blocks(operands.normalizer_query, layout, dtype)
             if operands.normalizer_key is not key:
                 key_blocks = head_blocks(operands.normalizer_key, layout, dtype)
             product = entry.block(query_blocks, key_blocks.sum(dim=-2), mixing)
-            # Divided token by token: the empty slots of ragged blocks have no denominator.
-            output = output / entry.divisor(from_head_blocks(product, layout), operands.eps)
-        return output.to(value.dtype)
+        return _divide(operands, output, product, layout).to(value.dtype)
+
+
+def _append_ones(value: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value, value.new_ones(()).expand(*value.shape[:-1], 1)], dim=-1)
+
+
+def _divide(
+    operands: Operands, output: torch.Tensor, product: torch.Tensor | None, layout: BlockLayout | SequenceLayout
+) -> torch.Tensor:
+    """Takes the numerator out of its blocks and divides it, in place where no gradient is recorded.
+
+    Args:
+        operands: The tokens and the normaliser.
+        output: The numerator `[B, H, M, N, V]`.
+        product: What the divisor is made of, `[B, H, M, N, 1]`; `None` where there is none.
+        layout: The blocks.
+
+    Returns:
+        `[B, T, H, V]`.
+    """
+    output = from_head_blocks(output, layout)
+    if product is None:
+        return output
+    # Token by token: the empty slots of ragged blocks have no denominator. A product has a cheaper gradient than a
+    # quotient.
+    factor = operands.entry.divisor(from_head_blocks(product, layout), operands.eps).reciprocal()
+    return output * factor if output.requires_grad else output.mul_(factor)
 
 
 def _pairs_cost_less(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -295,10 +325,7 @@ def attend_by_chunk(operands: Operands, mixing: StoredMixing, layout: BlockLayou
         else:
             output = prefix_and_own(query_blocks, key, value, mixing, first)[0]
             product = None if entry.chunked is None else entry.chunked(normalizer_query, normalizer_key, mixing, first)
-        output = from_head_blocks(output, layout)
-        if product is not None:
-            # Without the empty slots, whose denominator may be zero.
-            output = output / entry.divisor(from_head_blocks(product, layout), operands.eps)
+        output = _divide(operands, output, product, layout)
     return spoil_tokens(output, bad, layout).to(operands.value.dtype)
 
 

@@ -142,6 +142,8 @@ def mix_summaries(mixing: torch.Tensor | BlockMixing, summary: torch.Tensor, num
     per_head = mixing.dim() > 2 and mixing.shape[-3] != 1
     if per_head:
         summary = repeat_heads(summary, num_heads, 1)
+    # Expanded, as matmul would make one matrix of all summaries and copy them for that, and gradients once more.
+    mixing = mixing.expand(*summary.shape[:2], *mixing.shape[-2:])
     mixed = (mixing @ summary.flatten(-2)).unflatten(-1, summary.shape[-2:])
     return repeat_heads(mixed, num_heads, 1)
 
@@ -212,7 +214,7 @@ def numerator_and_product(
     ones = value.new_ones(*value.shape[:-1], 1)
     if pair is None:
         output, summaries = prefix_and_own(query, key, torch.cat([value, ones], dim=-1), mixing, first, past)
-        return output[..., :-1], output[..., -1:], summaries
+        return *output.split((value.shape[-1], 1), dim=-1), summaries
     past, past_sums = (None, None) if past is None else (past[..., :-1], past[..., -1:])
     output, products = prefix_and_own(query, key, value, mixing, first, past)
     product, sums = prefix_and_own(*pair, ones, mixing, first, past_sums)
