@@ -127,9 +127,12 @@ def halves(values):
 
 @triton.jit
 def factors(matrix, PRECISION: tl.constexpr):
-    """A matrix as [`row_product`] takes it, prepared for all rows: a pair of halves for `"bf16x2"`."""
+    """A matrix as [`row_product`] takes it, prepared for all rows: two halves for `"bf16x2"`, rounded for TF32."""
     if PRECISION == "bf16x2":
         pair = halves(matrix)
+    elif PRECISION == "tf32":
+        rounded = to_tf32(matrix)
+        pair = (rounded, rounded)
     else:
         pair = (matrix, matrix)
     return pair
