@@ -185,7 +185,7 @@ def block_attention(
         summaries, sums, _ = outer(
             key, value, table, groups, lines, factor=1 / slots, dtype=dtype, total=divides, plain=normalizer_key
         )
-        mixed, mixed_sums = (None if part is None else weights(part, lines) for part in (summaries, sums))
+        mixed, mixed_sums = weights(summaries, sums, lines)
         row_lines = repeated(lines, repeats)
         launch(
             attend_kernel, row_lines[1] * programs, as_rows(query), as_rows(normalizer_query), mixed, mixed_sums,

@@ -226,7 +226,6 @@ def block_gradients(
         # Divisors that were given may lie in memory in any order.
         scale = (divisor + eps).reciprocal().contiguous()
     weight = None if scale is None else token_tensor(query, table, 1, torch.float32).squeeze(-1)
-    # The pair has no part in a product that is not divided by.
     grad_query, grad_key, grad_value, grad_normalizer_query, grad_normalizer_key = (
         None if tokens is None else token_tensor(tokens, table, tokens.shape[-1])
         for tokens in (query, key, value, normalizer_query, normalizer_key)
@@ -238,7 +237,7 @@ def block_gradients(
             key, value, table, groups, lines, factor=1 / slots, dtype=torch.float32, total=divides,
             plain=normalizer_key,
         )  # fmt: skip
-        mixed, mixed_sums = (None if part is None else weights(part, lines) for part in (summaries, sums))
+        mixed, mixed_sums = weights(summaries, sums, lines)
         apply(
             gradient, mixed, table, mixed_heads, row_lines, grad_query, transpose=True, factor=many, scale=scale,
             vectors=mixed_sums, second=grad_normalizer_query, outputs=output, queries=query, weight=weight,
@@ -250,8 +249,7 @@ def block_gradients(
         )  # fmt: skip
         weights.add_gradient(grad_mixed, summaries, grad_mixed_sums, sums)
         del summaries
-        grad_summaries = weights.transposed(grad_mixed, lines)
-        grad_sums = None if grad_mixed_sums is None else weights.transposed(grad_mixed_sums, lines)
+        grad_summaries, grad_sums = weights.transposed(grad_mixed, grad_mixed_sums, lines)
         del grad_mixed
         apply(
             value, grad_summaries, table, groups, lines, grad_key, transpose=True, factor=1 / slots,

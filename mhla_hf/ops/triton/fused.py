@@ -20,10 +20,8 @@ from .block_gradient import block_flops
 from .fused_gradient import fused_attention_backward
 from .fused_products import (
     Features,
-    dense_rows,
     fused_attend,
     fused_outer,
-    heads_together,
     inverse_norm,
     rotary_table,
 )
@@ -146,7 +144,6 @@ def run_fused(
         `[B, T, H, V]` in the dtype of `query`; and for the backward pass 1 / rms of each token's queries and of its
         keys, see [`inverse_norm`].
     """
-    query, key, value, gate = heads_together(query), heads_together(key), dense_rows(value), dense_rows(gate)
     batch, num_tokens, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
     dtype = summary_dtype(query.dtype)
@@ -159,10 +156,10 @@ def run_fused(
     output = query.new_empty(batch, num_tokens, heads, columns)
     for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * dtype.itemsize):
         # Summaries are means over the slots: their size does not grow with the blocks'.
-        parts = fused_outer(
+        summaries = fused_outer(
             key, value, key_features, feature_map, table, groups, lines, factor=1 / slots, dtype=dtype, total=divides
         )
-        mixed, mixed_sums = (None if part is None else weights(part, lines) for part in parts)
+        mixed, mixed_sums = weights(*summaries, lines)
         fused_attend(
             query, mixed, mixed_sums, query_features, feature_map, table, groups * repeats, repeated(lines, repeats),
             output, factor=float(slots), eps=eps, gate=gate, output_weight=output_norm, output_eps=output_eps,

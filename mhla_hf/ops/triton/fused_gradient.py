@@ -43,13 +43,11 @@ from .feature_maps import feature_map_gradient
 from .fused_products import (
     Features,
     channel_scales,
-    dense_rows,
     entry_tokens,
     features_of,
     fused_attend,
     fused_options,
     fused_outer,
-    heads_together,
     normed_rows,
     reads_wide_tiles,
     rotary_rows,
@@ -213,6 +211,9 @@ def norm_gradient_(rows: Tensor, gradient: Tensor, norm_weight: Tensor | None, i
     if norm_weight is None:
         return None
     batch, num_tokens, heads, width = rows.shape
+    if rows.stride(-1) != 1 or rows.stride(2) != width:
+        # The kernel reads the heads of a token side by side.
+        rows = rows.contiguous()
     size, count = heads * width, batch * num_tokens
     share = ceil_divide(count, FEW_PROGRAMS)
     programs = ceil_divide(count, share)
@@ -318,8 +319,6 @@ def run_fused_backward(
         query_inverse: From [`fused_products.inverse_norm`].
         key_inverse: The same.
     """
-    gradient, value, gate = dense_rows(gradient), dense_rows(value), dense_rows(gate)
-    query, key = heads_together(query), heads_together(key)
     batch, num_tokens, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
     weights = Mixing(mixing, batch, groups)
@@ -345,8 +344,7 @@ def run_fused_backward(
             key, value, key_features, feature_map, table, groups, lines,
             factor=1 / slots, dtype=torch.float32, total=divides,
         )  # fmt: skip
-        mixed = weights(summaries, lines)
-        mixed_sums = None if sums is None else weights(sums, lines)
+        mixed, mixed_sums = weights(summaries, sums, lines)
         if inner_gradient is not gradient:
             launch(
                 output_gradient_kernel, row_lines[1] * blocks * heads // mixed_heads,
@@ -367,8 +365,7 @@ def run_fused_backward(
         )  # fmt: skip
         weights.add_gradient(grad_mixed, summaries, grad_mixed_sums, sums)
         del summaries
-        grad_summaries = weights.transposed(grad_mixed, lines)
-        grad_sums = None if grad_mixed_sums is None else weights.transposed(grad_mixed_sums, lines)
+        grad_summaries, grad_sums = weights.transposed(grad_mixed, grad_mixed_sums, lines)
         del grad_mixed
         feature_gradient(
             key, value, grad_summaries, grad_sums, key_features, feature_map, table, groups, lines, grad_key,
@@ -377,12 +374,16 @@ def run_fused_backward(
         fused_attend(
             key, grad_summaries, None, key_features, feature_map, table, groups, lines, grad_value, factor=1 / slots
         )
-    grad_norms = (
-        norm_gradient_(query, grad_query, query_norm, query_inverse),
-        norm_gradient_(key, grad_key, key_norm, key_inverse),
-        None if output_norm is None or shares is None else shares.sum(0).to(output_norm.dtype),
+    grad_gate, grad_query_norm, grad_key_norm, grad_output_norm = (
+        query.new_empty(0) if part is None else part
+        for part in (
+            grad_gate,
+            norm_gradient_(query, grad_query, query_norm, query_inverse),
+            norm_gradient_(key, grad_key, key_norm, key_inverse),
+            None if output_norm is None or shares is None else shares.sum(0).to(output_norm.dtype),
+        )
     )
-    grad_gate, *grad_norms = (query.new_empty(0) if part is None else part for part in (grad_gate, *grad_norms))
+    grad_norms = grad_query_norm, grad_key_norm, grad_output_norm
     return grad_query, grad_key, grad_value, grad_gate, weights.gradient(), *grad_norms
 
 

@@ -131,17 +131,6 @@ def fits_fused_kernels(width: int, value: int, rotary: bool, dtype: torch.dtype)
     return padded(width) * padded(value) <= room and not (rotary and width % 2)
 
 
-def heads_together(tokens: Tensor) -> Tensor:
-    """The tensor, copied only where the heads of a token do not lie side by side."""
-    together = tokens.stride(-1) == 1 and tokens.stride(2) == tokens.shape[3]
-    return tokens if together else tokens.contiguous()
-
-
-def dense_rows(tokens: Tensor | None) -> Tensor | None:
-    """The tensor, copied only where its last axis is not dense; None stays None."""
-    return tokens if tokens is None or tokens.stride(-1) == 1 else tokens.contiguous()
-
-
 def fused_options(
     rows: Tensor, columns: int, table: Tensor, map_name: str, heads: int, tile: int, most_tokens: int
 ) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from ...layouts.sequences import SequenceLayout
 from ..tables import NORMALIZERS
 from .block_gradient import block_gradients, needs_output
 from .fused_gradient import norm_gradient_
-from .fused_products import heads_together, inverse_norm, rotary_table
+from .fused_products import inverse_norm, rotary_table
 from .hedgehog_map import Projection, features, features_gradient
 from .hedgehog_products import hedgehog_attend, hedgehog_summaries
 from .launching import dense_like, line_groups, product_flops, repeated, summary_dtype, token_tensor
@@ -146,10 +146,10 @@ def hedgehog_attention(
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
     for lines in line_groups(batch * groups, (1 + repeats) * blocks * 2 * width * columns * dtype.itemsize):
         # Summaries are means over the slots: their size does not grow with the blocks'.
-        parts = hedgehog_summaries(
+        summaries = hedgehog_summaries(
             key, value, key_projection, table, lines, factor=1 / slots, dtype=dtype, total=divides
         )
-        mixed, mixed_sums = (None if part is None else weights(part, lines) for part in parts)
+        mixed, mixed_sums = weights(*summaries, lines)
         hedgehog_attend(
             query, query_projection, table, groups * repeats, repeated(lines, repeats), mixed, mixed_sums, output,
             denominator, factor=float(slots), eps=eps,
@@ -190,7 +190,6 @@ def hedgehog_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, both weights, mixing and both norms, which are empty where there is none."""
     rest = rotary, scaling, feature_eps
-    query, key = heads_together(query), heads_together(key)
     query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
     key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
     query_features, key_features = features(query, query_projection), features(key, key_projection)

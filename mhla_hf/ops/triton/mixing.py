@@ -51,34 +51,41 @@ class Mixing:
         self.is_shared = self.weights.shape[:2].numel() == 1
         self.gradients: list[Tensor] = []
 
-    def __call__(self, summaries: Tensor, lines: tuple[int, int]) -> Tensor:
-        """Mixed summaries, or sums of keys, `[L · R, M, ...]` from `[L, M, ...]`.
+    def __call__(self, summaries: Tensor, sums: Tensor | None, lines: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+        """Mixed summaries and mixed sums of keys of a group of lines.
 
         Args:
-            summaries: bfloat16 or float32 `[L, M, ...]`, dense.
-            lines: The first line and the number of lines of the group.
+            summaries: bfloat16 or float32 `[L, M, K, V]`, dense.
+            sums: float32 `[L, M, P]`, dense, or None.
+            lines: The first line of the group and its number of lines, L.
+
+        Returns:
+            `[L · R, M, K, V]` and `[L · R, M, P]` in their dtypes.
         """
-        return self._product(summaries, lines, transpose=False)
+        return self._product(summaries, lines), None if sums is None else self._product(sums, lines)
 
-    def transposed(self, gradients: Tensor, lines: tuple[int, int]) -> Tensor:
-        """Gradients of summaries, `[L, M, ...]`, from those of mixed summaries, `[L · R, M, ...]`."""
-        return self._product(gradients, lines, transpose=True)
+    def transposed(
+        self, gradients: Tensor, grad_sums: Tensor | None, lines: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of what [`Mixing.__call__`] takes from gradients of what it returns."""
+        of_sums = None if grad_sums is None else self._product(grad_sums, lines, transpose=True)
+        return self._product(gradients, lines, transpose=True), of_sums
 
-    def _product(self, factors: Tensor, lines: tuple[int, int], transpose: bool) -> Tensor:
+    def _product(self, factors: Tensor, lines: tuple[int, int], *, transpose: bool = False) -> Tensor:
         if factors.dtype == torch.bfloat16:
             high = self.weights.bfloat16()
-            parts = high, (self.weights - high).bfloat16()
+            # The lower half first: rounded to bfloat16, its product loses nothing that shows in the sum.
+            parts = [(self.weights - high).bfloat16(), high]
         else:
-            parts = (self.weights,)
-        rows = [self._of_lines(part, lines) for part in parts]
+            parts = [self.weights]
+        weights = [self._of_lines(part, lines) for part in parts]
         if transpose:
-            rows = [part.mT for part in rows]
-        columns = factors.reshape(lines[1], rows[0].shape[2], -1)
+            weights = [part.mT for part in weights]
+        columns = factors.reshape(lines[1], weights[0].shape[2], -1)
         with torch.autocast(factors.device.type, enabled=False):
-            # The lower halves first: rounded to bfloat16, their products lose nothing that shows in the sum.
-            result = torch.bmm(rows[-1], columns)
-            if len(rows) > 1:
-                result = result.baddbmm_(rows[0], columns)
+            result = torch.bmm(weights[0], columns)
+            for part in weights[1:]:
+                result.baddbmm_(part, columns)
         return result.view(-1, self.shape[-1], *factors.shape[2:])
 
     def _of_lines(self, weights: Tensor, lines: tuple[int, int]) -> Tensor:
