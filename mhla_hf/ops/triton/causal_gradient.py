@@ -472,7 +472,7 @@ def causal_attention_backward(
         gradient, output.contiguous(), query, key, value, prefix, None if has_pair else prefix_sum, scale,
         weight=weight, **shared,
     )  # fmt: skip
-    grad_normalizer_query = grad_normalizer_key = query.new_empty(0)
+    grad_normalizer_query, grad_normalizer_key = query.new_empty(0), query.new_empty(0)
     if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None:
         grad_normalizer_query, more = plain_gradient(
             normalizer_query, normalizer_key, prefix_sum, weight=weight, of_query=True, **shared
