@@ -8,7 +8,7 @@ the part of the gradients that the own chunk contributes is, with m = m_ii and s
     dp_t = m δ_t Σ_{j≤t} p_j               dp_j = m Σ_{t≥j} δ_t p_t
 
 for the normaliser's pair p. One kernel computes dq, one dk and dv (with the roles of the tensors exchanged); dp is
-added to them, or computed by a third one where p is not query and key themselves. The prefix adds products with its
+added to them, or computed by torch where p is not query and key themselves. The prefix adds products with its
 gradients, as in `block_gradient`. Rows of queries from the `limit` of a chunk on are left out, keys and values that
 are not finite count as zero. Programs and shape letters are those of the forward pass.
 """
@@ -16,6 +16,7 @@ are not finite count as zero. Programs and shape letters are those of the forwar
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -45,7 +46,7 @@ from .device_functions import (
     store_rows,
     token_product,
 )
-from .launching import as_rows, ceil_divide, dense_like, launch, padded, token_tensor
+from .launching import as_rows, dense_like, launch, padded, token_tensor
 from .outer import outer
 
 
@@ -299,114 +300,60 @@ def key_gradient(
     return result
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def plain_gradient_kernel(
-    rows, other, vectors, weight, limit, diagonal, table, result, share,
-    first_line, lines,
-    mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
-    num_tokens, num_blocks, table_stride_batch, slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, VECTOR_REPEATS: tl.constexpr, PLAIN: tl.constexpr,
-    BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr, OF_QUERY: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Gradients of one side of a normaliser's pair other than query and key.
-
-    OF_QUERY: result_t = weight_t (vector_i + m_ii Σ_{j ≤ t in i} other_j), with queries in `rows` and keys in `other`,
-    and the gradient of m_ii in `share`, to be summed over its parts; HEADS query heads of which REPEATS share a key
-    head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with
-    queries in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
-    """
-    ROW_REPEATS: tl.constexpr = REPEATS if OF_QUERY else 1
-    batch, head, line, block, row_tile, _ = tile_of_program(
-        num_blocks, slots, first_line, lines, HEADS, ROW_REPEATS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN
-    )
-    column = tl.arange(0, BLOCK_PLAIN)
-    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    block_table = table + batch * table_stride_batch + block * slots
-    tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
-    key_head = head // REPEATS if OF_QUERY else head
-    key_heads = HEADS // REPEATS if OF_QUERY else HEADS
-    stop = tl.minimum(tl.load(limit + (batch * key_heads + key_head) * num_blocks + block), slots)
-    last_tile = row_tile + 1 if OF_QUERY else (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    total = tl.zeros((BLOCK_TOKENS, BLOCK_PLAIN), tl.float32)
-    own_weight = 1.0
-    for repeat in range(1 if OF_QUERY else REPEATS):
-        query_head = head if OF_QUERY else head * REPEATS + repeat
-        other_head = head_rows(other, batch, key_head if OF_QUERY else query_head)
-        own_weight = tl.load(
-            diagonal + batch * mixing_stride_batch + query_head * mixing_stride_head + block * mixing_stride_diagonal
-        )
-        for tile in range(0 if OF_QUERY else row_tile, last_tile):
-            other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-            others, there = slot_tokens(block_table, other_slot, slots if OF_QUERY else stop, num_tokens)
-            other_rows = load_rows(other_head, others, there, column, PLAIN)
-            if OF_QUERY:
-                counted = (other_slot[None, :] <= slot[:, None]).to(tl.float32)
-                other_rows = finite_or_zero(other_rows)
-            else:
-                per_token = (batch * num_tokens + others) * (HEADS * REPEATS) + query_head
-                weights = tl.load(weight + per_token, mask=there, other=0.0) * own_weight
-                counted = tl.where(other_slot[None, :] >= slot[:, None], weights[None, :], 0.0)
-            total += score_product(counted, other_rows, PRECISION)
-    vector_line = line // VECTOR_REPEATS if OF_QUERY else line
-    vector_start = vectors + (vector_line * num_blocks + block) * PLAIN
-    vector = tl.load(vector_start + column, mask=column < PLAIN, other=0.0)
-    if OF_QUERY:
-        used = present & (slot < stop)
-        row_weight = tl.load(weight + (batch * num_tokens + tokens) * HEADS + head, mask=used, other=0.0)
-        queries = load_rows(head_rows(rows, batch, head), tokens, used, column, PLAIN).to(tl.float32)
-        shares = row_weight * tl.sum(queries * total, axis=1)
-        total = row_weight[:, None] * (vector[None, :] + own_weight * total)
-        row_tiles = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-        part = ((batch * HEADS + head) * num_blocks + block) * row_tiles + row_tile
-        tl.store(share + part * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS), shares)
-    else:
-        total += vector[None, :]
-    store_rows(dense_head_rows(result, batch, head, num_tokens, HEADS, PLAIN), tokens, present, column, total, PLAIN)
+def _rows_of_slots(tokens: Tensor, table: Tensor) -> Tensor:
+    """Rows `[B, T, H, P]` by slots, float32 `[B, H, M, N, P]`; zero where a slot is empty."""
+    batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
+    return F.pad(tokens.float(), (0, 0, 0, 0, 0, 1))[batch, table.long()].movedim(3, 1)
 
 
-def plain_gradient(
-    rows: Tensor,
-    other: Tensor,
-    vectors: Tensor,
+def _rows_of_tokens(rows: Tensor, tokens: Tensor, table: Tensor) -> Tensor:
+    """The inverse of [`_rows_of_slots`], like `tokens`; zero where no slot has a token."""
+    batch, num_tokens, *rest = tokens.shape
+    result = tokens.new_zeros(batch, num_tokens + 1, *rest)
+    first = torch.arange(batch, device=tokens.device)[:, None, None]
+    result[first, table.long()] = rows.movedim(1, 3).to(tokens.dtype)
+    return result[:, :num_tokens].contiguous()
+
+
+def pair_gradients(
+    query: Tensor,
+    key: Tensor,
+    mixed_sums: Tensor,
+    grad_sums: Tensor,
     own: Tensor,
     limit: Tensor,
     table: Tensor,
     weight: Tensor,
-    *,
-    of_query: bool,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of one side of a normaliser's pair other than query and key.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a normaliser's pair other than query and key themselves, and its part of that of m_ii.
+
+    By operations of torch: no product of theirs is large, and few models have such a pair.
 
     Args:
-        rows: The side whose gradient is wanted: queries `[B, T, H, P]` with `of_query`, else keys `[B, T, G, P]`.
-        other: The other side.
-        vectors: Mixed sums with `of_query`, else gradients of the chunks' sums, float32 `[..., M, P]`; dense.
+        query: Queries of the normaliser, `[B, T, H, P]`.
+        key: Its keys, `[B, T, G, P]`.
+        mixed_sums: Their mixed sums, float32 `[B, H or G, M, P]`.
+        grad_sums: Gradients of the chunks' sums, float32 `[B, G, M, P]`.
         own: As in [`causal.causal_attention`].
         limit: See [`causal.limits`].
         table: Token of each slot.
         weight: Gradients of the denominators, float32 `[B, T, H]`.
-        of_query: Which side it is.
 
     Returns:
-        The gradient, of the shape and dtype of `rows`; and with `of_query` this pair's part of the gradient of m_ii,
-        float32 `[B, H, M]` (otherwise empty).
+        `[B, T, H, P]` and `[B, T, G, P]` in their dtypes, and float32 `[B, H, M]`.
     """
-    batch, _, heads, width = rows.shape
-    groups, (blocks, slots) = min(heads, other.shape[2]), table.shape[-2:]
-    repeats = max(heads, other.shape[2]) // groups
-    _, _, options = chunk_options(rows, vectors, table, width, width)
-    # One tile holds all columns: there are no matrices.
-    parts, tile = ceil_divide(slots, options["BLOCK_TOKENS"]), options["BLOCK_TOKENS"]
-    result = token_tensor(rows, table, width)
-    share = rows.new_empty((batch, heads, blocks, parts * tile) if of_query else (0,), dtype=torch.float32)
-    launch(
-        plain_gradient_kernel, batch * heads * blocks * parts,
-        as_rows(rows), as_rows(other), vectors, weight, limit, own, table, result, share,
-        lines=(0, batch * groups), **diagonal_strides(own), REPEATS=repeats,
-        VECTOR_REPEATS=1 if is_per_head(own) else repeats, PLAIN=width, BLOCK_PLAIN=padded(width), OF_QUERY=of_query,
-        **options,
-    )  # fmt: skip
-    return result, share.sum(-1)
+    heads, groups = query.shape[2], key.shape[2]
+    counted = torch.arange(table.shape[-1], device=table.device) < repeat_heads(limit, heads, 1)[..., None]
+    weights = torch.where(counted[..., None], _rows_of_slots(weight[..., None], table), 0.0)
+    queries = torch.where(counted[..., None], _rows_of_slots(query, table), 0.0)
+    keys = _rows_of_slots(key, table)
+    before = repeat_heads(torch.where(keys.isfinite(), keys, 0.0).cumsum(-2), heads, 1)
+    own = own[..., None, None]
+    grad_own = (weights * queries * before).sum((-2, -1))
+    grad_queries = weights * (repeat_heads(mixed_sums, heads, 1).unsqueeze(-2) + own * before)
+    weighted = (own * weights * queries).unflatten(1, (groups, -1)).sum(2)
+    grad_keys = grad_sums.unsqueeze(-2) + weighted.flip(-2).cumsum(-2).flip(-2)
+    return _rows_of_tokens(grad_queries, query, table), _rows_of_tokens(grad_keys, key, table), grad_own
 
 
 def mixed_prefix(summary: Tensor, window: Tensor, carry: Tensor, batch: int, heads: int) -> Tensor:
@@ -472,13 +419,7 @@ def causal_attention_backward(
         gradient, output.contiguous(), query, key, value, prefix, None if has_pair else prefix_sum, scale,
         weight=weight, **shared,
     )  # fmt: skip
-    grad_normalizer_query, grad_normalizer_key = query.new_empty(0), query.new_empty(0)
-    if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None:
-        grad_normalizer_query, more = plain_gradient(
-            normalizer_query, normalizer_key, prefix_sum, weight=weight, of_query=True, **shared
-        )
-        grad_own += more
-    del prefix, prefix_sum
+    del prefix
     grad_prefix, grad_prefix_sum, _ = outer(
         query, gradient, table, heads if is_per_head(own) else groups, factor=float(slots), dtype=torch.float32,
         scale=scale, total=divides, plain=normalizer_query, weight=weight if divides else None, limit=limit,
@@ -494,10 +435,12 @@ def causal_attention_backward(
         weight=weight if divides and not has_pair else None, vectors=None if has_pair else grad_sum, **shared,
     )  # fmt: skip
     grad_value = key_gradient(key, query, gradient, grad_summary, transpose=False, scale=scale, **shared)
-    if normalizer_query is not None and normalizer_key is not None and grad_sum is not None:
-        grad_normalizer_key, _ = plain_gradient(
-            normalizer_key, normalizer_query, grad_sum, weight=weight, of_query=False, **shared
+    grad_normalizer_query, grad_normalizer_key = query.new_empty(0), query.new_empty(0)
+    if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None and grad_sum is not None:
+        grad_normalizer_query, grad_normalizer_key, more = pair_gradients(
+            normalizer_query, normalizer_key, prefix_sum, grad_sum, weight=weight, **shared
         )
+        grad_own += more
     return (
         grad_query, grad_key, grad_value, grad_normalizer_query, grad_normalizer_key,
         grad_window, grad_carry, grad_own.sum_to_size(own.shape),
