@@ -10,14 +10,15 @@ The output norm and the gate are left to the layer.
 Forward, features pass through no memory. With s bytes a token's number and summaries of s' bytes (2 for bfloat16, 4
 otherwise), it reads and writes
 
-    summaries:  B T G (K + V) s + 2 B G M K V s'        mixing:  2 · 2 B H M K V s'
+    summaries:  B T G (K + V) s + 2 B G M K V s'        mixing:  2 · 2 B H M K V s', 5 · 2 B H M K V s' in bfloat16
     outputs:    B T H (K + V) s + 2 B H M K V s'
 
 bytes, and a norm of queries and keys across heads B T (H + G) K s more, which is read before. It computes 2 B T H K (K
 + 2V) operations in each of summaries and outputs, and 4 B H M² K V in mixing, twice where weights meet summaries in
-bfloat16. At the shape of Wan (`docs/kernels.md`): 312 + 236 + 312 MB, and 37 + 18 (35) + 37 GFLOP, where ReLU has 253
-+ 118 + 253 MB and 12 + 9 (18) + 12 GFLOP; 194 MB more with norms either way, for now. Each of q and k takes 97
+bfloat16. At the shape of Wan (`docs/kernels.md`): 312 + 590 + 312 MB, and 37 + 18 (35) + 37 GFLOP, where ReLU has 253
++ 295 + 253 MB and 12 + 9 (18) + 12 GFLOP; 194 MB more with norms either way, for now. Each of q and k takes 97
 million exponentials beside that.
+
 Backward, features are computed again and written, 2 · 290 MB; the gradients of block attention are those of `block`
 for features of width 2K, and `hedgehog_map` goes on from the gradients of features, 2 · 387 MB, to those of rows
 and of W. Shape letters are those of `hedgehog_products`.
