@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweeps of launch options: lines of a group, and every kernel of a case alone; then the best of all together."""
+"""Sweeps of launch options: every kernel of a case alone, then the best of all together."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ from .timing import device_milliseconds
 WARPS, STAGES, TOKEN_TILES = (4, 8), (1, 2, 3, 4), (16, 32, 64)
 """Values that are tried of `num_warps`, `num_stages`, and of `BLOCK_TOKENS` where a kernel has it."""
 
-LINES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of lines that are tried for a group, beside all of a case at once."""
-
-_GROUPS = "groups"
-
 Options = dict[str, Any]
 
 
@@ -31,66 +26,50 @@ class Overrides:
     """Options that launches take in place of their own.
 
     Attributes:
-        options: Options by the kernel's name, and `lines` of `"groups"`.
+        options: Options by the kernel's name.
         seen: Own options of every kernel that was launched.
-        setups: Setups with these options, by their own ones.
     """
 
     def __init__(self) -> None:
         self.options: dict[str, Options] = {}
         self.seen: dict[str, Options] = {}
-        self.setups: dict[Any, Any] = {}
 
     def use(self, choice: Mapping[str, Options]) -> None:
         """Has launches take these options from now on."""
-        from mhla_hf.ops.triton import launching, replay
+        from mhla_hf.ops.triton import launching
 
         self.options = dict(choice)
-        launching.GROUP_LINES = choice.get(_GROUPS, {}).get("lines")
-        # What operators keep of earlier calls was made for other options.
-        self.setups.clear()
-        launching._setups.clear()
-        replay._records.clear()
-
-    def setup(self, own: Any) -> Any:
-        """A setup with the options that override its own."""
-        name = own.kernel.__name__
-        self.seen.setdefault(name, own.keywords)
-        if name not in self.options:
-            return own
-        if own not in self.setups:
-            self.setups[own] = type(own)(own.kernel, **{**own.keywords, **self.options[name]})
-        return self.setups[own]
+        # What was compiled with other options.
+        launching._plans.clear()
 
 
 @contextmanager
 def overridden_launches() -> Iterator[Overrides]:
     """Has every launch of a kernel take what the overrides say of it."""
-    from mhla_hf.ops.triton.launching import Launch
+    from mhla_hf.ops.triton import launching
 
-    overrides, original = Overrides(), Launch.__init__
+    overrides, original = Overrides(), launching.first_launch
 
-    def initialize(launch: Launch, setup: Any, tensors: tuple[Any, ...]) -> None:
-        original(launch, overrides.setup(setup), tensors)
+    def first_launch(kernel: Any, grid: Any, *arguments: Any, **keywords: Any) -> Any:
+        overrides.seen.setdefault(kernel.__name__, keywords)
+        return original(kernel, grid, *arguments, **{**keywords, **overrides.options.get(kernel.__name__, {})})
 
     overrides.use({})
-    Launch.__init__ = initialize  # type: ignore[method-assign]
+    launching.first_launch = first_launch
     try:
         yield overrides
     finally:
         overrides.use({})
-        Launch.__init__ = original  # type: ignore[method-assign]
+        launching.first_launch = original
 
 
-def candidates(seen: Mapping[str, Options], lines: int) -> list[dict[str, Options]]:
-    """Overrides to try: of the lines of a group, and of one kernel each that differ from its own options.
+def candidates(seen: Mapping[str, Options]) -> list[dict[str, Options]]:
+    """Overrides to try, of one kernel each, that differ from its own options.
 
     Args:
         seen: Own options of every kernel.
-        lines: Lines of the case.
     """
-    counts = [*(count for count in LINES if count < lines), lines]
-    tried: dict[str, list[Options]] = {_GROUPS: [{"lines": count} for count in counts]}
+    tried: dict[str, list[Options]] = {}
     for kernel, own in seen.items():
         tiles = [tile for tile in TOKEN_TILES if tile <= own["BLOCK_TOKENS"]] if "BLOCK_TOKENS" in own else [None]
         tried[kernel] = []
@@ -116,7 +95,7 @@ def sweep_cases(cases: Iterable[KernelCase], report: Report) -> None:
             expected = case.run()
             own = _measured(case, expected, overrides, {}, report)
             best: dict[str, tuple[float, Options]] = {}
-            for choice in candidates(overrides.seen, case.shape.batch * case.shape.heads):
+            for choice in candidates(overrides.seen):
                 if report.is_late(f"{case.name} {choice}"):
                     break
                 milliseconds = _measured(case, expected, overrides, choice, report)

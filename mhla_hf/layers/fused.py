@@ -219,24 +219,6 @@ def fused_hedgehog_attention(
     return hedgehog_mhla_attention(call.query, call.key, call.value, *weights, mixing, layout, **options)
 
 
-def rotated_in_kernel(call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return queries and keys after norms and rotary embedding, each by one kernel; `None` where it cannot."""
-    query, key, rotary, norms = call.query, call.key, call.rotary, call.norms
-    plain = rotary is not None and is_plain_rotary(rotary, query) and query.shape[3] % 2 == 0
-    if not plain or not (norms is None or norms.are_plain(query.device)) or not kernels_pass("rotary", query, key):
-        return None
-    from ..ops.triton import rotated_tokens
-
-    tables = rotary_tables(rotary)
-    assert tables is not None
-    pair = (None, None) if norms is None else (norms.query, norms.key)
-    dtype = call.value.dtype
-    return (
-        rotated_tokens(query, tables, weight_and_eps(pair[0]), dtype),
-        rotated_tokens(key, tables, weight_and_eps(pair[1]), dtype),
-    )
-
-
 def is_plain_rotary(rotary: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> bool:
     """Return whether the kernels can rotate like this, with one row of the tables a token and no gradients."""
     # Whether gradients are being recorded makes no difference: checkpointing computes the output with and without.

@@ -49,7 +49,6 @@ from .fused import (
     can_fuse_hedgehog,
     fused_attention,
     fused_hedgehog_attention,
-    rotated_in_kernel,
 )
 from .mixing import (
     LOW_RANK_FROM,
@@ -344,9 +343,10 @@ class MHLA(nn.Module):
                     products=family != "decode", width=self._feature_width(query), family=family, check=False,
                 )  # fmt: skip
         call = Call(query, key, value, layout, sequence, gate, rotary, norms, scaling, identity, shard, backend)
-        windowed = None
-        if self.window_bias is not None and not identity and not attended_alone:
-            call, windowed = self._with_windowed(call)
+        has_window = self.window_bias is not None and not identity and not attended_alone
+        if has_window and call.norms is not None:
+            # The window needs queries and keys after their norms, outside of the kernels.
+            call = call.normed()
         path = next(path for path in PATHS if path.serves(self, call))
         output, state = path.attend(self, call)
         if not path.is_finished:
@@ -354,8 +354,8 @@ class MHLA(nn.Module):
         if attended_alone:
             return AttentionParts(output, None, None, state)
         window = None
-        if windowed is not None:
-            window, state = self._attend_window(windowed, state)
+        if has_window:
+            window, state = self._attend_window(call, state)
         positional = None if self.lepe is None else self._convolve(call)
         return AttentionParts(output, window, positional, state)
 
@@ -479,19 +479,6 @@ class MHLA(nn.Module):
         mixing = self._mixing_of(call)
         assert not isinstance(mixing, StoredMixing)
         return mixing if isinstance(mixing, torch.Tensor) else mixing.matrix()
-
-    def _with_windowed(self, call: Call) -> tuple[Call, Call]:
-        """The call for MHLA, and the one for the window, whose queries and keys are normed and will be rotated."""
-        rotated = None
-        if call.backend == "triton":
-            # The window needs them outside the kernels in any case.
-            rotated = rotated_in_kernel(call)
-        if rotated is None:
-            call = call if call.norms is None else call.normed()
-            return call, call
-        query, key = rotated
-        windowed = dataclasses.replace(call, query=query, key=key, rotary=None, norms=None)
-        return (windowed if self.config.rope == "before_feature_map" else call), windowed
 
     def _attend_window(self, call: Call, state: DecodingState | None) -> tuple[torch.Tensor, DecodingState | None]:
         """Softmax attention to the tokens of each token's window, and the state with them in its window.

@@ -353,31 +353,10 @@ def _like_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
     return {"output": attend_by_block(operands, inputs["mixing"], _layout(sizes, causal=False))}
 
 
-# Norm and rotary embedding by themselves.
-
-
-def _rotary_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
-    inputs = _fused_inputs(generator, sizes, width, value_width)
-    return {name: inputs[name] for name in ("query", "query_norm", "cosine", "sine")}
-
-
-def _rotated_by_kernel(inputs: Results, sizes: Sizes) -> Results:
-    from .triton import rotated_tokens
-
-    norm = inputs["query_norm"], NORM_EPS
-    tables = inputs["cosine"], inputs["sine"]
-    return {"output": rotated_tokens(inputs["query"], tables, norm, inputs["query"].dtype)}
-
-
-def _rotated_by_torch(inputs: Results, sizes: Sizes) -> Results:
-    return {"output": _rotated(_normed(inputs, "query"), inputs["cosine"], inputs["sine"])}
-
-
 FAMILIES: dict[str, Case] = {
     "block": _attention(causal=False),
     "fused": Case(_fused_inputs, _by_fused_kernels, _like_fused_kernels, has_gradients=True),
     "hedgehog": Case(_hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True),
-    "rotary": Case(_rotary_inputs, _rotated_by_kernel, _rotated_by_torch, has_gradients=True),
     "causal": _attention(causal=True),
     "decode": Case(_decode_inputs, _decode("triton"), _decode("torch")),
 }

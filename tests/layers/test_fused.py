@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from mhla_hf import MHLAConfig
 from mhla_hf.layers import MHLA, HeadNorms, PairwiseRotary
 
-from ..ops.triton_checks import DEVICES, buffers_full_of_nan
+from ..ops.triton_checks import DEVICES, buffers_full_of_nan, work_in_groups
 
 
 pytest.importorskip("triton")
@@ -192,12 +192,10 @@ def test_gradients_of_blocks_and_shares_of_several_tiles(heads, kv_heads, device
 )
 def test_groups_of_lines_change_nothing(options, group, device, monkeypatch, fused_calls):
     """Some key heads of batch entries at a time, the last group smaller; weights of each head, or shared ones."""
-    from mhla_hf.ops.triton import launching
-
     layer, tokens, arguments = make_layer(device, grid=(5, 7), blocks=(2, 3), **options)
     expected = exact_results(layer, tokens, arguments)
     whole = outputs_and_gradients(layer, tokens, arguments)
-    monkeypatch.setattr(launching, "GROUP_LINES", group)
+    work_in_groups(monkeypatch, group)
     with buffers_full_of_nan():
         actual = outputs_and_gradients(layer, tokens, arguments)
     assert torch.equal(actual["output"], whole["output"])

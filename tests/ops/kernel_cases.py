@@ -19,7 +19,6 @@ from mhla_hf.ops.triton import (
     fits_hedgehog_kernels,
     fused_mhla_attention,
     hedgehog_mhla_attention,
-    rotated_tokens,
 )
 
 
@@ -152,25 +151,6 @@ def hedgehog(
         differentiate(output, query, key, value, mixing, *maps, *norms)
 
 
-def window(
-    layout: BlockLayout,
-    batch: int,
-    heads: int,
-    width: int,
-    *,
-    trains: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Stages:
-    """Beside a softmax window: norm and rotary embedding alone."""
-    query = tokens(batch, layout.num_tokens, heads, width, dtype, trains)
-    norm, angles = weights(heads * width, trains=trains, dtype=dtype), weights(layout.num_tokens, width // 2)
-    yield "forward"
-    rotated = rotated_tokens(query, (angles, angles), (norm, 1e-6), dtype)
-    if trains:
-        yield "backward"
-        differentiate(rotated, query, norm)
-
-
 def generation(
     heads: int,
     width: int,
@@ -230,12 +210,10 @@ CASES: dict[str, Callable[[], Stages]] = {
     "wan-fused": partial(both, partial(fused, _WAN.layout(), 1, _WAN.heads, _WAN.width)),
     "wan-fused-plain": partial(both, partial(fused, _WAN.layout(), 1, _WAN.heads, _WAN.width, gated=False)),
     "wan-hedgehog": partial(both, partial(hedgehog, _WAN.layout(), 1, _WAN.heads, _WAN.width)),
-    "wan-window": partial(both, partial(window, _WAN.layout(), 1, _WAN.heads, _WAN.width)),
     "720p-24-heads": partial(both, partial(attention, "wan-720p", heads=24)),
     "dit": partial(both, partial(attention, "dit-512")),
     "dit-fused": partial(both, partial(fused, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width)),
     "dit-hedgehog": partial(both, partial(hedgehog, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width, normed=False)),
-    "dit-window": partial(both, partial(window, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width)),
     "minilm-hedgehog": partial(both, partial(hedgehog, BlockLayout((256,), block_size=(8,)), 8, 12, 32, normed=False)),
     "causal-2k": partial(both, partial(attention, "causal-2k")),
     "causal-32k": partial(both, partial(attention, "causal-32k")),

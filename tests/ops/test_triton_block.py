@@ -12,7 +12,7 @@ from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
 
 from .reference import assert_same, make_inputs, output_and_gradients
-from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_errors, on
+from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_errors, on, work_in_groups
 
 
 pytest.importorskip("triton")
@@ -129,7 +129,7 @@ def test_groups_of_lines_change_nothing(lines, case, device, monkeypatch):
     exact = output_and_gradients(inputs, layout, normalizer=normalizer, backend="naive")
     inputs = cast(inputs, device)
     expected = output_and_gradients(inputs, layout, normalizer=normalizer, backend="triton")
-    monkeypatch.setattr(launching, "GROUP_LINES", lines)
+    work_in_groups(monkeypatch, lines)
     with buffers_full_of_nan():
         actual = output_and_gradients(inputs, layout, normalizer=normalizer, backend="triton")
     assert_same(on("cpu", actual), exact, 1e-5)
@@ -148,7 +148,8 @@ def test_groups_of_lines_of_padded_rows(lines, device, monkeypatch):
     layout = SequenceLayout(valid, 4)
     results = []
     for override in (None, lines):
-        monkeypatch.setattr(launching, "GROUP_LINES", override)
+        if override is not None:
+            work_in_groups(monkeypatch, override)
         tokens = [inputs[name] for name in ("query", "key", "value")]
         output = mhla_attention(*tokens, inputs["mixing"], layout, backend="triton")
         results.append([output, *torch.autograd.grad(output.square().sum(), [*tokens, inputs["mixing"]])])
@@ -156,20 +157,15 @@ def test_groups_of_lines_of_padded_rows(lines, device, monkeypatch):
         torch.testing.assert_close(actual, expected)
 
 
-def test_groups_fit_the_cache_and_fill_the_processors(monkeypatch):
-    """An H200: 60 MB, 132 multiprocessors."""
-    monkeypatch.setattr(launching, "cache_and_multiprocessors", lambda device: (60 << 20, 132))
-    device, matrix = torch.device("cuda"), 128 * 128
-    # Wan: 9.8 MB of bfloat16 a line, and twice that in training, where one line would be too few programs.
-    assert launching.lines_of_group(12, 2 * 150 * matrix * 2, 150, device) == 3
-    assert launching.lines_of_group(12, 2 * 150 * matrix * 4, 150, device) == 2
-    # DiT-XL/2 at 512 px: groups of about one size.
-    assert launching.lines_of_group(256, 2 * 30 * 72 * 72 * 2, 30, device) == 43
-    # What fits as a whole, and what does not fit at all.
-    assert launching.lines_of_group(12, 2 * 16 * 64 * 64 * 2, 16, device) == 12
-    # Past the cache: 262 MB a line.
-    assert launching.lines_of_group(12, 2 * 2000 * matrix * 4, 2000, device) == 2
-    assert launching.lines_of_group(12, 2 * 150 * matrix * 4, 150, torch.device("cpu")) == 12
+def test_groups_fit_their_memory():
+    matrix = 128 * 128
+    # Wan in training, and DiT-XL/2 at 512 px: all lines at once.
+    assert launching.line_groups(12, 2 * 150 * matrix * 4) == [(0, 12)]
+    assert launching.line_groups(256, 2 * 30 * 72 * 72 * 2) == [(0, 256)]
+    # 262 MB a line, and more than there is room for; groups of about one size.
+    assert launching.line_groups(12, 2 * 2000 * matrix * 4) == [(first, 2) for first in range(0, 12, 2)]
+    assert launching.line_groups(3, 2 * 5000 * matrix * 4) == [(0, 1), (1, 1), (2, 1)]
+    assert launching.line_groups(7, 1000 * matrix * 8) == [(0, 4), (4, 3)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,7 +15,7 @@ from mhla_hf.ops.band import StoredMixing, sequence_mixing
 from mhla_hf.ops.tables import FEATURE_MAPS
 
 from .reference import assert_same
-from .triton_checks import DEVICES, buffers_full_of_nan
+from .triton_checks import DEVICES, buffers_full_of_nan, work_in_groups
 
 
 pytest.importorskip("triton")
@@ -132,12 +132,10 @@ def test_values_and_gradients(grid, case, seed, device):
 @pytest.mark.parametrize("lines", [1, 3])
 def test_groups_of_lines(lines, case, device, monkeypatch):
     """The same in one group of all lines and in several, the last one smaller."""
-    from mhla_hf.ops.triton import launching
-
     layout, (sizes, options) = LAYOUTS["ragged"], CASES[case]
     inputs = make_inputs(layout, sizes, 0, **options)
     expected = results(in_kernels, inputs, layout, torch.float32, device, **options)
-    monkeypatch.setattr(launching, "GROUP_LINES", lines)
+    work_in_groups(monkeypatch, lines)
     with buffers_full_of_nan():
         actual = results(in_kernels, inputs, layout, torch.float32, device, **options)
     assert torch.equal(actual["output"], expected["output"])

@@ -36,6 +36,16 @@ def on(device: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
+def work_in_groups(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Has operators work on groups of so many lines, as if there were memory for no more."""
+
+    def line_groups(lines: int, line_bytes: int) -> list[tuple[int, int]]:
+        return [(first, min(size, lines - first)) for first in range(0, lines, size)]
+
+    for name in ("block", "block_gradient", "fused", "fused_gradient", "hedgehog"):
+        monkeypatch.setattr(f"mhla_hf.ops.triton.{name}.line_groups", line_groups)
+
+
 @contextmanager
 def buffers_full_of_nan() -> Iterator[None]:
     """Fills what is allocated without values with NaN, so that whatever is left unwritten shows."""

@@ -20,6 +20,5 @@ if TYPE_CHECKING:
     from .hedgehog import hedgehog_mhla_attention as hedgehog_mhla_attention
     from .hedgehog_map import fits_hedgehog_kernels as fits_hedgehog_kernels
     from .hedgehog_map import hedgehog_features as hedgehog_features
-    from .rotary import rotated_tokens as rotated_tokens
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -5,19 +5,15 @@
     S̃_i = Σ_b m_ib S_b,  z̃_i = Σ_b m_ib z_b                           mixing, by `mixing`
     o_t = φ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)·z̃_{b(t)} + eps)                  outputs, by the kernel below
 
-One custom operator does all of it, for one group of lines (heads of batch entries) after the other, so that the
-summaries of a group stay in the GPU's cache. They are not kept for the backward pass, and are the same with and
-without gradients: bfloat16 for bfloat16 tokens, otherwise float32.
+One custom operator does all of it; where the summaries would take too much memory, for one group of lines (heads of
+batch entries) after the other. Summaries are not kept for the backward pass, and are the same with and without
+gradients: bfloat16 for bfloat16 tokens, otherwise float32.
 
 Shape letters: B batch, T tokens, H heads, G heads of the summaries (H or a divisor), K and V widths, P width of the
 normaliser's pair, M blocks, N slots of a block, L lines of a group.
 """
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
-
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -44,22 +40,17 @@ from .device_functions import (
     store_rows,
 )
 from .launching import (
-    MAX_SETUPS,
-    Setup,
-    Stage,
     as_rows,
-    lines_of_group,
+    launch,
+    line_groups,
     matrix_tiles,
-    multiplies_exactly,
-    multiplies_from_shared_memory,
     padded,
-    run_groups,
+    repeated,
     summary_dtype,
-    table_shape,
     token_tensor,
 )
-from .mixing import count_mixed_heads, mixing_stages, prepare_weights
-from .outer import prepare_outer
+from .mixing import Mixing
+from .outer import outer
 
 
 def triton_block_mhla_attention(operands: Operands, mixing: Tensor, layout: BlockLayout | SequenceLayout) -> Tensor:
@@ -148,30 +139,6 @@ def attend_kernel(
         store_rows(outputs, tokens, present, column, result, COLUMNS)
 
 
-@lru_cache(MAX_SETUPS)
-def _set_up(
-    batch: int,
-    num_tokens: int,
-    heads: int,
-    groups: int,
-    width: int,
-    columns: int,
-    plain: int,
-    table: tuple[int, int, int],
-    tokens: torch.dtype,
-    summaries: torch.dtype,
-    exact: bool,
-    eps: float,
-    from_shared_memory: bool,
-) -> tuple[int, Setup]:
-    """Programs of a line of the mixed summaries, and the launch of the kernel."""
-    programs, _, _, options = matrix_tiles(
-        batch, num_tokens, heads, groups, width, columns, table, tokens, summaries, exact, from_shared_memory
-    )
-    factor = float(table[1])
-    return programs, Setup(attend_kernel, factor=factor, eps=eps, PLAIN=plain, BLOCK_PLAIN=padded(plain), **options)
-
-
 @torch.library.custom_op("mhla_hf::block_attention", mutates_args=())
 def block_attention(
     query: Tensor,
@@ -203,41 +170,29 @@ def block_attention(
         `[B, T, H, V]` in the dtype of `query`, and the denominators, float32 `[B, T, H]`, for the backward pass; they
         are empty unless `divides`.
     """
-    batch, num_tokens, heads, width = query.shape
+    batch, _, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[-1], table.shape[-2:]
-    mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
-    repeats = mixed_heads // groups
-    exact, dtype = multiplies_exactly(query.dtype), summary_dtype(query.dtype)
-    lines = batch * groups
-    line_bytes = (1 + repeats) * blocks * width * columns * dtype.itemsize
-    group = lines_of_group(lines, line_bytes, blocks, query.device)
-    weights = prepare_weights(mixing, dtype, exact=exact, sums=divides)
-    # Summaries are means over the slots: their size does not grow with the blocks'.
-    sums = prepare_outer(
-        key, value, table, groups, group, factor=1 / slots, dtype=dtype, total=divides, plain=normalizer_key
-    )
-    mixed = query.new_empty(group * repeats, blocks, width, columns, dtype=dtype)
-    mixed_sums = None
-    if divides:
-        mixed_sums = sums.sums.new_empty(group * repeats, blocks, sums.sums.shape[-1])
-    pairs = (sums.products, sums.sums), (mixed, mixed_sums)
-    stages: list[Callable[[int, int], Any]] = [
-        sums.run,
-        *mixing_stages(weights, *pairs, heads=mixed_heads, repeats=repeats),
-    ]
+    dtype = summary_dtype(query.dtype)
+    weights = Mixing(mixing, batch, groups)
+    repeats = weights.repeats
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
     plain_width = width if normalizer_query is None else normalizer_query.shape[-1]
-    programs, setup = _set_up(
-        batch, num_tokens, heads, mixed_heads, width, columns, plain_width, table_shape(table), query.dtype,
-        dtype, exact, eps, multiplies_from_shared_memory(query.device),
-    )  # fmt: skip
-    attend = setup.prepare(
-        as_rows(query), as_rows(normalizer_query), mixed, mixed_sums,
-        None if divisor is None else divisor.contiguous(), table, output, denominator,
-    )  # fmt: skip
-    stages.append(Stage(attend, programs, repeats))
-    run_groups(stages, lines, group)
+    programs, _, options = matrix_tiles(query, groups * repeats, columns, table, dtype)
+    divisor = None if divisor is None else divisor.contiguous()
+    for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * dtype.itemsize):
+        # Summaries are means over the slots: their size does not grow with the blocks'.
+        summaries, sums, _ = outer(
+            key, value, table, groups, lines, factor=1 / slots, dtype=dtype, total=divides, plain=normalizer_key
+        )
+        mixed, mixed_sums = weights(summaries, sums, lines)
+        row_lines = repeated(lines, repeats)
+        launch(
+            attend_kernel, row_lines[1] * programs, as_rows(query), as_rows(normalizer_query), mixed, mixed_sums,
+            divisor, table, output, denominator,
+            lines=row_lines, factor=float(slots), eps=eps, PLAIN=plain_width, BLOCK_PLAIN=padded(plain_width),
+            **options,
+        )  # fmt: skip
     return output, denominator
 
 

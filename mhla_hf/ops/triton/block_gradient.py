@@ -9,16 +9,11 @@ with g' = g / d for the denominator d = φ(q)·z̃ + eps, and its gradient δ = 
 pair p other than query and key, dz_b and δ_t z̃_b are gradients of p.
 
 Summaries S and S̃ are computed again, in float32, since gradients are sums whose terms cancel: bfloat16 would triple
-their error. As in the forward pass, one group of lines comes after the other; dS̃ and dS take the place of S̃ and S.
+their error. As in the forward pass, one group of lines comes after the other.
 Shape letters are those of `block`.
 """
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
-
-from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -40,23 +35,19 @@ from .device_functions import (
     store_rows,
 )
 from .launching import (
-    MAX_SETUPS,
-    Setup,
-    Stage,
     as_rows,
     dense_like,
-    lines_of_group,
+    launch,
+    line_groups,
     matrix_tiles,
-    multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
     product_flops,
-    run_groups,
-    table_shape,
+    repeated,
     token_tensor,
 )
-from .mixing import MixingGradient, count_mixed_heads, mixing_stages, prepare_weights
-from .outer import prepare_outer
+from .mixing import Mixing, count_mixed_heads
+from .outer import outer
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -135,91 +126,57 @@ def apply_kernel(
         store_rows(result_rows, tokens, present, column, output, COLUMNS)
 
 
-@lru_cache(MAX_SETUPS)
-def _set_up(
-    batch: int,
-    num_tokens: int,
-    heads: int,
-    width: int,
-    groups: int,
-    columns: int,
-    vector: int,
-    table: tuple[int, int, int],
-    rows: torch.dtype,
-    matrices: torch.dtype,
-    exact: bool,
-    transpose: bool,
-    factor: float,
-    weighs: bool,
-    from_shared_memory: bool,
-) -> tuple[int, bool, Setup]:
-    """Programs of a line of the matrices, whether weights come from the products, and the launch of the kernel."""
-    programs, tile, precision, options = matrix_tiles(
-        batch, num_tokens, heads, groups, width, columns, table, rows, matrices, exact, from_shared_memory
-    )
-    from_products = weighs and columns <= tile
-    if from_products and precision == "bf16x2" and from_shared_memory:
-        # Queries beside the products take more than the half of a multiprocessor's registers that 8 warps can share.
-        options["num_warps"] = 4
-    setup = Setup(
-        apply_kernel, factor=factor, TRANSPOSE=transpose, VECTOR=vector, BLOCK_VECTOR=padded(vector), **options
-    )
-    return programs, from_products, setup
-
-
-def prepare_apply(
+def apply(
     rows: Tensor,
     matrices: Tensor,
     table: Tensor,
     groups: int,
+    lines: tuple[int, int],
+    result: Tensor,
     *,
     transpose: bool = False,
     factor: float,
     scale: Tensor | None = None,
     vectors: Tensor | None = None,
-    apart: torch.dtype | None = None,
+    second: Tensor | None = None,
     outputs: Tensor | None = None,
     queries: Tensor | None = None,
-) -> tuple[Stage, Tensor, Tensor | None, Tensor | None]:
-    """The stage that computes factor · scale_t · rows_tᵀ matrix_b(t) + weight_t · vector_b(t) for a group of lines.
+    weight: Tensor | None = None,
+) -> None:
+    """Computes factor · scale_t · rows_tᵀ matrix_b(t) + weight_t · vector_b(t) for a group of lines.
 
     Args:
         rows: `[B, T, H, D]`.
-        matrices: Of the group, `[L, M, D, E]`, dense; with `transpose`, `[L, M, E, D]`.
+        matrices: Of the group, float32 `[L, M, D, E]`, dense; with `transpose`, `[L, M, E, D]`.
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
         groups: Heads of the matrices in a batch entry, a divisor of H.
+        lines: The first line of the group and its number of lines, L.
+        result: To be written, `[B, T, H, E]`, dense.
         transpose: Multiply with the transposed matrices.
         factor: Factor of the products.
         scale: float32 `[B, T, H]`; 1 if not given.
         vectors: Of the group, float32 `[L, M, P]`, dense.
-        apart: Write the weighted vectors by themselves, in this type; if not given, they are added to the result
-            (P = E).
+        second: To be written if given, `[B, T, H, P]`, dense: the weighted vectors, which otherwise are added to the
+            result (P = E).
         outputs: `[B, T, H, D]`: weight_t = -scale_t rows_t · outputs_t. Not needed where one program has all E
             columns.
         queries: `[B, T, H, E]`, from which outputs were computed with these matrices: the weights then come from the
-            products, free of the outputs' rounding. Without them, weights are 1.
-
-    Returns:
-        The stage; and what it writes: the result `[B, T, H, E]` in the type of `rows`, the weighted vectors
-        `[B, T, H, P]`, and the weights, float32 `[B, T, H]`, each None where it is not asked for.
+            products, free of the outputs' rounding.
+        weight: To be written, float32 `[B, T, H]`, dense; without it, weights are 1.
     """
     columns = matrices.shape[-2 if transpose else -1]
     vector_width = columns if vectors is None else vectors.shape[-1]
-    programs, from_products, setup = _set_up(
-        *rows.shape, groups, columns, vector_width, table_shape(table), rows.dtype, matrices.dtype,
-        multiplies_exactly(rows.dtype), transpose, factor, queries is not None,
-        multiplies_from_shared_memory(rows.device),
+    programs, tile, options = matrix_tiles(rows, groups, columns, table, matrices.dtype)
+    from_products = weight is not None and columns <= tile
+    if from_products and options["PRECISION"] == "bf16x2" and multiplies_from_shared_memory(rows.device):
+        # Queries beside the products take more than the half of a multiprocessor's registers that 8 warps can share.
+        options["num_warps"] = 4
+    launch(
+        apply_kernel, lines[1] * programs, as_rows(rows), None if from_products else as_rows(outputs),
+        as_rows(queries) if from_products else None, matrices, vectors, scale, table, result, second, weight,
+        lines=lines, factor=factor, TRANSPOSE=transpose, VECTOR=vector_width, BLOCK_VECTOR=padded(vector_width),
+        **options,
     )  # fmt: skip
-    result = token_tensor(rows, table, columns)
-    second = None if vectors is None or apart is None else token_tensor(rows, table, vector_width, apart)
-    weight = None if queries is None else token_tensor(rows, table, 1, torch.float32).squeeze(-1)
-    run = setup.prepare(
-        as_rows(rows),
-        None if from_products or queries is None else as_rows(outputs),
-        as_rows(queries) if from_products else None,
-        matrices, vectors, scale, table, result, second, weight,
-    )  # fmt: skip
-    return Stage(run, programs), result, second, weight
 
 
 def needs_output(width: int, columns: int, dtype: torch.dtype) -> bool:
@@ -259,64 +216,46 @@ def block_gradients(
     """
     batch, _, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[-1], table.shape[-2:]
-    mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
-    repeats = mixed_heads // groups
-    exact = multiplies_exactly(query.dtype)
-    lines = batch * groups
-    line_bytes = (1 + repeats) * blocks * width * columns * 4
-    group = lines_of_group(lines, line_bytes, blocks, query.device)
+    weights = Mixing(mixing, batch, groups)
+    repeats = weights.repeats
+    mixed_heads, many = groups * repeats, float(slots)
     scale = None
     if divides:
         scale = denominator.reciprocal()
     elif divisor is not None:
         # Divisors that were given may lie in memory in any order.
         scale = (divisor + eps).reciprocal().contiguous()
-    weights = prepare_weights(mixing, torch.float32, exact=exact, sums=divides)
-    transposed = prepare_weights(mixing, torch.float32, exact=exact, sums=divides, transpose=True)
-    sums = prepare_outer(
-        key, value, table, groups, group, factor=1 / slots, total=divides, plain=normalizer_key, dtype=torch.float32
+    weight = None if scale is None else token_tensor(query, table, 1, torch.float32).squeeze(-1)
+    grad_query, grad_key, grad_value, grad_normalizer_query, grad_normalizer_key = (
+        None if tokens is None else token_tensor(tokens, table, tokens.shape[-1])
+        for tokens in (query, key, value, normalizer_query, normalizer_key)
     )
-    summaries, key_sums = sums.products, sums.sums if divides else None
-    mixed = summaries.new_empty(group * repeats, blocks, width, columns)
-    mixed_sums = None if key_sums is None else key_sums.new_empty(group * repeats, *key_sums.shape[1:])
-    query_stage, grad_query, grad_normalizer_query, weight = prepare_apply(
-        gradient, mixed, table, mixed_heads, transpose=True, factor=float(slots), scale=scale, vectors=mixed_sums,
-        outputs=output, queries=None if scale is None else query,
-        apart=None if normalizer_query is None else normalizer_query.dtype,
-    )  # fmt: skip
-    gradient_sums = prepare_outer(
-        query, gradient, table, mixed_heads, group * repeats, factor=float(slots), scale=scale, total=divides,
-        plain=normalizer_query, weight=weight if divides else None, products=mixed, sums=mixed_sums,
-        dtype=torch.float32,
-    )  # fmt: skip
-    both = None if mixed_sums is None or key_sums is None else (mixed_sums, key_sums)
-    grad_mixing = MixingGradient(
-        mixing, mixed, summaries, batch=batch, heads=mixed_heads, repeats=repeats, exact=exact, sums=both
-    )
-    key_stage, grad_key, grad_normalizer_key, _ = prepare_apply(
-        value,
-        summaries,
-        table,
-        groups,
-        transpose=True,
-        factor=1 / slots,
-        vectors=key_sums,
-        apart=None if normalizer_key is None else normalizer_key.dtype,
-    )
-    value_stage, grad_value, _, _ = prepare_apply(key, summaries, table, groups, factor=1 / slots)
-
-    pairs = (summaries, key_sums), (mixed, mixed_sums)
-    stages: list[Callable[[int, int], Any]] = [
-        sums.run,
-        *mixing_stages(weights, *pairs, heads=mixed_heads, repeats=repeats),
-        replace(query_stage, repeats=repeats),
-        lambda first_line, lines: gradient_sums.run(first_line * repeats, lines * repeats),
-        grad_mixing,
-        *mixing_stages(transposed, *pairs[::-1], heads=groups, repeats=repeats, sum_repeats=True),
-        key_stage,
-        value_stage,
-    ]
-    run_groups(stages, lines, group)
+    assert grad_query is not None and grad_key is not None and grad_value is not None
+    for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * 4):
+        row_lines = repeated(lines, repeats)
+        summaries, sums, _ = outer(
+            key, value, table, groups, lines, factor=1 / slots, dtype=torch.float32, total=divides,
+            plain=normalizer_key,
+        )  # fmt: skip
+        mixed, mixed_sums = weights(summaries, sums, lines)
+        apply(
+            gradient, mixed, table, mixed_heads, row_lines, grad_query, transpose=True, factor=many, scale=scale,
+            vectors=mixed_sums, second=grad_normalizer_query, outputs=output, queries=query, weight=weight,
+        )  # fmt: skip
+        del mixed
+        grad_mixed, grad_mixed_sums, _ = outer(
+            query, gradient, table, mixed_heads, row_lines, factor=many, dtype=torch.float32, scale=scale,
+            total=divides, plain=normalizer_query, weight=weight if divides else None,
+        )  # fmt: skip
+        weights.add_gradient(grad_mixed, summaries, grad_mixed_sums, sums)
+        del summaries
+        grad_summaries, grad_sums = weights.transposed(grad_mixed, grad_mixed_sums, lines)
+        del grad_mixed
+        apply(
+            value, grad_summaries, table, groups, lines, grad_key, transpose=True, factor=1 / slots,
+            vectors=grad_sums, second=grad_normalizer_key,
+        )  # fmt: skip
+        apply(key, grad_summaries, table, groups, lines, grad_value, factor=1 / slots)
     return (
         grad_query,
         grad_key,
@@ -324,7 +263,7 @@ def block_gradients(
         query.new_empty(0) if grad_normalizer_query is None else grad_normalizer_query,
         query.new_empty(0) if grad_normalizer_key is None else grad_normalizer_key,
         query.new_empty(0) if divisor is None or weight is None else weight,
-        grad_mixing.total(),
+        weights.gradient(),
     )
 
 

@@ -53,15 +53,7 @@ from .device_functions import (
     store_rows,
     token_product,
 )
-from .launching import (
-    Stage,
-    as_factor,
-    as_rows,
-    padded,
-    prepare,
-    summary_dtype,
-    token_tensor,
-)
+from .launching import as_rows, launch, padded, summary_dtype, token_tensor
 from .outer import outer
 
 
@@ -193,59 +185,6 @@ def causal_attend_kernel(
     store_rows(outputs, tokens, present, value_column, result, VALUE)
 
 
-def causal_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    normalizer_query: Tensor | None,
-    normalizer_key: Tensor | None,
-    prefix: Tensor,
-    prefix_sum: Tensor | None,
-    own: Tensor,
-    limit: Tensor,
-    table: Tensor,
-    output: Tensor,
-    denominator: Tensor,
-    *,
-    factor: float,
-    eps: float,
-) -> Stage:
-    """The stage that computes outputs from the mixed prefix and the own chunk.
-
-    Args:
-        query: As in [`causal_attention`], like `key`, `value`, the normaliser's pair, `own`, `table` and `eps`.
-        key: `[B, T, G, K]`.
-        value: `[B, T, G, V]`.
-        normalizer_query: `[B, T, H, P]`, or None.
-        normalizer_key: `[B, T, G, P]`, or None.
-        prefix: Σ_{b<i} m_ib S_b / factor of a group of L lines, `[L, M, K, V]`, or of L · H / G where each query head
-            has weights of its own; dense.
-        prefix_sum: Σ_{b<i} m_ib z_b, float32 `[L, M, P]`, dense; without it nothing is divided.
-        own: The weights m_ii.
-        limit: See [`limits`].
-        table: Token of each slot.
-        output: To be written, `[B, T, H, V]`, dense.
-        denominator: To be written where something is divided, float32 `[B, T, H]`, dense: denominators with eps.
-        factor: Factor of the products with the prefix.
-        eps: Added to the denominator.
-
-    Returns:
-        The stage, whose lines are those of key heads.
-    """
-    heads, groups, width = query.shape[2], key.shape[2], query.shape[3]
-    columns, plain_width = value.shape[-1], width if normalizer_key is None else normalizer_key.shape[-1]
-    value_tile, tiles, options = chunk_options(query, prefix, table, max(width, plain_width), columns)
-    run = prepare(
-        causal_attend_kernel, as_rows(query), as_rows(key), as_rows(value), as_rows(normalizer_query),
-        as_rows(normalizer_key), prefix, prefix_sum, limit, own, table, output, denominator,
-        **diagonal_strides(own), factor=factor, eps=eps, REPEATS=heads // groups,
-        PREFIX_REPEATS=1 if is_per_head(own) else heads // groups, WIDTH=width, VALUE=columns, PLAIN=plain_width,
-        BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width),
-        BLOCK_INNER=inner_tile(width, prefix.dtype), **options,
-    )  # fmt: skip
-    return Stage(run, heads // groups * table.shape[-2] * tiles)
-
-
 @torch.library.custom_op("mhla_hf::causal_attention", mutates_args=())
 def causal_attention(
     query: Tensor,
@@ -281,21 +220,29 @@ def causal_attention(
         `[B, T, H, V]`; and for the backward pass denominators, float32 `[B, T, H]` (empty unless `divides`), and the
         slot of each chunk from which on outputs are NaN, int32 `[B, G, M]`.
     """
-    slots, heads = table.shape[-1], query.shape[2]
+    (batch, _, heads, width), groups, columns = query.shape, key.shape[2], value.shape[-1]
+    blocks, slots = table.shape[-2:]
     summary, key_sum, first_bad = outer(
-        key, value, table, key.shape[2],
+        key, value, table, groups,
         factor=1 / slots, dtype=torch.float32, total=divides, plain=normalizer_key, finite=True,
     )  # fmt: skip
-    limit = limits(first_bad, starts, slots)
-    prefix = as_factor(mixed_prefix(summary, window, carry, heads), value.dtype).to(summary_dtype(value.dtype))
-    prefix_sum = mixed_prefix(key_sum, window, carry, heads) if divides else None
-    output = token_tensor(query, table, value.shape[-1])
+    assert first_bad is not None
+    limit = limits(first_bad.unflatten(0, (batch, groups)), starts, slots)
+    prefix = mixed_prefix(summary, window, carry, batch, heads).to(summary_dtype(value.dtype))
+    prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads)
+    output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
-    stage = causal_attend(
-        query, key, value, normalizer_query, normalizer_key, prefix, prefix_sum, own, limit, table, output,
-        denominator, factor=float(slots), eps=eps,
+    plain_width = width if normalizer_key is None else normalizer_key.shape[-1]
+    value_tile, tiles, options = chunk_options(query, prefix, table, max(width, plain_width), columns)
+    launch(
+        causal_attend_kernel, batch * heads * blocks * tiles,
+        as_rows(query), as_rows(key), as_rows(value), as_rows(normalizer_query), as_rows(normalizer_key),
+        prefix, prefix_sum, limit, own, table, output, denominator,
+        lines=(0, batch * groups), **diagonal_strides(own), factor=float(slots), eps=eps, REPEATS=heads // groups,
+        PREFIX_REPEATS=1 if is_per_head(own) else heads // groups, WIDTH=width, VALUE=columns, PLAIN=plain_width,
+        BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width),
+        BLOCK_INNER=inner_tile(width, prefix.dtype), **options,
     )  # fmt: skip
-    stage(0, key.shape[0] * key.shape[2])
     return output, denominator, limit
 
 

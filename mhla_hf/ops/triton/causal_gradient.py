@@ -8,7 +8,7 @@ the part of the gradients that the own chunk contributes is, with m = m_ii and s
     dp_t = m δ_t Σ_{j≤t} p_j               dp_j = m Σ_{t≥j} δ_t p_t
 
 for the normaliser's pair p. One kernel computes dq, one dk and dv (with the roles of the tensors exchanged); dp is
-added to them, or computed by a third one where p is not query and key themselves. The prefix adds products with its
+added to them, or computed by torch where p is not query and key themselves. The prefix adds products with its
 gradients, as in `block_gradient`. Rows of queries from the `limit` of a chunk on are left out, keys and values that
 are not finite count as zero. Programs and shape letters are those of the forward pass.
 """
@@ -16,6 +16,7 @@ are not finite count as zero. Programs and shape letters are those of the forwar
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -45,7 +46,7 @@ from .device_functions import (
     store_rows,
     token_product,
 )
-from .launching import Stage, as_factor, as_rows, ceil_divide, dense_like, padded, prepare, token_tensor
+from .launching import as_rows, dense_like, launch, padded, token_tensor
 from .outer import outer
 
 
@@ -150,45 +151,41 @@ def query_gradient(
     own: Tensor,
     limit: Tensor,
     table: Tensor,
-    result: Tensor,
     weight: Tensor,
-    *,
-    factor: float,
-) -> tuple[Stage, Tensor]:
-    """The stage for gradients of queries, of denominators, and of m_ii.
+) -> tuple[Tensor, Tensor]:
+    """Gradients of queries and of m_ii.
 
     Args:
         gradient: Of the outputs, `[B, T, H, V]`.
         output: `[B, T, H, V]`, dense.
-        query: As in [`causal.causal_attend`], like all that is not said here.
+        query: As in [`causal.causal_attention`], like all that is not said here.
         key: `[B, T, G, K]`.
         value: `[B, T, G, V]`.
-        prefix: `[L, M, K, V]` of a group of lines.
-        prefix_sum: Where the normaliser's pair is query and key themselves, `[L, M, K]`.
+        prefix: See [`mixed_prefix`], float32 `[..., M, K, V]`.
+        prefix_sum: Where the normaliser's pair is query and key themselves, `[..., M, K]`.
         scale: One over the denominators, float32 `[B, T, H]`; `None` where nothing is divided.
         own: The weights m_ii.
         limit: See [`causal.limits`].
         table: Token of each slot.
-        result: To be written, `[B, T, H, K]`, dense.
         weight: To be written with `scale`, gradients of the denominators, float32 `[B, T, H]`, dense.
-        factor: Factor of the products with the prefix.
 
     Returns:
-        The stage, and what it writes: shares of the gradients of m_ii, float32 `[B, H, M, ...]`, but for the part of a
-        normaliser's pair other than query and key.
+        `[B, T, H, K]`; and float32 `[B, H, M]`, without the part of a normaliser's pair other than query and key.
     """
     batch, _, heads, width = query.shape
-    groups, blocks, columns = key.shape[2], table.shape[-2], value.shape[-1]
+    groups, (blocks, slots), columns = key.shape[2], table.shape[-2:], value.shape[-1]
     tile, parts, options = chunk_options(query, prefix, table, columns, width)
+    result = token_tensor(query, table, width)
     share = query.new_empty(batch, heads, blocks, parts * options["BLOCK_TOKENS"], dtype=torch.float32)
-    run = prepare(
-        query_gradient_kernel, as_rows(gradient), output, as_rows(query), as_rows(key), as_rows(value),
-        prefix, prefix_sum, scale, limit, own, table, result, weight, share,
-        **diagonal_strides(own), factor=factor, REPEATS=heads // groups,
+    launch(
+        query_gradient_kernel, batch * heads * blocks * parts,
+        as_rows(gradient), output, as_rows(query), as_rows(key), as_rows(value), prefix, prefix_sum, scale, limit, own,
+        table, result, weight, share,
+        lines=(0, batch * groups), **diagonal_strides(own), factor=float(slots), REPEATS=heads // groups,
         PREFIX_REPEATS=1 if is_per_head(own) else heads // groups, WIDTH=width, VALUE=columns,
         BLOCK_WIDTH=tile, BLOCK_VALUE=padded(columns), BLOCK_INNER=inner_tile(columns, prefix.dtype), **options,
     )  # fmt: skip
-    return Stage(run, heads // groups * blocks * parts), share
+    return result, share.sum(-1)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -261,15 +258,13 @@ def key_gradient(
     own: Tensor,
     limit: Tensor,
     table: Tensor,
-    result: Tensor,
     *,
     transpose: bool,
-    factor: float,
     scale: Tensor | None,
     weight: Tensor | None = None,
     vectors: Tensor | None = None,
-) -> Stage:
-    """The stage for m_ii Σ_{t ≥ j} (scale_t rows_j · inner_t + weight_t) other_t, plus the part of the summaries.
+) -> Tensor:
+    """m_ii Σ_{t ≥ j} (scale_t rows_j · inner_t + weight_t) other_t, plus the part of the summaries.
 
     The gradient of values for rows = keys, inner = queries, other = gradients of the outputs; that of keys for
     rows = values, inner = gradients of the outputs, other = queries.
@@ -278,173 +273,118 @@ def key_gradient(
         rows: `[B, T, G, D]`.
         inner: `[B, T, H, D]`.
         other: `[B, T, H, E]`.
-        matrices: Gradients of the summaries of a group of lines, dense, `[L, M, D, E]`, or with `transpose`
-            `[L, M, E, D]`.
-        own: As in [`causal.causal_attend`].
+        matrices: Gradients of the summaries, float32 `[B, G, M, D, E]`, or with `transpose` `[B, G, M, E, D]`; dense.
+        own: As in [`causal.causal_attention`].
         limit: See [`causal.limits`].
         table: Token of each slot.
-        result: To be written, `[B, T, G, E]`, dense.
         transpose: Multiply with the transposed matrices.
-        factor: Factor of the products with the matrices.
-        scale: float32 `[B, T, H]`; 1 if not given.
+        scale: float32 `[B, T, H]`; 1 if `None`.
         weight: float32 `[B, T, H]`; given together with `vectors`.
-        vectors: Added to the rows of each chunk, float32 `[L, M, E]`, dense.
+        vectors: Added to the rows of each chunk, float32 `[B, G, M, E]`, dense.
+
+    Returns:
+        `[B, T, G, E]` in the dtype of `rows`.
     """
-    heads, width = rows.shape[2:]
-    columns = other.shape[-1]
+    batch, _, groups, width = rows.shape
+    columns, (blocks, slots) = other.shape[-1], table.shape[-2:]
     tile, tiles, options = chunk_options(rows, matrices, table, width, columns)
-    run = prepare(
-        key_gradient_kernel, as_rows(rows), as_rows(inner), as_rows(other), matrices, vectors, scale, weight, limit,
-        own, table, result,
-        **diagonal_strides(own), matrix_stride_row=1 if transpose else columns,
-        matrix_stride_column=width if transpose else 1, factor=factor, REPEATS=inner.shape[2] // heads, WIDTH=width,
-        COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile,
+    result = token_tensor(rows, table, columns)
+    launch(
+        key_gradient_kernel, batch * groups * blocks * tiles,
+        as_rows(rows), as_rows(inner), as_rows(other), matrices, vectors, scale, weight, limit, own, table, result,
+        lines=(0, batch * groups), **diagonal_strides(own), matrix_stride_row=1 if transpose else columns,
+        matrix_stride_column=width if transpose else 1, factor=1 / slots, REPEATS=inner.shape[2] // groups,
+        WIDTH=width, COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile,
         BLOCK_INNER=inner_tile(width, matrices.dtype), **options,
     )  # fmt: skip
-    return Stage(run, table.shape[-2] * tiles)
+    return result
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def plain_gradient_kernel(
-    rows, other, vectors, weight, limit, diagonal, table, result, share,
-    first_line, lines,
-    mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
-    num_tokens, num_blocks, table_stride_batch, slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, VECTOR_REPEATS: tl.constexpr, PLAIN: tl.constexpr,
-    BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr, OF_QUERY: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Gradients of one side of a normaliser's pair other than query and key.
-
-    OF_QUERY: result_t = weight_t (vector_i + m_ii Σ_{j ≤ t in i} other_j), with queries in `rows` and keys in `other`,
-    and the gradient of m_ii in `share`, to be summed over its parts; HEADS query heads of which REPEATS share a key
-    head and VECTOR_REPEATS a vector. Otherwise result_j = vector_i + m_ii Σ_{t ≥ j in i} weight_t other_t, with
-    queries in `other`; HEADS key heads, for each of which REPEATS query heads are summed.
-    """
-    ROW_REPEATS: tl.constexpr = REPEATS if OF_QUERY else 1
-    batch, head, line, block, row_tile, _ = tile_of_program(
-        num_blocks, slots, first_line, lines, HEADS, ROW_REPEATS, BLOCK_TOKENS, PLAIN, BLOCK_PLAIN
-    )
-    column = tl.arange(0, BLOCK_PLAIN)
-    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    block_table = table + batch * table_stride_batch + block * slots
-    tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
-    key_head = head // REPEATS if OF_QUERY else head
-    key_heads = HEADS // REPEATS if OF_QUERY else HEADS
-    stop = tl.minimum(tl.load(limit + (batch * key_heads + key_head) * num_blocks + block), slots)
-    last_tile = row_tile + 1 if OF_QUERY else (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    total = tl.zeros((BLOCK_TOKENS, BLOCK_PLAIN), tl.float32)
-    own_weight = 1.0
-    for repeat in range(1 if OF_QUERY else REPEATS):
-        query_head = head if OF_QUERY else head * REPEATS + repeat
-        other_head = head_rows(other, batch, key_head if OF_QUERY else query_head)
-        own_weight = tl.load(
-            diagonal + batch * mixing_stride_batch + query_head * mixing_stride_head + block * mixing_stride_diagonal
-        )
-        for tile in range(0 if OF_QUERY else row_tile, last_tile):
-            other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-            others, there = slot_tokens(block_table, other_slot, slots if OF_QUERY else stop, num_tokens)
-            other_rows = load_rows(other_head, others, there, column, PLAIN)
-            if OF_QUERY:
-                counted = (other_slot[None, :] <= slot[:, None]).to(tl.float32)
-                other_rows = finite_or_zero(other_rows)
-            else:
-                per_token = (batch * num_tokens + others) * (HEADS * REPEATS) + query_head
-                weights = tl.load(weight + per_token, mask=there, other=0.0) * own_weight
-                counted = tl.where(other_slot[None, :] >= slot[:, None], weights[None, :], 0.0)
-            total += score_product(counted, other_rows, PRECISION)
-    vector_line = line // VECTOR_REPEATS if OF_QUERY else line
-    vector_start = vectors + (vector_line * num_blocks + block) * PLAIN
-    vector = tl.load(vector_start + column, mask=column < PLAIN, other=0.0)
-    if OF_QUERY:
-        used = present & (slot < stop)
-        row_weight = tl.load(weight + (batch * num_tokens + tokens) * HEADS + head, mask=used, other=0.0)
-        queries = load_rows(head_rows(rows, batch, head), tokens, used, column, PLAIN).to(tl.float32)
-        shares = row_weight * tl.sum(queries * total, axis=1)
-        total = row_weight[:, None] * (vector[None, :] + own_weight * total)
-        row_tiles = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-        part = ((batch * HEADS + head) * num_blocks + block) * row_tiles + row_tile
-        tl.store(share + part * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS), shares)
-    else:
-        total += vector[None, :]
-    store_rows(dense_head_rows(result, batch, head, num_tokens, HEADS, PLAIN), tokens, present, column, total, PLAIN)
+def _rows_of_slots(tokens: Tensor, table: Tensor) -> Tensor:
+    """Rows `[B, T, H, P]` by slots, float32 `[B, H, M, N, P]`; zero where a slot is empty."""
+    batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
+    return F.pad(tokens.float(), (0, 0, 0, 0, 0, 1))[batch, table.long()].movedim(3, 1)
 
 
-def plain_gradient(
-    rows: Tensor,
-    other: Tensor,
-    vectors: Tensor,
+def _rows_of_tokens(rows: Tensor, tokens: Tensor, table: Tensor) -> Tensor:
+    """The inverse of [`_rows_of_slots`], like `tokens`; zero where no slot has a token."""
+    batch, num_tokens, *rest = tokens.shape
+    result = tokens.new_zeros(batch, num_tokens + 1, *rest)
+    first = torch.arange(batch, device=tokens.device)[:, None, None]
+    result[first, table.long()] = rows.movedim(1, 3).to(tokens.dtype)
+    return result[:, :num_tokens].contiguous()
+
+
+def pair_gradients(
+    query: Tensor,
+    key: Tensor,
+    mixed_sums: Tensor,
+    grad_sums: Tensor,
     own: Tensor,
     limit: Tensor,
     table: Tensor,
     weight: Tensor,
-    result: Tensor,
-    *,
-    of_query: bool,
-) -> tuple[Stage, Tensor]:
-    """The stage for gradients of one side of a normaliser's pair other than query and key.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a normaliser's pair other than query and key themselves, and its part of that of m_ii.
+
+    By operations of torch: no product of theirs is large, and few models have such a pair.
 
     Args:
-        rows: The side whose gradient is wanted: queries `[B, T, H, P]` with `of_query`, else keys `[B, T, G, P]`.
-        other: The other side.
-        vectors: Mixed sums with `of_query`, else gradients of the chunks' sums, of a group of lines `[L, M, P]`;
-            float32, dense.
-        own: As in [`causal.causal_attend`].
+        query: Queries of the normaliser, `[B, T, H, P]`.
+        key: Its keys, `[B, T, G, P]`.
+        mixed_sums: Their mixed sums, float32 `[B, H or G, M, P]`.
+        grad_sums: Gradients of the chunks' sums, float32 `[B, G, M, P]`.
+        own: As in [`causal.causal_attention`].
         limit: See [`causal.limits`].
         table: Token of each slot.
         weight: Gradients of the denominators, float32 `[B, T, H]`.
-        result: To be written, of the shape of `rows`, dense.
-        of_query: Which side it is.
 
     Returns:
-        The stage, and what it writes with `of_query`: shares of this pair's part of the gradients of m_ii, float32
-        `[B, H, M, ...]` (otherwise empty).
+        `[B, T, H, P]` and `[B, T, G, P]` in their dtypes, and float32 `[B, H, M]`.
     """
-    batch, _, heads, width = rows.shape
-    groups, blocks = min(heads, other.shape[2]), table.shape[-2]
-    repeats = max(heads, other.shape[2]) // groups
-    _, _, options = chunk_options(rows, vectors, table, width, width)
-    # One tile holds all columns: there are no matrices.
-    parts, tile = ceil_divide(table.shape[-1], options["BLOCK_TOKENS"]), options["BLOCK_TOKENS"]
-    share = rows.new_empty((batch, heads, blocks, parts * tile) if of_query else (0,), dtype=torch.float32)
-    run = prepare(
-        plain_gradient_kernel, as_rows(rows), as_rows(other), vectors, weight, limit, own, table, result, share,
-        **diagonal_strides(own), REPEATS=repeats, VECTOR_REPEATS=1 if is_per_head(own) else repeats,
-        PLAIN=width, BLOCK_PLAIN=padded(width), OF_QUERY=of_query, **options,
-    )  # fmt: skip
-    return Stage(run, heads // groups * blocks * parts), share
+    heads, groups = query.shape[2], key.shape[2]
+    counted = torch.arange(table.shape[-1], device=table.device) < repeat_heads(limit, heads, 1)[..., None]
+    weights = torch.where(counted[..., None], _rows_of_slots(weight[..., None], table), 0.0)
+    queries = torch.where(counted[..., None], _rows_of_slots(query, table), 0.0)
+    keys = _rows_of_slots(key, table)
+    before = repeat_heads(torch.where(keys.isfinite(), keys, 0.0).cumsum(-2), heads, 1)
+    own = own[..., None, None]
+    grad_own = (weights * queries * before).sum((-2, -1))
+    grad_queries = weights * (repeat_heads(mixed_sums, heads, 1).unsqueeze(-2) + own * before)
+    weighted = (own * weights * queries).unflatten(1, (groups, -1)).sum(2)
+    grad_keys = grad_sums.unsqueeze(-2) + weighted.flip(-2).cumsum(-2).flip(-2)
+    return _rows_of_tokens(grad_queries, query, table), _rows_of_tokens(grad_keys, key, table), grad_own
 
 
-def mixed_prefix(summary: Tensor, window: Tensor, carry: Tensor, heads: int) -> Tensor:
+def mixed_prefix(summary: Tensor, window: Tensor, carry: Tensor, batch: int, heads: int) -> Tensor:
     """The prefix of every chunk, Σ_{b<i} m_ib S_b, or the same of z.
 
     Args:
-        summary: S `[B, G, M, K, V]`, or z `[B, G, M, P]`; float32.
+        summary: S `[B · G, M, K, V]`, or z `[B · G, M, P]`; float32.
         window: See [`mhla_hf.ops.band.StoredMixing.earlier_weights`], like `carry`.
         carry: Given together with it.
+        batch: B.
         heads: H.
 
     Returns:
         `[B, S, M, ...]`, dense.
     """
+    summary = summary.unflatten(0, (batch, -1))
     if window.shape[1] != 1:
         summary = repeat_heads(summary, heads, 1)
     return run_mix_chunks(summary.flatten(3), window, carry).view(summary.shape)
 
 
 def mixed_prefix_backward(
-    gradient: Tensor, summary: Tensor, window: Tensor, carry: Tensor
+    gradient: Tensor, summary: Tensor, window: Tensor, carry: Tensor, batch: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of S or z `[B, G, M, ...]`, `window` and `carry`, from that of [`mixed_prefix`] `[B, S, M, ...]`."""
+    """Gradients of S or z `[B, G, M, ...]`, `window` and `carry`, from that of [`mixed_prefix`] `[B · S, M, ...]`."""
+    gradient, summary = gradient.unflatten(0, (batch, -1)), summary.unflatten(0, (batch, -1))
     groups, prefixes = summary.shape[1], gradient.shape[1]
     summary = repeat_heads(summary, prefixes, 1).flatten(3)
     result, of_window, of_carry = run_mix_chunks_backward(gradient.flatten(3), summary, window, carry)
     result = result.view(gradient.shape)
     return result if groups == prefixes else result.unflatten(1, (groups, -1)).sum(2), of_window, of_carry
-
-
-def _gradient_like(tokens: Tensor | None, others: Tensor, table: Tensor) -> Tensor:
-    """A gradient to write, dense; empty, on the device of others, where there are no such tokens."""
-    return others.new_empty(0) if tokens is None else token_tensor(tokens, table, tokens.shape[-1])
 
 
 @torch.library.custom_op("mhla_hf::causal_attention_backward", mutates_args=())
@@ -464,69 +404,43 @@ def causal_attention_backward(
     table: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, the normaliser's pair (empty without one of its own), window, carry and own."""
-    slots, heads, full = table.shape[-1], query.shape[2], torch.float32
-    divides = denominator.numel() > 0
-    has_pair = normalizer_query is not None
-    scale = denominator.reciprocal() if divides else None
-    lines = key.shape[0] * key.shape[2]
+    batch, heads, groups, slots = query.shape[0], query.shape[2], key.shape[2], table.shape[-1]
+    divides, has_pair = denominator.numel() > 0, normalizer_query is not None
+    scale, weight = denominator.reciprocal() if divides else None, torch.empty_like(denominator)
+    shared = {"own": own, "limit": limit, "table": table}
     # In float32, and not those of the forward pass: the terms of gradients cancel.
     summary, key_sum, _ = outer(
-        key, value, table, key.shape[2], factor=1 / slots, dtype=full, total=divides, plain=normalizer_key, finite=True
-    )
-    prefix = as_factor(mixed_prefix(summary, window, carry, heads), value.dtype)
-    prefix_sum = mixed_prefix(key_sum, window, carry, heads) if divides else None
-    shared = {"own": own, "limit": limit, "table": table}
-    grad_query, weight = _gradient_like(query, query, table), torch.empty_like(denominator)
-    stage, share = query_gradient(
-        gradient, output.contiguous(), query, key, value, prefix, None if has_pair else prefix_sum, scale,
-        result=grad_query, weight=weight, factor=float(slots), **shared,
+        key, value, table, groups,
+        factor=1 / slots, dtype=torch.float32, total=divides, plain=normalizer_key, finite=True,
     )  # fmt: skip
-    stage(0, lines)
-    grad_own = share.sum(-1)
-    grad_normalizer_query = _gradient_like(normalizer_query, query, table)
-    if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None:
-        stage, more = plain_gradient(
-            normalizer_query,
-            normalizer_key,
-            prefix_sum,
-            weight=weight,
-            result=grad_normalizer_query,
-            of_query=True,
-            **shared,
-        )
-        stage(0, lines)
-        grad_own += more.sum(-1)
-    del prefix, prefix_sum
+    prefix = mixed_prefix(summary, window, carry, batch, heads)
+    prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads)
+    grad_query, grad_own = query_gradient(
+        gradient, output.contiguous(), query, key, value, prefix, None if has_pair else prefix_sum, scale,
+        weight=weight, **shared,
+    )  # fmt: skip
+    del prefix
     grad_prefix, grad_prefix_sum, _ = outer(
-        query, gradient, table, heads if is_per_head(own) else key.shape[2], factor=float(slots), dtype=full,
+        query, gradient, table, heads if is_per_head(own) else groups, factor=float(slots), dtype=torch.float32,
         scale=scale, total=divides, plain=normalizer_query, weight=weight if divides else None, limit=limit,
     )  # fmt: skip
-    grad_summary, grad_window, grad_carry = mixed_prefix_backward(grad_prefix, summary, window, carry)
-    grad_summary, grad_sum = as_factor(grad_summary, value.dtype), None
-    if divides:
-        grad_sum, *of_sums = mixed_prefix_backward(grad_prefix_sum, key_sum, window, carry)
+    grad_summary, grad_window, grad_carry = mixed_prefix_backward(grad_prefix, summary, window, carry, batch)
+    grad_sum = None
+    if grad_prefix_sum is not None and key_sum is not None:
+        grad_sum, *of_sums = mixed_prefix_backward(grad_prefix_sum, key_sum, window, carry, batch)
         grad_window, grad_carry = grad_window + of_sums[0], grad_carry + of_sums[1]
     del summary, grad_prefix
-    grad_key, grad_value = _gradient_like(key, key, table), _gradient_like(value, value, table)
-    key_gradient(
-        value, gradient, query, grad_summary, result=grad_key, transpose=True, factor=1 / slots, scale=scale,
+    grad_key = key_gradient(
+        value, gradient, query, grad_summary, transpose=True, scale=scale,
         weight=weight if divides and not has_pair else None, vectors=None if has_pair else grad_sum, **shared,
-    )(0, lines)  # fmt: skip
-    key_gradient(
-        key, query, gradient, grad_summary, result=grad_value, transpose=False, factor=1 / slots, scale=scale, **shared
-    )(0, lines)
-    grad_normalizer_key = _gradient_like(normalizer_key, key, table)
-    if normalizer_query is not None and normalizer_key is not None and grad_sum is not None:
-        stage, _ = plain_gradient(
-            normalizer_key,
-            normalizer_query,
-            grad_sum,
-            weight=weight,
-            result=grad_normalizer_key,
-            of_query=False,
-            **shared,
+    )  # fmt: skip
+    grad_value = key_gradient(key, query, gradient, grad_summary, transpose=False, scale=scale, **shared)
+    grad_normalizer_query, grad_normalizer_key = query.new_empty(0), query.new_empty(0)
+    if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None and grad_sum is not None:
+        grad_normalizer_query, grad_normalizer_key, more = pair_gradients(
+            normalizer_query, normalizer_key, prefix_sum, grad_sum, weight=weight, **shared
         )
-        stage(0, lines)
+        grad_own += more
     return (
         grad_query, grad_key, grad_value, grad_normalizer_query, grad_normalizer_key,
         grad_window, grad_carry, grad_own.sum_to_size(own.shape),

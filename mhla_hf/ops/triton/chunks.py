@@ -10,7 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .device_functions import finite_or_zero, halves, load_matrix, load_rows, place_of_program, product, raw_product
+from .device_functions import (
+    finite_or_zero,
+    halves,
+    load_matrix,
+    load_rows,
+    place_of_program,
+    product,
+    raw_product,
+    to_tf32,
+)
 from .launching import (
     MAX_TILE,
     ceil_divide,
@@ -61,11 +70,13 @@ def score_product(scores, rows, PRECISION: tl.constexpr):
 
 @triton.jit
 def matrix_product(rows, matrix, PRECISION: tl.constexpr):
-    """rows of tokens @ a matrix that [`device_functions.to_matrix`] made, split as in [`score_product`]."""
+    """rows of tokens @ a matrix of float32 or bfloat16, split as in [`score_product`] or rounded for TF32."""
     if PRECISION == "tf32" and rows.dtype == tl.bfloat16:
         high, low = halves(matrix)
         result = raw_product(rows, high, "bf16") + raw_product(rows, low, "bf16")
     else:
+        if PRECISION == "tf32":
+            matrix = to_tf32(matrix)
         result = raw_product(rows, matrix, PRECISION)
     return result
 

@@ -16,10 +16,9 @@ import triton.language as tl
 # Arguments that change with the tokens given. Kernels are not recompiled where one happens to be 1 or a multiple of
 # 16; strides of rows stay out of this, since wide loads need to know of them.
 COUNTS = (
-    "num_tokens", "num_blocks", "blocks", "slots", "splits", "split_slots", "split_stride", "first_line", "lines",
-    "first_slot", "slot_matrices", "adds", "count", "share", "line_share", "column_share_tiles", "column_shares",
-    "heads", "table_stride_batch", "share_stride_part", "valid_stride_batch",
-    "mixing_stride_batch", "mixing_stride_head", "mixing_stride_diagonal",
+    "num_tokens", "num_blocks", "slots", "splits", "split_slots", "split_stride", "first_line", "lines", "count",
+    "share", "table_stride_batch", "valid_stride_batch", "mixing_stride_batch", "mixing_stride_head",
+    "mixing_stride_diagonal",
 )  # fmt: skip
 
 
@@ -108,17 +107,6 @@ def to_tf32(values):
 
 
 @triton.jit
-def to_matrix(values, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Converts a matrix that other kernels will multiply rows with: to the nearest value that their products can use.
-
-    Beside bfloat16 and through TF32, float32 keeps the bits of TF32 only.
-    """
-    if TYPE == tl.float32 and (PRECISION == "tf32" or PRECISION == "bf16" or PRECISION == "bf16x2"):
-        values = to_tf32(values)
-    return values.to(TYPE)
-
-
-@triton.jit
 def halves(values):
     """Two tiles of bfloat16 whose sum float32 values are, but for the last 8 of their 24 bits."""
     high = values.to(tl.bfloat16)
@@ -127,9 +115,12 @@ def halves(values):
 
 @triton.jit
 def factors(matrix, PRECISION: tl.constexpr):
-    """A matrix as [`row_product`] takes it, prepared for all rows: a pair of halves for `"bf16x2"`."""
+    """A matrix as [`row_product`] takes it, prepared for all rows: two halves for `"bf16x2"`, rounded for TF32."""
     if PRECISION == "bf16x2":
         pair = halves(matrix)
+    elif PRECISION == "tf32":
+        rounded = to_tf32(matrix)
+        pair = (rounded, rounded)
     else:
         pair = (matrix, matrix)
     return pair
@@ -149,8 +140,7 @@ def row_product(rows, matrix, PRECISION: tl.constexpr):
 def product(left, right, PRECISION: tl.constexpr):
     """left @ right in float32.
 
-    For TF32, a float32 `left` is rounded. So should a float32 `right` be that was computed here; one that
-    [`to_matrix`] made comes rounded, and goes past the registers.
+    For TF32, a float32 `left` is rounded. So should a float32 `right` be, see [`factors`].
     """
     # Half precision is exact in TF32.
     if PRECISION == "tf32" and left.dtype == tl.float32:

@@ -5,13 +5,10 @@
     o_t = norm(ψ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)·z̃_{b(t)} + eps)) · silu(gate_t)
 
 with φ(x) the feature map of scaling · norm(x), and ψ(x) the same, rotated. Kernels and shape letters are those of
-`fused_products`; mixing comes in between, and one custom operator does all of it for one group of lines after the
-other, as in `block`.
+`fused_products`; mixing comes in between, and one custom operator does all of it, as in `block`.
 """
 
 # No postponed annotations here: torch.library reads schemas from them.
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,21 +16,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ..tables import FEATURE_MAPS, NORMALIZERS
-from . import launching
 from .block_gradient import block_flops
 from .fused_gradient import fused_attention_backward
 from .fused_products import (
     Features,
-    dense_rows,
-    heads_together,
-    inverse_norms,
-    prepare_fused_outer,
-    prepare_fused_products,
+    fused_attend,
+    fused_outer,
+    inverse_norm,
     rotary_table,
 )
-from .launching import lines_of_group, multiplies_exactly, run_groups, summary_dtype
-from .mixing import count_mixed_heads, mixing_stages, prepare_weights
-from .replay import replayed
+from .launching import line_groups, repeated, summary_dtype
+from .mixing import Mixing
 
 
 def fused_mhla_attention(
@@ -149,70 +142,28 @@ def run_fused(
 
     Returns:
         `[B, T, H, V]` in the dtype of `query`; and for the backward pass 1 / rms of each token's queries and of its
-        keys, see [`inverse_norms`].
+        keys, see [`inverse_norm`].
     """
-    inputs = (
-        heads_together(query), heads_together(key), dense_rows(value), dense_rows(gate), mixing,
-        query_norm, key_norm, output_norm, rotary, table,
-    )  # fmt: skip
-    options = (
-        feature_map, scaling, feature_eps, divides, eps, None if query_norm is None else query_eps,
-        None if key_norm is None else key_eps, output_eps, multiplies_exactly(query.dtype), launching.GROUP_LINES,
-    )  # fmt: skip
-    output, query_inverse, key_inverse = replayed(_launch_all, inputs, options)
-    return output, query_inverse, key_inverse
-
-
-def _launch_all(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    mixing: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    output_norm: Tensor | None,
-    rotary: Tensor | None,
-    table: Tensor,
-    feature_map: str,
-    scaling: float,
-    feature_eps: float,
-    divides: bool,
-    eps: float,
-    query_eps: float | None,
-    key_eps: float | None,
-    output_eps: float,
-    exact: bool,
-    group_lines: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
     batch, num_tokens, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
-    mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
-    repeats, lines = mixed_heads // groups, batch * groups
     dtype = summary_dtype(query.dtype)
-    group = lines_of_group(lines, (1 + repeats) * blocks * width * columns * dtype.itemsize, blocks, query.device)
-    query_inverse, key_inverse = inverse_norms(query, key, query_eps, key_eps)
+    weights = Mixing(mixing, batch, groups)
+    repeats = weights.repeats
+    query_inverse = inverse_norm(query, None if query_norm is None else query_eps)
+    key_inverse = inverse_norm(key, None if key_norm is None else key_eps)
     key_features = Features(key_norm, key_inverse, rotary, scaling, feature_eps)
     query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)
-    summaries = query.new_empty(group, blocks, width, columns, dtype=dtype)
-    mixed = query.new_empty(group * repeats, blocks, width, columns, dtype=dtype)
     output = query.new_empty(batch, num_tokens, heads, columns)
-    sums = mixed_sums = None
-    if divides:
-        sums = query.new_empty(group, blocks, width, dtype=torch.float32)
-        mixed_sums = query.new_empty(group * repeats, blocks, width, dtype=torch.float32)
-    weights = prepare_weights(mixing, dtype, exact=exact, sums=divides)
-    # Summaries are means over the slots: their size does not grow with the blocks'.
-    stages = [
-        prepare_fused_outer(key, value, key_features, feature_map, table, groups, summaries, sums, factor=1 / slots),
-        *mixing_stages(weights, (summaries, sums), (mixed, mixed_sums), heads=mixed_heads, repeats=repeats),
-    ]
-    attend = prepare_fused_products(
-        query, mixed, mixed_sums, query_features, feature_map, table, mixed_heads, output,
-        factor=float(slots), eps=eps, gate=gate, output_weight=output_norm, output_eps=output_eps,
-    )  # fmt: skip
-    stages.append(replace(attend, repeats=repeats))
-    run_groups(stages, lines, group)
+    for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * dtype.itemsize):
+        # Summaries are means over the slots: their size does not grow with the blocks'.
+        summaries = fused_outer(
+            key, value, key_features, feature_map, table, groups, lines, factor=1 / slots, dtype=dtype, total=divides
+        )
+        mixed, mixed_sums = weights(*summaries, lines)
+        fused_attend(
+            query, mixed, mixed_sums, query_features, feature_map, table, groups * repeats, repeated(lines, repeats),
+            output, factor=float(slots), eps=eps, gate=gate, output_weight=output_norm, output_eps=output_eps,
+        )  # fmt: skip
     return output, query_inverse, key_inverse
 
 

@@ -18,28 +18,24 @@ one head. Shape letters are those of `fused_products`.
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import launching
 from .block_gradient import block_flops
 from .device_functions import (
     COUNTS,
     denominator_gradient,
     denominators,
     dense_head_rows,
+    factors,
     head_rows,
     load_matrix,
     load_rows,
     place_of_program,
-    product,
+    row_product,
     row_strides,
     store_rows,
 )
@@ -47,14 +43,12 @@ from .feature_maps import feature_map_gradient
 from .fused_products import (
     Features,
     channel_scales,
-    dense_rows,
     entry_tokens,
     features_of,
+    fused_attend,
     fused_options,
-    heads_together,
+    fused_outer,
     normed_rows,
-    prepare_fused_outer,
-    prepare_fused_products,
     reads_wide_tiles,
     rotary_rows,
     rotate,
@@ -63,20 +57,16 @@ from .fused_products import (
 )
 from .launching import (
     FEW_PROGRAMS,
-    Stage,
     as_rows,
     ceil_divide,
     dense_like,
     launch,
-    lines_of_group,
-    multiplies_exactly,
+    line_groups,
     padded,
-    prepare,
     product_precision,
-    run_groups,
+    repeated,
 )
-from .mixing import MixingGradient, count_mixed_heads, mixing_stages, prepare_weights, sum_shares
-from .replay import replayed
+from .mixing import Mixing
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -102,6 +92,7 @@ def fused_gradient_kernel(
     entries = slot_entries(block_table, slot, slots, num_tokens)
     # Transposed as it is read.
     transposed = load_matrix(matrices + matrix * (WIDTH * VALUE), value_column, column, 1, VALUE, VALUE, WIDTH)
+    transposed = factors(transposed, PRECISION)
     scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
     if vectors is not None:
         vector = tl.load(vectors + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
@@ -119,7 +110,7 @@ def fused_gradient_kernel(
             row_factor *= inverse
         gradients = load_rows(head_of_outputs, tokens, present, value_column, VALUE)
         # The product of two rows is that of both turned back.
-        gradient = rotate(product(gradients, transposed, PRECISION), rotary, -1, BLOCK_TOKENS, BLOCK_WIDTH)
+        gradient = rotate(row_product(gradients, transposed, PRECISION), rotary, -1, BLOCK_TOKENS, BLOCK_WIDTH)
         gradient *= row_factor[:, None]
         if scale is not None:
             row_weight = denominator_gradient(mapped, gradient, inverse)
@@ -133,7 +124,7 @@ def fused_gradient_kernel(
         store_rows(results, tokens, present, column, gradient, WIDTH)
 
 
-def prepare_feature_gradient(
+def feature_gradient(
     rows: Tensor,
     outputs: Tensor,
     matrices: Tensor,
@@ -142,41 +133,42 @@ def prepare_feature_gradient(
     map_name: str,
     table: Tensor,
     heads: int,
+    lines: tuple[int, int],
+    result: Tensor,
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
     *,
     factor: float,
-    eps: float | None = None,
-) -> tuple[Stage, Tensor, Tensor | None, Tensor | None]:
-    """The gradient of norm(x_t) where that of ψ(x_t) is factor · scale_t · matrix_b(t) outputs_t, by groups of lines.
+    eps: float = 0.0,
+) -> None:
+    """The gradient of norm(x_t) for a group of lines, see [`fused_gradient_kernel`].
 
     Args:
         rows: Projected queries or keys x, `[B, T, H, K]`.
         outputs: Values, or gradients of outputs, `[B, T, H, V]`.
         matrices: Gradients of summaries, or mixed summaries, `[L, M, K, V]`, dense.
-        vectors: float32 `[L, M, K]`, dense: added to the gradient of φ(x_t), or see `eps`.
+        vectors: float32 `[L, M, K]`, dense: added to the gradient of φ(x_t), or see `scale`.
         features: See [`Features`].
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         table: Token of each slot, int32 `[M, N]`.
         heads: Heads of the matrices; H / heads of the rows share one.
+        lines: The first line of the group and its number of lines, L.
+        result: To be written, `[B, T, H, K]`, dense.
+        scale: To be written where rows are queries whose results are divided by φ(x_t)·vector_b(t) + eps, of which it
+            is one over, float32 `[B, T, H]`, dense. Otherwise scale_t is 1.
+        weight: To be written together with it: the gradient of the divisors, float32 `[B, T, H]`, dense.
         factor: Factor of the products.
-        eps: If given, rows are queries whose results are divided by φ(x_t)·vector_b(t) + eps, and scale_t is one over
-            that. Otherwise it is 1.
-
-    Returns:
-        The stage; the gradient, `[B, T, H, K]` in the dtype of `rows`; scale, and the gradient of the denominators,
-        float32 `[B, T, H]` (both None without `eps` or `vectors`).
+        eps: Added to the divisors.
     """
-    divides = vectors is not None and eps is not None
     # Features and their gradient are at hand together where there is a divisor.
-    most_tokens = 32 if reads_wide_tiles(rows) and not divides else 16
-    result, scale, weight = dense_like(rows), None, None
-    if divides:
-        scale, weight = (rows.new_empty(rows.shape[:3], dtype=torch.float32) for _ in range(2))
-    options = fused_options(rows, matrices, table, map_name, heads, padded(matrices.shape[3]), most_tokens)
-    run = prepare(
-        fused_gradient_kernel, as_rows(rows), as_rows(outputs), features, table, matrices, vectors, result, scale,
-        weight, **options, factor=factor, eps=eps or 0.0, PRECISION=product_precision(rows.dtype, matrices.dtype),
+    most_tokens = 32 if reads_wide_tiles(rows) and scale is None else 16
+    columns = matrices.shape[3]
+    launch(
+        fused_gradient_kernel, lines[1] * table.shape[0] * rows.shape[2] // heads,
+        as_rows(rows), as_rows(outputs), features, table, matrices, vectors, result, scale, weight,
+        lines=lines, **fused_options(rows, columns, table, map_name, heads, padded(columns), most_tokens),
+        factor=factor, eps=eps, PRECISION=product_precision(rows.dtype, matrices.dtype),
     )  # fmt: skip
-    return Stage(run, table.shape[0] * rows.shape[2] // heads), result, scale, weight
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -216,15 +208,12 @@ def norm_gradient_(rows: Tensor, gradient: Tensor, norm_weight: Tensor | None, i
     Returns:
         The gradient of the norm's weight, `[H · K]` in its dtype; None without a norm.
     """
-    shares = _norm_gradient_shares_(rows, gradient, norm_weight, inverse_norm)
-    return None if norm_weight is None else shares.sum(0).to(norm_weight.dtype)
-
-
-def _norm_gradient_shares_(rows: Tensor, gradient: Tensor, norm_weight: Tensor | None, inverse_norm: Tensor) -> Tensor:
-    """[`norm_gradient_`] with shares of the weight's gradient, float32 `[shares, H · K]`; empty without a norm."""
     if norm_weight is None:
-        return rows.new_empty(0)
+        return None
     batch, num_tokens, heads, width = rows.shape
+    if rows.stride(-1) != 1 or rows.stride(2) != width:
+        # The kernel reads the heads of a token side by side.
+        rows = rows.contiguous()
     size, count = heads * width, batch * num_tokens
     share = ceil_divide(count, FEW_PROGRAMS)
     programs = ceil_divide(count, share)
@@ -234,7 +223,7 @@ def _norm_gradient_shares_(rows: Tensor, gradient: Tensor, norm_weight: Tensor |
         num_tokens=num_tokens, count=count, share=share, WIDTH=size, BLOCK_WIDTH=padded(size),
         num_warps=row_warps(size),
     )  # fmt: skip
-    return shares
+    return shares.sum(0).to(norm_weight.dtype)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -256,6 +245,7 @@ def output_gradient_kernel(
     block_table = table + block * slots
     entries = slot_entries(block_table, slot, slots, num_tokens)
     weights = load_matrix(matrices + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
+    weights = factors(weights, PRECISION)
     scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
     if vectors is not None:
         sums = tl.load(vectors + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
@@ -273,7 +263,7 @@ def output_gradient_kernel(
         normed = normed_rows(queries, features, scales, batch, tokens, present, num_tokens, column, WIDTH)
         rotary = rotary_rows(features, tokens, present, column, WIDTH)
         mapped = features_of(normed, features, present, column, WIDTH, FEATURE_MAP)
-        values = product(rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH), weights, PRECISION)
+        values = row_product(rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH), weights, PRECISION)
         row_factor = tl.full((BLOCK_TOKENS,), factor, tl.float32)
         if vectors is not None:
             row_factor /= tl.where(present, denominators(mapped, sums, eps), 1.0)
@@ -301,52 +291,6 @@ def output_gradient_kernel(
         tl.store(weight_gradient + row * VALUE + value_column, total, mask=value_column < VALUE)
 
 
-def prepare_output_gradient(
-    query: Tensor,
-    gradient: Tensor,
-    matrices: Tensor,
-    vectors: Tensor | None,
-    features: Features,
-    map_name: str,
-    table: Tensor,
-    heads: int,
-    *,
-    factor: float,
-    eps: float,
-    gate: Tensor | None,
-    output_weight: Tensor | None,
-    output_eps: float,
-) -> tuple[Stage, Tensor, Tensor | None, Tensor | None]:
-    """Gradients through norm(x) · silu(gate) for groups of lines.
-
-    Arguments that are not listed are those of [`fused_products.prepare_fused_products`], whose output without norm and
-    gate is x.
-
-    Args:
-        gradient: Of the output, `[B, T, H, V]`.
-
-    Returns:
-        The stage; the gradient of x, `[B, T, H, V]`; that of the gate, in its dtype; and shares of that of the norm's
-        weight, float32 `[B · H, M, V]`; None for what is not there.
-    """
-    batch, num_tokens, query_heads, _ = query.shape
-    columns = matrices.shape[3]
-    # Without a normaliser, what enters the norm can leave the range of float16.
-    dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
-    result = query.new_empty(batch, num_tokens, query_heads, columns, dtype=dtype)
-    grad_gate = None if gate is None else dense_like(gate)
-    partial = None
-    if output_weight is not None:
-        partial = query.new_empty(batch * query_heads, table.shape[0], columns, dtype=torch.float32)
-    run = prepare(
-        output_gradient_kernel, as_rows(query), as_rows(gradient), as_rows(gate), output_weight, features, table,
-        matrices, vectors, result, grad_gate, partial,
-        **fused_options(query, matrices, table, map_name, heads, padded(columns), 16),
-        factor=factor, eps=eps, output_eps=output_eps, PRECISION=product_precision(query.dtype, matrices.dtype),
-    )  # fmt: skip
-    return Stage(run, table.shape[0] * query_heads // heads), result, grad_gate, partial
-
-
 def run_fused_backward(
     gradient: Tensor,
     query_inverse: Tensor,
@@ -372,26 +316,75 @@ def run_fused_backward(
 
     Args beyond those of `fused.fused_attention`:
         gradient: Of the output.
-        query_inverse: From [`fused_products.inverse_norms`].
+        query_inverse: From [`fused_products.inverse_norm`].
         key_inverse: The same.
     """
-    inputs = (
-        dense_rows(gradient), query_inverse, key_inverse, heads_together(query), heads_together(key),
-        dense_rows(value), dense_rows(gate), mixing, query_norm, key_norm, output_norm, rotary, table,
-    )  # fmt: skip
-    options = (
-        feature_map, scaling, feature_eps, divides, eps, output_eps, multiplies_exactly(query.dtype),
-        launching.GROUP_LINES, FEW_PROGRAMS,
-    )  # fmt: skip
-    grad_query, grad_key, grad_value, grad_gate, *shares = replayed(_launch_all, inputs, options)
-    mixed_heads = count_mixed_heads(mixing.shape, query.shape[2], key.shape[2])
-    grad_mixing = sum_shares(shares[0], mixing.shape, query.shape[0], mixed_heads)
-
-    def total(norm: Tensor | None, share: Tensor) -> Tensor:
-        return query.new_empty(0) if norm is None else share.flatten(0, -2).sum(0).to(norm.dtype)
-
-    grad_norms = total(query_norm, shares[1]), total(key_norm, shares[2]), total(output_norm, shares[3])
-    return grad_query, grad_key, grad_value, grad_gate, grad_mixing, *grad_norms
+    batch, num_tokens, heads, width = query.shape
+    groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
+    weights = Mixing(mixing, batch, groups)
+    repeats = weights.repeats
+    mixed_heads, many = groups * repeats, float(slots)
+    query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)
+    key_features = Features(key_norm, key_inverse, rotary, scaling, feature_eps)
+    grad_query, grad_key, grad_value = (dense_like(tokens) for tokens in (query, key, value))
+    scale = weight = grad_gate = shares = None
+    if divides:
+        scale, weight = (query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(2))
+    inner_gradient = gradient
+    if gate is not None or output_norm is not None:
+        # Without a normaliser, what enters the norm can leave the range of float16.
+        dtype = torch.float32 if query.dtype == torch.float16 else query.dtype
+        inner_gradient = query.new_empty(batch, num_tokens, heads, columns, dtype=dtype)
+        grad_gate = None if gate is None else dense_like(gate)
+        if output_norm is not None:
+            shares = query.new_empty(batch * heads * blocks, columns, dtype=torch.float32)
+    for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * 4):
+        row_lines = repeated(lines, repeats)
+        summaries, sums = fused_outer(
+            key, value, key_features, feature_map, table, groups, lines,
+            factor=1 / slots, dtype=torch.float32, total=divides,
+        )  # fmt: skip
+        mixed, mixed_sums = weights(summaries, sums, lines)
+        if inner_gradient is not gradient:
+            launch(
+                output_gradient_kernel, row_lines[1] * blocks * heads // mixed_heads,
+                as_rows(query), as_rows(gradient), as_rows(gate), output_norm, query_features, table, mixed,
+                mixed_sums, inner_gradient, grad_gate, shares,
+                lines=row_lines, factor=many, eps=eps, output_eps=output_eps,
+                **fused_options(query, columns, table, feature_map, mixed_heads, padded(columns), 16),
+                PRECISION=product_precision(query.dtype, mixed.dtype),
+            )  # fmt: skip
+        feature_gradient(
+            query, inner_gradient, mixed, mixed_sums, query_features, feature_map, table, mixed_heads, row_lines,
+            grad_query, scale, weight, factor=many, eps=eps,
+        )  # fmt: skip
+        del mixed
+        grad_mixed, grad_mixed_sums = fused_outer(
+            query, inner_gradient, query_features, feature_map, table, mixed_heads, row_lines,
+            factor=many, dtype=torch.float32, total=divides, scale=scale, weight=weight,
+        )  # fmt: skip
+        weights.add_gradient(grad_mixed, summaries, grad_mixed_sums, sums)
+        del summaries
+        grad_summaries, grad_sums = weights.transposed(grad_mixed, grad_mixed_sums, lines)
+        del grad_mixed
+        feature_gradient(
+            key, value, grad_summaries, grad_sums, key_features, feature_map, table, groups, lines, grad_key,
+            factor=1 / slots,
+        )  # fmt: skip
+        fused_attend(
+            key, grad_summaries, None, key_features, feature_map, table, groups, lines, grad_value, factor=1 / slots
+        )
+    grad_gate, grad_query_norm, grad_key_norm, grad_output_norm = (
+        query.new_empty(0) if part is None else part
+        for part in (
+            grad_gate,
+            norm_gradient_(query, grad_query, query_norm, query_inverse),
+            norm_gradient_(key, grad_key, key_norm, key_inverse),
+            None if output_norm is None or shares is None else shares.sum(0).to(output_norm.dtype),
+        )
+    )
+    grad_norms = grad_query_norm, grad_key_norm, grad_output_norm
+    return grad_query, grad_key, grad_value, grad_gate, weights.gradient(), *grad_norms
 
 
 # In place of `torch.library.custom_op`, which takes several times longer for a call.
@@ -408,98 +401,6 @@ def _second_derivative(ctx, *gradients):
 
 # Operators by `torch.library.define` have second derivatives of zero otherwise.
 torch.library.register_autograd("mhla_hf::fused_attention_backward", _second_derivative)
-
-
-def _launch_all(
-    gradient: Tensor,
-    query_inverse: Tensor,
-    key_inverse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    mixing: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    output_norm: Tensor | None,
-    rotary: Tensor | None,
-    table: Tensor,
-    feature_map: str,
-    scaling: float,
-    feature_eps: float,
-    divides: bool,
-    eps: float,
-    output_eps: float,
-    exact: bool,
-    *others: int | None,
-) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and gate, and shares of those of mixing and of the weights of the norms."""
-    batch, _, heads, width = query.shape
-    groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
-    mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
-    repeats, lines = mixed_heads // groups, batch * groups
-    group = lines_of_group(lines, (1 + repeats) * blocks * width * columns * 4, blocks, query.device)
-    query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)
-    key_features = Features(key_norm, key_inverse, rotary, scaling, feature_eps)
-    summaries = query.new_empty(group, blocks, width, columns, dtype=torch.float32)
-    mixed = query.new_empty(group * repeats, blocks, width, columns, dtype=torch.float32)
-    sums = mixed_sums = None
-    if divides:
-        sums, mixed_sums = (query.new_empty(part.shape[:3], dtype=torch.float32) for part in (summaries, mixed))
-    weights, transposed = (
-        prepare_weights(mixing, torch.float32, exact=exact, sums=divides, transpose=transpose)
-        for transpose in (False, True)
-    )
-    pairs = (summaries, sums), (mixed, mixed_sums)
-    stages: list[Callable[[int, int], Any]] = [
-        prepare_fused_outer(key, value, key_features, feature_map, table, groups, summaries, sums, factor=1 / slots),
-        *mixing_stages(weights, *pairs, heads=mixed_heads, repeats=repeats),
-    ]
-    grad_gate = grad_output_norm = None
-    many = float(slots)
-    if gate is not None or output_norm is not None:
-        stage, gradient, grad_gate, grad_output_norm = prepare_output_gradient(
-            query, gradient, mixed, mixed_sums, query_features, feature_map, table, mixed_heads,
-            factor=many, eps=eps, gate=gate, output_weight=output_norm, output_eps=output_eps,
-        )  # fmt: skip
-        stages.append(replace(stage, repeats=repeats))
-    stage, grad_query, scale, weight = prepare_feature_gradient(
-        query, gradient, mixed, mixed_sums, query_features, feature_map, table, mixed_heads, factor=many, eps=eps
-    )
-    stages.append(replace(stage, repeats=repeats))
-    # Gradients of summaries take the place of summaries that are needed no more.
-    stage = prepare_fused_outer(
-        query, gradient, query_features, feature_map, table, mixed_heads, mixed, mixed_sums,
-        factor=many, scale=scale, weight=weight,
-    )  # fmt: skip
-    stages.append(replace(stage, repeats=repeats))
-    grad_mixing = MixingGradient(
-        mixing, mixed, summaries, batch=batch, heads=mixed_heads, repeats=repeats, exact=exact,
-        sums=(mixed_sums, sums) if mixed_sums is not None and sums is not None else None,
-    )  # fmt: skip
-    stages.append(grad_mixing)
-    stages += mixing_stages(transposed, *pairs[::-1], heads=groups, repeats=repeats, sum_repeats=True)
-    stage, grad_key, _, _ = prepare_feature_gradient(
-        key, value, summaries, sums, key_features, feature_map, table, groups, factor=1 / slots
-    )
-    grad_value = dense_like(value)
-    stages += [
-        stage,
-        prepare_fused_products(
-            key, summaries, None, key_features, feature_map, table, groups, grad_value, factor=1 / slots
-        ),
-    ]
-    run_groups(stages, lines, group)
-    return (
-        grad_query,
-        grad_key,
-        grad_value,
-        query.new_empty(0) if grad_gate is None else grad_gate,
-        grad_mixing.partial,
-        _norm_gradient_shares_(query, grad_query, query_norm, query_inverse),
-        _norm_gradient_shares_(key, grad_key, key_norm, key_inverse),
-        query.new_empty(0) if grad_output_norm is None else grad_output_norm,
-    )
 
 
 @torch.library.register_fake("mhla_hf::fused_attention_backward")

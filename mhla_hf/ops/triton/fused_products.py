@@ -36,20 +36,19 @@ from .device_functions import (
     COUNTS,
     denominators,
     dense_head_rows,
+    factors,
     head_rows,
     load_matrix,
     load_rows,
     place_of_program,
     product,
-    row_strides,
+    row_product,
     store_rows,
-    to_matrix,
     to_tf32,
 )
 from .feature_maps import feature_map
 from .launching import (
     MAX_TILE,
-    Stage,
     as_rows,
     ceil_divide,
     column_tile,
@@ -57,7 +56,6 @@ from .launching import (
     launch,
     multiplies_from_shared_memory,
     padded,
-    prepare,
     product_precision,
     warps,
 )
@@ -68,7 +66,7 @@ class Features(NamedTuple):
 
     Attributes:
         norm_weight: Weight of an RMSNorm across heads, `[H · K]`; None for no norm.
-        inverse_norm: 1 / rms of each token from [`inverse_norms`]; read only where there is a norm.
+        inverse_norm: 1 / rms of each token from [`inverse_norm`]; read only where there is a norm.
         rotary: Table of rotary embeddings from [`rotary_table`], `[T, K]`, dense; None for no rotation.
         scaling: Factor of the rows before the feature map.
         feature_eps: Added to the features.
@@ -133,19 +131,8 @@ def fits_fused_kernels(width: int, value: int, rotary: bool, dtype: torch.dtype)
     return padded(width) * padded(value) <= room and not (rotary and width % 2)
 
 
-def heads_together(tokens: Tensor) -> Tensor:
-    """The tensor, copied only where the heads of a token do not lie side by side."""
-    together = tokens.stride(-1) == 1 and tokens.stride(2) == tokens.shape[3]
-    return tokens if together else tokens.contiguous()
-
-
-def dense_rows(tokens: Tensor | None) -> Tensor | None:
-    """The tensor, copied only where its last axis is not dense; None stays None."""
-    return tokens if tokens is None or tokens.stride(-1) == 1 else tokens.contiguous()
-
-
 def fused_options(
-    rows: Tensor, matrices: Tensor, table: Tensor, map_name: str, heads: int, tile: int, most_tokens: int
+    rows: Tensor, columns: int, table: Tensor, map_name: str, heads: int, tile: int, most_tokens: int
 ) -> dict[str, Any]:
     """Arguments that all fused kernels share.
 
@@ -154,7 +141,7 @@ def fused_options(
 
     Args:
         rows: `[B, T, H, K]`.
-        matrices: Of a group of lines, `[L, M, K, V]`.
+        columns: V.
         table: Token of each slot, int32 `[M, N]`.
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         heads: Heads of the matrices in a batch entry.
@@ -169,7 +156,7 @@ def fused_options(
         "HEADS": heads,
         "REPEATS": rows.shape[2] // heads,
         "WIDTH": width,
-        "VALUE": matrices.shape[3],
+        "VALUE": columns,
         "BLOCK_WIDTH": padded(width),
         "BLOCK_VALUE": tile,
         "BLOCK_TOKENS": min(padded(slots), most_tokens),
@@ -192,63 +179,21 @@ def row_warps(size: int) -> int:
     return 4 if size <= 4096 else 8
 
 
-@triton.jit
-def _inverse_root_mean_square(tokens, row, num_tokens, eps, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    column = tl.arange(0, BLOCK_WIDTH)
-    stride_batch, stride_token, _ = row_strides(tokens)
-    start = tokens.data + (row // num_tokens) * stride_batch + (row % num_tokens) * stride_token
-    values = tl.load(start + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    return 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def inverse_norms_kernel(
-    query_result, key_result, query, key, query_eps, key_eps, num_tokens, count,
-    QUERY: tl.constexpr, KEY: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-):  # fmt: skip
-    """1 / sqrt(mean of squares + eps) of each row of `[B, T, QUERY]` and `[B, T, KEY]`, float32 `[B, T]`.
-
-    One program a row; `count` is B · T. What is None is left out.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    if query is not None:
-        if program < count:
-            inverse = _inverse_root_mean_square(query, program, num_tokens, query_eps, QUERY, BLOCK_WIDTH)
-            tl.store(query_result + program, inverse)
-    if key is not None:
-        if program >= count:
-            inverse = _inverse_root_mean_square(key, program - count, num_tokens, key_eps, KEY, BLOCK_WIDTH)
-            tl.store(key_result + program - count, inverse)
-
-
-def inverse_norms(query: Tensor, key: Tensor, query_eps: float | None, key_eps: float | None) -> tuple[Tensor, Tensor]:
-    """1 / sqrt(mean of squares + eps) over the heads and channels of each token of queries and keys.
+def inverse_norm(tokens: Tensor, eps: float | None) -> Tensor:
+    """1 / sqrt(mean of squares + eps) over the heads and channels of each token.
 
     Args:
-        query: `[B, T, H, K]`, with the heads of a token side by side.
-        key: `[B, T, G, K]`, likewise.
-        query_eps: None for no norm of the queries.
-        key_eps: The same of the keys.
+        tokens: `[B, T, H, K]`.
+        eps: None for no norm.
 
     Returns:
-        float32 `[B, T]` of each, empty where there is no norm.
+        float32 `[B, T]`, empty without a norm.
     """
-    batch, num_tokens, heads, width = query.shape
-    query_size, key_size = heads * width, key.shape[2] * width
-    query_result, key_result = (
-        query.new_empty((0,) if eps is None else (batch, num_tokens), dtype=torch.float32)
-        for eps in (query_eps, key_eps)
-    )
-    if query_eps is None and key_eps is None:
-        return query_result, key_result
-    largest = max(query_size, key_size)
-    launch(
-        inverse_norms_kernel, 2 * batch * num_tokens, query_result, key_result,
-        None if query_eps is None else as_rows(query), None if key_eps is None else as_rows(key),
-        query_eps=query_eps or 0.0, key_eps=key_eps or 0.0, num_tokens=num_tokens, count=batch * num_tokens,
-        QUERY=query_size, KEY=key_size, BLOCK_WIDTH=padded(largest), num_warps=row_warps(largest),
-    )  # fmt: skip
-    return query_result, key_result
+    if eps is None:
+        return tokens.new_empty(0, dtype=torch.float32)
+    # Reads the tokens once, and sums their squares in float32.
+    norm = torch.linalg.vector_norm(tokens, dim=(2, 3), dtype=torch.float32)
+    return (norm.square() / tokens.shape[2:].numel() + eps).rsqrt()
 
 
 @triton.jit
@@ -357,27 +302,28 @@ def fused_outer_kernel(
             turned = rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH)
             result += product(tl.trans(turned), values, PRECISION)
     pointers = products + matrix * (WIDTH * VALUE) + column[:, None] * VALUE + value_column[None, :]
-    result = to_matrix(result * factor, products.dtype.element_ty, PRECISION)
+    result = (result * factor).to(products.dtype.element_ty)
     tl.store(pointers, result, mask=(column < WIDTH)[:, None] & (value_column < VALUE)[None, :])
     if sums is not None:
         if column_tile == 0:
             tl.store(sums + matrix * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
-def prepare_fused_outer(
+def fused_outer(
     rows: Tensor,
     value: Tensor,
     features: Features,
     map_name: str,
     table: Tensor,
     heads: int,
-    products: Tensor,
-    sums: Tensor | None,
+    lines: tuple[int, int],
     *,
     factor: float,
+    dtype: torch.dtype,
+    total: bool,
     scale: Tensor | None = None,
     weight: Tensor | None = None,
-) -> Stage:
+) -> tuple[Tensor, Tensor | None]:
     """factor Σ ψ(x_t) (scale_t value_t)ᵀ and Σ weight_t φ(x_t) over the tokens of each block of a group of lines.
 
     Args:
@@ -387,22 +333,29 @@ def prepare_fused_outer(
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         table: Token of each slot, int32 `[M, N]`.
         heads: G; H / G heads in a row are summed.
-        products: To be written, `[L, M, K, V]`, dense.
-        sums: To be written, float32 `[L, M, K]`, dense; None for no sums.
+        lines: The first line of the group and its number of lines, L.
         factor: Factor of the products.
+        dtype: Dtype of the products.
+        total: Whether to sum features too.
         scale: float32 `[B, T, H]`; 1 if not given.
         weight: float32 `[B, T, H]`; 1 if not given.
+
+    Returns:
+        The products `[L, M, K, V]`, and the sums, float32 `[L, M, K]`; None if not `total`.
     """
-    width, columns = products.shape[2:]
+    width, columns = rows.shape[3], value.shape[3]
     tile = column_tile(width, columns)
     # Scales take registers, and so do the masks of padded rows.
     most_tokens = 32 if reads_wide_tiles(rows) and scale is None and not is_padded(width) else 16
-    run = prepare(
-        fused_outer_kernel, as_rows(rows), as_rows(value), scale, weight, features, table, products, sums,
-        **fused_options(rows, products, table, map_name, heads, tile, most_tokens), factor=factor,
-        PRECISION=product_precision(rows.dtype, rows.dtype if scale is None else products.dtype),
+    products = rows.new_empty(lines[1], table.shape[0], width, columns, dtype=dtype)
+    sums = rows.new_empty(products.shape[:3], dtype=torch.float32) if total else None
+    launch(
+        fused_outer_kernel, lines[1] * table.shape[0] * ceil_divide(columns, tile),
+        as_rows(rows), as_rows(value), scale, weight, features, table, products, sums,
+        lines=lines, **fused_options(rows, columns, table, map_name, heads, tile, most_tokens), factor=factor,
+        PRECISION=product_precision(rows.dtype, rows.dtype if scale is None else dtype),
     )  # fmt: skip
-    return Stage(run, table.shape[0] * ceil_divide(columns, tile))
+    return products, sums
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -423,6 +376,7 @@ def fused_attend_kernel(
     block_table = table + block * slots
     entries = slot_entries(block_table, slot, slots, num_tokens)
     weights = load_matrix(matrices + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
+    weights = factors(weights, PRECISION)
     scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
     if vectors is not None:
         sums = tl.load(vectors + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
@@ -445,7 +399,7 @@ def fused_attend_kernel(
         rotary = rotary_rows(features, tokens, present, column, WIDTH)
         mapped = features_of(normed, features, present, column, WIDTH, FEATURE_MAP)
         turned = rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH)
-        result = product(turned, weights, PRECISION)
+        result = row_product(turned, weights, PRECISION)
         row_factor = tl.full((BLOCK_TOKENS,), factor, tl.float32)
         if vectors is not None:
             row_factor /= tl.where(present, denominators(mapped, sums, eps), 1.0)
@@ -458,7 +412,7 @@ def fused_attend_kernel(
         store_rows(outputs, tokens, present, value_column, result, VALUE)
 
 
-def prepare_fused_products(
+def fused_attend(
     query: Tensor,
     matrices: Tensor,
     vectors: Tensor | None,
@@ -466,6 +420,7 @@ def prepare_fused_products(
     map_name: str,
     table: Tensor,
     heads: int,
+    lines: tuple[int, int],
     output: Tensor,
     *,
     factor: float,
@@ -473,8 +428,8 @@ def prepare_fused_products(
     gate: Tensor | None = None,
     output_weight: Tensor | None = None,
     output_eps: float = 0.0,
-) -> Stage:
-    """norm(factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps)) · silu(gate) for a group of lines.
+) -> None:
+    """Computes norm(factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps)) · silu(gate) for a group of lines.
 
     Args:
         query: Projected rows, `[B, T, H, K]`.
@@ -484,6 +439,7 @@ def prepare_fused_products(
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         table: Token of each slot, int32 `[M, N]`.
         heads: Heads of the matrices; H / heads of the rows share one.
+        lines: The first line of the group and its number of lines, L.
         output: To be written, `[B, T, H, V]`, dense.
         factor: Factor of the products.
         eps: Added to the denominator.
@@ -493,10 +449,10 @@ def prepare_fused_products(
     """
     half = query.dtype == matrices.dtype == torch.bfloat16
     most_tokens = 32 if half or reads_wide_tiles(query) else 16
-    tile = padded(matrices.shape[3])
-    run = prepare(
-        fused_attend_kernel, as_rows(query), as_rows(gate), output_weight, features, table, matrices, vectors, output,
-        **fused_options(query, matrices, table, map_name, heads, tile, most_tokens),
+    columns = matrices.shape[3]
+    launch(
+        fused_attend_kernel, lines[1] * table.shape[0] * query.shape[2] // heads,
+        as_rows(query), as_rows(gate), output_weight, features, table, matrices, vectors, output,
+        lines=lines, **fused_options(query, columns, table, map_name, heads, padded(columns), most_tokens),
         factor=factor, eps=eps, output_eps=output_eps, PRECISION=product_precision(query.dtype, matrices.dtype),
     )  # fmt: skip
-    return Stage(run, table.shape[0] * query.shape[2] // heads)

@@ -10,15 +10,14 @@ The output norm and the gate are left to the layer.
 Forward, features pass through no memory. With s bytes a token's number and summaries of s' bytes (2 for bfloat16, 4
 otherwise), it reads and writes
 
-    summaries:  B T G (K + V) s + 2 B G M K V s'        mixing:  2 · 2 B H M K V s'
+    summaries:  B T G (K + V) s + 2 B G M K V s'        mixing:  2 · 2 B H M K V s', 5 · 2 B H M K V s' in bfloat16
     outputs:    B T H (K + V) s + 2 B H M K V s'
 
 bytes, and a norm of queries and keys across heads B T (H + G) K s more, which is read before. It computes 2 B T H K (K
 + 2V) operations in each of summaries and outputs, and 4 B H M² K V in mixing, twice where weights meet summaries in
-bfloat16. At the shape of Wan (`docs/kernels.md`): 312 + 236 + 312 MB, and 37 + 18 (35) + 37 GFLOP, where ReLU has 253
-+ 118 + 253 MB and 12 + 9 (18) + 12 GFLOP; 194 MB more with norms either way, for now. Each of q and k takes 97
-million exponentials beside that. All of it goes over groups of lines (see [`launching.lines_of_group`]), whose
-summaries may stay in the second-level cache: what then travels are the tokens, 387 MB and the norms.
+bfloat16. At the shape of Wan (`docs/kernels.md`): 312 + 590 + 312 MB, and 37 + 18 (35) + 37 GFLOP, where ReLU has 253
++ 295 + 253 MB and 12 + 9 (18) + 12 GFLOP; 194 MB more with norms either way, for now. Each of q and k takes 97
+million exponentials beside that.
 
 Backward, features are computed again and written, 2 · 290 MB; the gradients of block attention are those of `block`
 for features of width 2K, and `hedgehog_map` goes on from the gradients of features, 2 · 387 MB, to those of rows
@@ -36,19 +35,11 @@ from ...layouts.sequences import SequenceLayout
 from ..tables import NORMALIZERS
 from .block_gradient import block_gradients, needs_output
 from .fused_gradient import norm_gradient_
-from .fused_products import heads_together, inverse_norms, rotary_table
+from .fused_products import inverse_norm, rotary_table
 from .hedgehog_map import Projection, features, features_gradient
-from .hedgehog_products import prepare_outputs, prepare_summaries
-from .launching import (
-    dense_like,
-    lines_of_group,
-    multiplies_exactly,
-    product_flops,
-    run_groups,
-    summary_dtype,
-    token_tensor,
-)
-from .mixing import count_mixed_heads, mixing_stages, prepare_weights
+from .hedgehog_products import hedgehog_attend, hedgehog_summaries
+from .launching import dense_like, line_groups, product_flops, repeated, summary_dtype, token_tensor
+from .mixing import Mixing, count_mixed_heads
 
 
 def hedgehog_mhla_attention(
@@ -143,41 +134,27 @@ def hedgehog_attention(
         `[B, T, H, V]` in the dtype of `value`; and for the backward pass, in float32, the denominators `[B, T, H]`,
         empty unless `divides`, and 1 / rms of queries and keys, `[B, T]`, empty without a norm.
     """
-    heads, groups, width, columns = query.shape[2], key.shape[2], query.shape[3], value.shape[3]
+    groups, width, columns = key.shape[2], query.shape[3], value.shape[3]
     batch, (blocks, slots) = query.shape[0], table.shape[-2:]
-    query_inverse, key_inverse = inverse_norms(
-        query if query_norm is None else heads_together(query),
-        key if key_norm is None else heads_together(key),
-        None if query_norm is None else query_norm_eps,
-        None if key_norm is None else key_norm_eps,
-    )
+    query_inverse = inverse_norm(query, None if query_norm is None else query_norm_eps)
+    key_inverse = inverse_norm(key, None if key_norm is None else key_norm_eps)
     rest = rotary, scaling, feature_eps
-    mixed_heads = count_mixed_heads(mixing.shape, heads, groups)
-    lines, repeats = batch * groups, mixed_heads // groups
-    dtype = summary_dtype(key.dtype)
-    line_bytes = (1 + repeats) * blocks * 2 * width * columns * dtype.itemsize
-    # These programs take long, so that a launch should have more of them than one for each place on the GPU.
-    group = lines_of_group(lines, line_bytes, max(1, blocks // 2), query.device)
-    weights = prepare_weights(mixing, dtype, exact=multiplies_exactly(key.dtype), sums=divides)
-    summaries = key.new_empty(group, blocks, 2 * width, columns, dtype=dtype)
-    mixed = summaries.new_empty(group * repeats, blocks, 2 * width, columns)
-    sums = mixed_sums = None
-    if divides:
-        sums = key.new_empty(group, blocks, 2 * width, dtype=torch.float32)
-        mixed_sums = sums.new_empty(group * repeats, blocks, 2 * width)
+    query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
+    key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
+    weights, dtype = Mixing(mixing, batch, groups), summary_dtype(key.dtype)
+    repeats = weights.repeats
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
-    # Summaries are means over the slots: their size does not grow with the blocks'.
-    key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
-    stages = [prepare_summaries(key, value, key_projection, table, summaries, sums, factor=1 / slots)]
-    stages += mixing_stages(weights, (summaries, sums), (mixed, mixed_sums), heads=mixed_heads, repeats=repeats)
-    query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
-    attend = prepare_outputs(
-        query, query_projection, table, mixed, mixed_sums, output, denominator,
-        factor=float(slots), eps=eps, heads=mixed_heads, repeats=repeats,
-    )  # fmt: skip
-    stages.append(attend)
-    run_groups(stages, lines, group)
+    for lines in line_groups(batch * groups, (1 + repeats) * blocks * 2 * width * columns * dtype.itemsize):
+        # Summaries are means over the slots: their size does not grow with the blocks'.
+        summaries = hedgehog_summaries(
+            key, value, key_projection, table, lines, factor=1 / slots, dtype=dtype, total=divides
+        )
+        mixed, mixed_sums = weights(*summaries, lines)
+        hedgehog_attend(
+            query, query_projection, table, groups * repeats, repeated(lines, repeats), mixed, mixed_sums, output,
+            denominator, factor=float(slots), eps=eps,
+        )  # fmt: skip
     return output, denominator, query_inverse, key_inverse
 
 
@@ -214,7 +191,6 @@ def hedgehog_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, both weights, mixing and both norms, which are empty where there is none."""
     rest = rotary, scaling, feature_eps
-    query, key = heads_together(query), heads_together(key)
     query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
     key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
     query_features, key_features = features(query, query_projection), features(key, key_projection)

@@ -26,14 +26,15 @@ import triton.language as tl
 from .device_functions import (
     COUNTS,
     dense_head_rows,
+    factors,
     head_rows,
     load_matrix,
     load_rows,
     place_of_program,
     product,
+    row_product,
     slot_tokens,
     store_rows,
-    to_matrix,
 )
 from .hedgehog_map import (
     LOG2_E,
@@ -47,13 +48,12 @@ from .hedgehog_map import (
 )
 from .launching import (
     MAX_TILE,
-    Stage,
     as_rows,
     ceil_divide,
+    launch,
     multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
-    prepare,
     product_precision,
     table_sizes,
 )
@@ -100,9 +100,9 @@ def hedgehog_summary_kernel(
             minus_sum += tl.sum(minus, axis=1)
     pointers = summaries + matrix * (2 * WIDTH * VALUE) + feature[:, None] * VALUE + value_column[None, :]
     mask = inside[:, None] & (value_column < VALUE)[None, :]
-    tl.store(pointers, to_matrix(plus_summary * factor, summaries.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(pointers, (plus_summary * factor).to(summaries.dtype.element_ty), mask=mask)
     pointers += WIDTH * VALUE
-    tl.store(pointers, to_matrix(minus_summary * factor, summaries.dtype.element_ty, PRECISION), mask=mask)
+    tl.store(pointers, (minus_summary * factor).to(summaries.dtype.element_ty), mask=mask)
     if sums is not None:
         if column_tile == 0:
             tl.store(sums + matrix * (2 * WIDTH) + feature, plus_sum, mask=inside)
@@ -134,6 +134,7 @@ def hedgehog_attend_kernel(
     start = matrices + matrix * (2 * WIDTH * VALUE)
     plus_matrix = load_matrix(start, feature, value_column, VALUE, 1, WIDTH, VALUE)
     minus_matrix = load_matrix(start + WIDTH * VALUE, feature, value_column, VALUE, 1, WIDTH, VALUE)
+    plus_matrix, minus_matrix = factors(plus_matrix, FEATURE_PRECISION), factors(minus_matrix, FEATURE_PRECISION)
     queries = head_rows(query, batch, head)
     outputs = dense_head_rows(output, batch, head, num_tokens, HEADS * REPEATS, VALUE)
     block_table = table + batch * table_stride_batch + block * slots
@@ -154,8 +155,8 @@ def hedgehog_attend_kernel(
             if column_tile == 0:
                 per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + head
                 tl.store(denominator + per_token, divisors / total, mask=present)
-        result = product(plus, plus_matrix, FEATURE_PRECISION)
-        result += product(minus, minus_matrix, FEATURE_PRECISION)
+        result = row_product(plus, plus_matrix, FEATURE_PRECISION)
+        result += row_product(minus, minus_matrix, FEATURE_PRECISION)
         # The division of the softmax comes last, once a row.
         if vectors is not None:
             total = divisors
@@ -177,44 +178,54 @@ def _options(rows: torch.Tensor, table: torch.Tensor, columns: int, tile: int, m
     }
 
 
-def prepare_summaries(
+def hedgehog_summaries(
     key: torch.Tensor,
     value: torch.Tensor,
     projection: Projection,
     table: torch.Tensor,
-    summaries: torch.Tensor,
-    sums: torch.Tensor | None,
+    lines: tuple[int, int],
     *,
     factor: float,
-) -> Stage:
-    """The stage that writes the summaries of a group of lines, and the sums of their features.
+    dtype: torch.dtype,
+    total: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The summaries of a group of lines, and the sums of their features.
 
     Args:
         key: Projected keys, `[B, T, G, K]`.
         value: `[B, T, G, V]`.
         projection: See [`Projection`].
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`.
-        summaries: To be written, `[L, M, 2K, V]` for the L lines of a group, dense.
-        sums: To be written, float32 `[L, M, 2K]`, dense; None where they are not wanted.
+        lines: The first line of the group and its number of lines, L.
         factor: Factor of the summaries.
+        dtype: Dtype of the summaries.
+        total: Whether to sum features.
+
+    Returns:
+        `[L, M, 2K, V]`; and float32 `[L, M, 2K]`, None if not `total`.
     """
-    width, columns = key.shape[-1], value.shape[-1]
+    width, columns, blocks = key.shape[-1], value.shape[-1], table.shape[-2]
     from_shared_memory = multiplies_from_shared_memory(key.device)
     tile = min(padded(columns), (MAX_TILE if from_shared_memory else MAX_TILE // 2) // padded(width))
     most_tokens = 32 if key.dtype == torch.bfloat16 else 16
-    run = prepare(
-        hedgehog_summary_kernel, as_rows(key), as_rows(value), projection, table, summaries, sums,
-        factor=factor, HEADS=key.shape[2],
+    summaries = key.new_empty(lines[1], blocks, 2 * width, columns, dtype=dtype)
+    sums = key.new_empty(summaries.shape[:3], dtype=torch.float32) if total else None
+    launch(
+        hedgehog_summary_kernel, lines[1] * ceil_divide(columns, tile) * blocks,
+        as_rows(key), as_rows(value), projection, table, summaries, sums,
+        lines=lines, factor=factor, HEADS=key.shape[2],
         num_warps=8 if 2 * padded(width) * tile > 64 * 64 else 4, num_stages=3,
         **_options(key, table, columns, tile, most_tokens),
     )  # fmt: skip
-    return Stage(run, ceil_divide(columns, tile) * table.shape[-2])
+    return summaries, sums
 
 
-def prepare_outputs(
+def hedgehog_attend(
     query: torch.Tensor,
     projection: Projection,
     table: torch.Tensor,
+    heads: int,
+    lines: tuple[int, int],
     matrices: torch.Tensor,
     vectors: torch.Tensor | None,
     output: torch.Tensor,
@@ -222,23 +233,21 @@ def prepare_outputs(
     *,
     factor: float,
     eps: float,
-    heads: int,
-    repeats: int,
-) -> Stage:
-    """The stage that writes the outputs of a group of lines, and their denominators.
+) -> None:
+    """Computes the outputs of a group of lines, and their denominators.
 
     Args:
         query: Projected queries, `[B, T, H, K]`.
         projection: See [`Projection`].
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`.
-        matrices: Mixed summaries of the group, `[L · repeats, M, 2K, V]`, dense.
-        vectors: Mixed sums, float32 `[L · repeats, M, 2K]`, dense; None does not divide.
+        heads: Heads of mixed summaries in a batch entry.
+        lines: The first line of mixed summaries of the group and their number, L.
+        matrices: Mixed summaries of the group, `[L, M, 2K, V]`, dense.
+        vectors: Mixed sums, float32 `[L, M, 2K]`, dense; None does not divide.
         output: To be written, `[B, T, H, V]`, dense.
         denominator: To be written where something is divided, float32 `[B, T, H]`, dense.
         factor: Factor of the products.
         eps: Added to the denominator.
-        heads: Heads of mixed summaries in a batch entry, S.
-        repeats: S / G, lines of mixed summaries for each line of a group.
     """
     width, columns, sharing = query.shape[-1], output.shape[-1], query.shape[2] // heads
     from_shared_memory = multiplies_from_shared_memory(query.device)
@@ -246,13 +255,13 @@ def prepare_outputs(
     room = MAX_TILE if from_shared_memory else MAX_TILE // 8 if multiplies_exactly(query.dtype) else MAX_TILE // 2
     tile = min(padded(columns), room // padded(width))
     most_tokens = 64 if from_shared_memory and query.dtype == torch.bfloat16 else 16
-    run = prepare(
-        hedgehog_attend_kernel, as_rows(query), projection, table, matrices, vectors, output, denominator,
-        factor=factor, eps=eps, HEADS=heads, REPEATS=sharing,
+    launch(
+        hedgehog_attend_kernel, lines[1] * sharing * ceil_divide(columns, tile) * table.shape[-2],
+        as_rows(query), projection, table, matrices, vectors, output, denominator,
+        lines=lines, factor=factor, eps=eps, HEADS=heads, REPEATS=sharing,
         FEATURE_PRECISION=product_precision(query.dtype, matrices.dtype),
         # What is read ahead would take the room of a second program.
         num_warps=4 if padded(width) * tile <= 64 * 64 or from_shared_memory else 8,
         num_stages=1 if from_shared_memory and padded(width) > 64 else 2,
         **_options(query, table, columns, tile, most_tokens),
     )  # fmt: skip
-    return Stage(run, sharing * ceil_divide(columns, tile) * table.shape[-2], repeats)

@@ -14,9 +14,7 @@ plain rows, M blocks, N slots of a block.
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
 
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,25 +30,21 @@ from .device_functions import (
     load_rows,
     place_of_program,
     slot_tokens,
-    to_matrix,
     to_tf32,
 )
 from .launching import (
-    MAX_SETUPS,
-    Setup,
-    Stage,
     as_rows,
     ceil_divide,
     column_tile,
     is_padded,
+    launch,
     multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
-    round_matrices_,
     row_precision,
     split_slots,
     stages,
-    table_shape,
+    table_sizes,
     token_tile,
     warps,
 )
@@ -128,7 +122,7 @@ def outer_kernel(
     split_matrix = split.to(tl.int64) * split_stride + matrix
     inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
     pointers = products + split_matrix * (LEFT * RIGHT) + left_column[:, None] * RIGHT + right_column[None, :]
-    tl.store(pointers, to_matrix(accumulator * factor, products.dtype.element_ty, PRECISION), mask=inside)
+    tl.store(pointers, (accumulator * factor).to(products.dtype.element_ty), mask=inside)
     if sums is not None:
         if column_tile == 0:
             tl.store(sums + split_matrix * PLAIN + plain_column, total, mask=plain_column < PLAIN)
@@ -136,130 +130,19 @@ def outer_kernel(
         tl.store(first_bad + part.to(tl.int64) * split_stride + matrix, found_bad)
 
 
-class _Outer(NamedTuple):
-    setup: Setup
-    splits: int
-    tiles: int
-
-
-@lru_cache(MAX_SETUPS)
-def _set_up(
-    lines: int,
-    num_tokens: int,
-    heads: int,
-    num_heads: int,
-    width: int,
-    value: int,
-    plain: int,
-    is_pair: bool,
-    table: tuple[int, int, int],
-    limit_heads: int,
-    tokens: torch.dtype,
-    precision: str,
-    factor: float,
-    shares_out: bool,
-    from_shared_memory: bool,
-) -> _Outer:
-    """Launch of the kernel, shares of a block's slots, and tiles of the columns of the right rows."""
-    blocks, slots, stride = table
-    value_tile, tile = column_tile(width, value), token_tile(slots, max(width, value))
-    exact, halves = precision == "tf32x3", precision == "bf16x2"
-    few_registers = (exact or halves or tokens == torch.float32) and not from_shared_memory
-    limits = few_registers, exact, is_padded(width), few_registers and padded(width) > (64 if is_pair else 128)
-    if any(limits) or halves:
-        tile = min(tile, 16 if sum(limits) > 1 else 32)
-    tiles = ceil_divide(value, value_tile)
-    splits, share = split_slots(slots, tile, tiles * lines * blocks) if shares_out else (1, slots)
-    setup = Setup(
-        outer_kernel, num_tokens=num_tokens, num_blocks=blocks, table_stride_batch=stride, slots=slots, factor=factor,
-        splits=splits, split_slots=share, split_stride=lines * blocks, HEADS=num_heads, REPEATS=heads // num_heads,
-        LEFT=width, RIGHT=value, PLAIN=plain, BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile,
-        BLOCK_PLAIN=padded(plain), BLOCK_TOKENS=tile, LIMIT_REPEATS=heads // limit_heads, PRECISION=precision,
-        num_warps=warps(width, value_tile), num_stages=stages(precision, from_shared_memory),
-    )  # fmt: skip
-    return _Outer(setup, splits, tiles)
-
-
 class Sums(NamedTuple):
-    """Sums over the tokens of each block, to be computed by [`run`] for one group of lines after the other.
+    """Sums over the tokens of each block of a group of L lines.
 
     Attributes:
-        run: Computes them, given the first line and the number of lines.
-        products: `[L, M, K, V]` of the group.
-        sums: float32 `[L, M, P]`; empty if they are not wanted.
-        first_bad: int32 `[parts, L, M]`, whose least part counts; see [`outer`].
+        products: `[L, M, K, V]`.
+        sums: float32 `[L, M, P]`; None if they are not wanted.
+        first_bad: The first slot of each block whose rows are not all finite, int32 `[L, M]`, N where all are; None
+            if it is not wanted.
     """
 
-    run: Callable[[int, int], Any]
     products: Tensor
-    sums: Tensor
-    first_bad: Tensor
-
-
-def prepare_outer(
-    left: Tensor,
-    right: Tensor,
-    table: Tensor,
-    num_heads: int,
-    lines: int,
-    *,
-    factor: float,
-    dtype: torch.dtype,
-    scale: Tensor | None = None,
-    total: bool = False,
-    plain: Tensor | None = None,
-    weight: Tensor | None = None,
-    limit: Tensor | None = None,
-    finite: bool = False,
-    products: Tensor | None = None,
-    sums: Tensor | None = None,
-) -> Sums:
-    """[`outer`] for groups of `lines` lines, L.
-
-    Args beyond those of [`outer`]:
-        lines: L. The slots of a block are shared out only if these are all lines there are.
-        products: Where the products of a group shall be written, dense; allocated if not given.
-        sums: The same of the sums.
-    """
-    batch, num_tokens, heads, width = left.shape
-    value, blocks = right.shape[-1], table.shape[-2]
-    plain_width = width if plain is None else plain.shape[-1]
-    exact = multiplies_exactly(left.dtype)
-    # Without a scale the rows enter as they are, whatever the type of the products.
-    precision = row_precision(left.dtype, left.dtype if scale is None else dtype, exact)
-    if scale is None and left.dtype == torch.float16:
-        precision = "fp16"
-    setup, splits, tiles = _set_up(
-        lines, num_tokens, heads, num_heads, width, value, plain_width, plain is not None,
-        table_shape(table), heads if limit is None else limit.shape[1], left.dtype, precision, factor,
-        lines == batch * num_heads, multiplies_from_shared_memory(left.device),
-    )  # fmt: skip
-    parts = splits * tiles
-    if products is None:
-        products = left.new_empty(lines, blocks, width, value, dtype=dtype)
-    if sums is None:
-        sums = left.new_empty((lines, blocks, plain_width) if total else (0,), dtype=torch.float32)
-    # Of the same type, so that nothing is recompiled: bfloat16 shares together err less than a sum that is rounded.
-    split_products = products if splits == 1 else products.new_empty(splits, *products.shape)
-    split_sums = sums if splits == 1 else sums.new_empty(splits, *sums.shape)
-    first_bad = left.new_empty((parts, lines, blocks) if finite else (0,), dtype=torch.int32)
-    run_kernel = setup.prepare(
-        as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table, split_products,
-        split_sums if total else None, first_bad if finite else None,
-    )  # fmt: skip
-    stage = Stage(run_kernel, blocks * parts)
-    if splits == 1:
-        return Sums(stage, products, sums, first_bad)
-
-    def run(first_line: int, lines: int) -> None:
-        stage(first_line, lines)
-        torch.sum(split_products, 0, out=products)
-        if dtype == torch.float32 and not exact:
-            round_matrices_(products)
-        if total:
-            torch.sum(split_sums, 0, out=sums)
-
-    return Sums(run, products, sums, first_bad)
+    sums: Tensor | None
+    first_bad: Tensor | None
 
 
 def outer(
@@ -267,6 +150,7 @@ def outer(
     right: Tensor,
     table: Tensor,
     num_heads: int,
+    lines: tuple[int, int] | None = None,
     *,
     factor: float,
     dtype: torch.dtype,
@@ -276,7 +160,7 @@ def outer(
     weight: Tensor | None = None,
     limit: Tensor | None = None,
     finite: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Sums:
     """factor Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
 
     Args:
@@ -284,6 +168,7 @@ def outer(
         right: `[B, T, H, V]`.
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
         num_heads: G; H / G heads in a row are summed.
+        lines: The first line of a group and its number of lines, of B · G; all of them if not given.
         factor: Factor of the products.
         dtype: Dtype of the products.
         scale: float32 `[B, T, H]`; 1 if not given.
@@ -294,16 +179,47 @@ def outer(
         finite: Count numbers that are not finite as zero, and find the first slot of each block that has one.
 
     Returns:
-        The products `[B, G, M, K, V]`; the sums, float32 `[B, G, M, P]` (empty if not `total`); and with `finite`, the
-        first slot of each block whose rows were not all finite, int32 `[B, G, M]`, N where all were.
+        See [`Sums`].
     """
-    heads = left.shape[0], num_heads
-    lines = left.shape[0] * num_heads
-    run, products, sums, first_bad = prepare_outer(
-        left, right, table, num_heads, lines, factor=factor, dtype=dtype, scale=scale, total=total, plain=plain,
-        weight=weight, limit=limit, finite=finite,
+    batch, num_tokens, heads, width = left.shape
+    value, blocks = right.shape[-1], table.shape[-2]
+    plain_width = width if plain is None else plain.shape[-1]
+    all_lines = batch * num_heads
+    lines = lines or (0, all_lines)
+    from_shared_memory = multiplies_from_shared_memory(left.device)
+    # Without a scale the rows enter as they are, whatever the type of the products.
+    precision = row_precision(left.dtype, left.dtype if scale is None else dtype, multiplies_exactly(left.dtype))
+    if scale is None and left.dtype == torch.float16:
+        precision = "fp16"
+    exact, halves = precision == "tf32x3", precision == "bf16x2"
+    sizes = table_sizes(table, left)
+    value_tile, tile = column_tile(width, value), token_tile(sizes["slots"], max(width, value))
+    few_registers = (exact or halves or left.dtype == torch.float32) and not from_shared_memory
+    wide = padded(width) > (64 if plain is not None else 128)
+    limits = few_registers, exact, is_padded(width), few_registers and wide
+    if any(limits) or halves:
+        tile = min(tile, 16 if sum(limits) > 1 else 32)
+    tiles = ceil_divide(value, value_tile)
+    # The slots of a block are shared out only where there is one group.
+    splits, share = 1, sizes["slots"]
+    if lines[1] == all_lines:
+        splits, share = split_slots(sizes["slots"], tile, tiles * all_lines * blocks)
+    matrices = lines[1], blocks
+    # Of the same type, so that nothing is recompiled: bfloat16 shares together err less than a sum that is rounded.
+    products = left.new_empty(splits, *matrices, width, value, dtype=dtype)
+    sums = left.new_empty(splits, *matrices, plain_width, dtype=torch.float32) if total else None
+    first_bad = left.new_empty(splits * tiles, *matrices, dtype=torch.int32) if finite else None
+    launch(
+        outer_kernel, lines[1] * blocks * splits * tiles,
+        as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table, products, sums, first_bad,
+        lines=lines, **sizes, factor=factor, splits=splits, split_slots=share, split_stride=lines[1] * blocks,
+        HEADS=num_heads, REPEATS=heads // num_heads, LEFT=width, RIGHT=value, PLAIN=plain_width,
+        BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
+        LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
+        num_warps=warps(width, value_tile), num_stages=stages(precision, from_shared_memory),
     )  # fmt: skip
-    run(0, lines)
-    if finite:
-        first_bad = (first_bad[0] if first_bad.shape[0] == 1 else first_bad.amin(0)).unflatten(0, heads)
-    return products.unflatten(0, heads), sums.unflatten(0, heads) if total else sums, first_bad
+    return Sums(
+        products[0] if splits == 1 else products.sum(0),
+        sums if sums is None else sums[0] if splits == 1 else sums.sum(0),
+        first_bad if first_bad is None else first_bad[0] if len(first_bad) == 1 else first_bad.amin(0),
+    )
