@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..layouts.blocks import BlockLayout
-    from .band import StoredMixing
 
 
 BACKENDS = ("auto", "torch", "triton")
@@ -121,6 +120,16 @@ class BlockMixing(Protocol):
 
     def matrix(self) -> torch.Tensor:
         """Return the weights of all pairs, `[..., M, M]`."""
+
+
+class StoredMixing(Protocol):
+    """What the causal forms take of [`mhla_hf.ops.band.StoredMixing`], whose module imports this one."""
+
+    def mix_earlier(self, summary: torch.Tensor, num_heads: int, first: torch.Tensor | None = None) -> torch.Tensor:
+        """Return Σ_{b<i} m_ib S_b for every block i."""
+
+    def own(self, num_blocks: int, first: torch.Tensor | None = None) -> torch.Tensor:
+        """Return m_ii of every block."""
 
 
 def mix_summaries(mixing: torch.Tensor | BlockMixing, summary: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -44,7 +44,8 @@ class CompileChecks(ModelCase):
     @pytest.mark.parametrize(
         "options, sizes",
         [
-            pytest.param("default", (0, 1), id="default-two_grids"),
+            pytest.param("default", (0,), id="default"),
+            pytest.param("default", (0, 1), id="default-two_grids", marks=pytest.mark.slow),
             pytest.param("everything", (2,), id="everything-ragged", marks=pytest.mark.slow),
         ],
     )

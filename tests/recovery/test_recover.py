@@ -251,6 +251,7 @@ def _option(name: str) -> str:
     return f"--{name.removeprefix('data.').replace('.', '-').replace('_', '-')}"
 
 
+@pytest.mark.slow
 def test_pixart_needs_no_data(tmp_path):
     tiny_images.pixart_pipeline().save_pretrained(tmp_path / "pixart")
     with pytest.raises(ValueError, match="data have no effect on models of the family pixart"):
