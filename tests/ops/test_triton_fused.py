@@ -13,6 +13,8 @@ from .triton_checks import DEVICES
 
 
 pytest.importorskip("triton")
+# Half a minute interpreted; the block and causal kernels are tested every time.
+pytestmark = pytest.mark.slow
 
 LAYOUT = BlockLayout((3, 5), blocks=(2, 2))
 

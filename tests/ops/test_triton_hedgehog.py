@@ -19,6 +19,8 @@ from .triton_checks import DEVICES, buffers_full_of_nan, work_in_groups
 
 
 pytest.importorskip("triton")
+# Half a minute interpreted; the block and causal kernels are tested every time.
+pytestmark = pytest.mark.slow
 
 HEDGEHOG = FEATURE_MAPS["hedgehog"].forward
 LAYOUTS = {

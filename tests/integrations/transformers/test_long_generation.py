@@ -26,13 +26,10 @@ OPTIONS = {
 }
 
 
-# A constant tail and none are a decay of 1 and of 0; a matrix is tested beside each of them.
+# The default of new models; the others are slow.
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=pytest.mark.slow) if name in ("constant", "none", "decay") else name
-        for name in OPTIONS
-    ],
+    params=[pytest.param(name, marks=pytest.mark.slow) if name != "distance" else name for name in OPTIONS],
 )
 def model(request):
     return mhla_model("llama", grid=[12], **OPTIONS[request.param], sizes={"num_hidden_layers": 2})
