@@ -142,6 +142,7 @@ def launch_probe(tmp_path, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_accelerate_starts_processes_on_cpus(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

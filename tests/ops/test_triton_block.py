@@ -184,6 +184,7 @@ def test_tokens_are_read_through_their_strides(device):
     torch.testing.assert_close(actual_gradient, expected_gradient, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_padding_is_neither_read_nor_left_unwritten(device):
     """Outputs and gradients of padding are zeros, not what was in memory."""
