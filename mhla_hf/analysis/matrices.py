@@ -432,12 +432,7 @@ def layer_tokens(
         keep = slice(None) if valid is None else _checked(valid[index], index)
         own = _of_sample(tokens, index, keep)
         layout = mhla.layout_for(own["query"].shape[1:2] if grid is None else grid)
-        if mhla.config.is_sequence:
-            mixing = mhla.stored_mixing().detach().matrix(layout.num_blocks)
-            mixing = mixing.squeeze(0) if len(mixing) == 1 else mixing
-            mixing = mixing.tril() if causal else mixing
-        else:
-            mixing = mhla.mixing_matrix(layout).detach()
+        mixing = mhla.mixing_matrix(layout, causal).detach()
         own |= {"mhla": mhla, "layout": layout, "mixing": mixing.double(), "causal": causal, "scaling": scaling}
         own["original"] = _of_sample(original, index, keep) if linear else None
         samples.append(LayerTokens(**own, features=_of_sample(features, index, keep)))

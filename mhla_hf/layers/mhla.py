@@ -217,11 +217,12 @@ class MHLA(nn.Module):
         """
         return layout_at(self.config, self.blocks, grid, self.num_prefix_tokens)
 
-    def mixing_matrix(self, layout: BlockLayout | None = None) -> torch.Tensor:
+    def mixing_matrix(self, layout: BlockLayout | None = None, causal: bool | None = None) -> torch.Tensor:
         """Return the effective mixing weights: constraint applied, resampled to `layout` where its blocks differ.
 
         Args:
             layout: The layout of the tokens; `None` for the blocks that the parameter was made for.
+            causal: Whether a sequence looks back only; `None` for what the configuration says.
 
         Returns:
             `[M, M]` or `[H, M, M]`, float32 (float64 for float64 parameters).
@@ -239,8 +240,8 @@ class MHLA(nn.Module):
             if layout is None:
                 return weights
             if self.config.is_sequence:
-                decay = self._decay(weights)
-                return extend_mixing(weights, layout.num_blocks, causal=self.config.causal, mixing_decay=decay)
+                causal = self.config.causal if causal is None else causal
+                return extend_mixing(weights, layout.num_blocks, causal=causal, mixing_decay=self._decay(weights))
             return resample_mixing(weights, self.blocks, layout.blocks, layout.num_prefix_blocks)
 
     def stored_mixing(self, dtype: torch.dtype | None = None) -> StoredMixing:

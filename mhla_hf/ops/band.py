@@ -30,6 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..layouts.blocks import BlockLayout, indices
 from ..layouts.sequences import SequenceLayout
+from .operands import first_blocks
 from .tables import mix_summaries, repeat_heads
 
 
@@ -263,9 +264,8 @@ def extend_mixing(mixing: Tensor, num_blocks: int, *, causal: bool, mixing_decay
 
 def sequence_mixing(stored: StoredMixing, layout: BlockLayout | SequenceLayout) -> Tensor | TwoSidedMixing:
     """Return how attention that looks both ways mixes the blocks of a sequence: a matrix while they are few."""
-    count, first, last = layout.num_blocks, None, None
-    if isinstance(layout, SequenceLayout) and (first := layout.first_blocks()) is not None:
-        last = torch.searchsorted(first, first, right=True) - 1
+    count, first = layout.num_blocks, first_blocks(layout)
+    last = None if first is None else torch.searchsorted(first, first, right=True) - 1
     if count <= stored.chunk_blocks:
         return stored.matrix(count, first)
     return TwoSidedMixing(stored, count, first, last)

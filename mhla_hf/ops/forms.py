@@ -21,9 +21,9 @@ from .operands import (
     Operands,
     autocast_type,
     check_attention,
+    divide,
     finite_tokens,
     first_blocks,
-    from_head_blocks,
     head_blocks,
     records_gradients,
     spoil_tokens,
@@ -210,7 +210,8 @@ def attend_by_block(
         # A column of ones makes z, where its queries and keys are those of the values.
         has_ones = entry.mixes_sums and entry.divides and operands.pair[0] is None
         query_blocks, key_blocks = (head_blocks(x, layout, dtype) for x in (query, key))
-        value_blocks = head_blocks(_append_ones(value) if has_ones else value, layout, dtype)
+        columns = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1) if has_ones else value
+        value_blocks = head_blocks(columns, layout, dtype)
         if isinstance(mixing, torch.Tensor) and _pairs_cost_less(query_blocks, value_blocks):
             output = _attend_by_pair(query_blocks, key_blocks, value_blocks, mixing)
         else:
@@ -225,34 +226,7 @@ def attend_by_block(
             if operands.normalizer_key is not key:
                 key_blocks = head_blocks(operands.normalizer_key, layout, dtype)
             product = entry.block(query_blocks, key_blocks.sum(dim=-2), mixing)
-        return _divide(operands, output, product, layout).to(value.dtype)
-
-
-def _append_ones(value: torch.Tensor) -> torch.Tensor:
-    return torch.cat([value, value.new_ones(()).expand(*value.shape[:-1], 1)], dim=-1)
-
-
-def _divide(
-    operands: Operands, output: torch.Tensor, product: torch.Tensor | None, layout: BlockLayout | SequenceLayout
-) -> torch.Tensor:
-    """Takes the numerator out of its blocks and divides it, in place where no gradient is recorded.
-
-    Args:
-        operands: The tokens and the normaliser.
-        output: The numerator `[B, H, M, N, V]`.
-        product: What the divisor is made of, `[B, H, M, N, 1]`; `None` where there is none.
-        layout: The blocks.
-
-    Returns:
-        `[B, T, H, V]`.
-    """
-    output = from_head_blocks(output, layout)
-    if product is None:
-        return output
-    # Token by token: the empty slots of ragged blocks have no denominator. A product has a cheaper gradient than a
-    # quotient.
-    factor = operands.entry.divisor(from_head_blocks(product, layout), operands.eps).reciprocal()
-    return output * factor if output.requires_grad else output.mul_(factor)
+        return divide(operands, output, product, layout).to(value.dtype)
 
 
 def _pairs_cost_less(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -325,7 +299,7 @@ def attend_by_chunk(operands: Operands, mixing: StoredMixing, layout: BlockLayou
         else:
             output = prefix_and_own(query_blocks, key, value, mixing, first)[0]
             product = None if entry.chunked is None else entry.chunked(normalizer_query, normalizer_key, mixing, first)
-        output = _divide(operands, output, product, layout)
+        output = divide(operands, output, product, layout)
     return spoil_tokens(output, bad, layout).to(operands.value.dtype)
 
 

@@ -182,6 +182,29 @@ def from_head_blocks(blocks: torch.Tensor, layout: BlockLayout | SequenceLayout)
     return layout.from_blocks(blocks.permute(0, 2, 3, 1, 4))
 
 
+def divide(
+    operands: Operands, output: torch.Tensor, product: torch.Tensor | None, layout: BlockLayout | SequenceLayout
+) -> torch.Tensor:
+    """Take the numerator out of its blocks and divide it, in place where no gradient is recorded.
+
+    Args:
+        operands: The tokens and the normaliser.
+        output: The numerator `[B, H, M, N, V]`.
+        product: What the divisor is made of, `[B, H, M, N, 1]`; `None` where there is none.
+        layout: The blocks.
+
+    Returns:
+        `[B, T, H, V]`.
+    """
+    output = from_head_blocks(output, layout)
+    if product is None:
+        return output
+    # Token by token: the empty slots of ragged blocks have no denominator. A product has a cheaper gradient than a
+    # quotient.
+    factor = operands.entry.divisor(from_head_blocks(product, layout), operands.eps).reciprocal()
+    return output * factor if output.requires_grad else output.mul_(factor)
+
+
 def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return keys, keys of the normaliser and values with zeros for bad tokens, and which those are, `[B, T, H_kv]`.
 

@@ -35,8 +35,8 @@ from .operands import (
     check_tokens,
     check_valid,
     current_block,
+    divide,
     finite_tokens,
-    from_head_blocks,
     head_blocks,
     records_gradients,
     ring_slots,
@@ -149,12 +149,12 @@ def mhla_extend(
     check_recurrent(operands, mixing, mixing_decay, state, valid)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens.")
-    if state.is_empty and valid is None and (query.shape[1] - 1) // state.block_size > state.num_slots:
-        if state.num_slots < state.num_stored_blocks - 1:
-            raise ValueError(
-                f"state has room for {state.num_slots} finished blocks of {state.block_size} tokens, but query has "
-                f"{query.shape[1]} tokens; make it with more max_tokens, or see MHLAState.with_room."
-            )
+    blocks = (query.shape[1] - 1) // state.block_size
+    if state.is_empty and valid is None and state.num_slots < min(blocks, state.num_stored_blocks - 1):
+        raise ValueError(
+            f"state has room for {state.num_slots} finished blocks of {state.block_size} tokens, but query has "
+            f"{query.shape[1]} tokens; make it with more max_tokens, or see MHLAState.with_room."
+        )
     return extend(operands, StoredMixing.of(mixing, mixing_decay, operands.dtype), state, valid)
 
 
@@ -335,9 +335,7 @@ def _attend_chunks(
     # Where the blocks' text began.
     start = None if past is None else -first[:, None].expand(-1, layout.num_blocks)
     output, product, summaries = numerator_and_product(query, key, value, pair, mixing, start, past)
-    output = from_head_blocks(output, layout)
-    if operands.entry.divides:
-        output = output / operands.entry.divisor(from_head_blocks(product, layout), operands.eps)
+    output = divide(operands, output, product if operands.entry.divides else None, layout)
     if bad is not None:
         bad = F.pad(bad, (0, 0, lead, 0))
         output = spoil_tokens(output, bad, layout)

@@ -16,8 +16,6 @@ heads share the mixing weights), K and V widths, P width of the normaliser's pai
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
 
-import logging
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -55,9 +53,6 @@ from .device_functions import (
 )
 from .launching import as_rows, launch, padded, summary_dtype, token_tensor
 from .outer import outer
-
-
-logger = logging.getLogger(__name__)
 
 
 def triton_causal_mhla_attention(
