@@ -312,6 +312,7 @@ def test_lora_weights_of_a_pipeline(mhla_dir, tmp_path):
 # Plain diffusers in another process
 
 
+@pytest.mark.slow
 def test_plain_diffusers_generates_the_same_in_a_fresh_process(mhla_dir, tmp_path):
     # The other order of imports is that of the Hub's tests.
     program = f"""

@@ -100,6 +100,7 @@ def test_written_pipeline_generates_with_plain_diffusers(finished):
     )
 
 
+@pytest.mark.slow
 def test_a_finished_demo_runs_again_in_no_time(finished, base):
     output, report = finished
     began = time.perf_counter()

@@ -220,6 +220,7 @@ def test_inputs_and_gradients_may_lie_anyhow(device, fused_calls):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_without_norms_and_rotary_embeddings(device, fused_calls):
     layer, tokens, _ = make_layer(device, head_dim=9)
@@ -286,6 +287,7 @@ def test_gradients_through_one_compiled_graph(device):
         torch.testing.assert_close(actual[name], reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_rotary_tables_that_learn_take_the_other_path(device, fused_calls):
     layer, tokens, arguments = make_layer(device)
@@ -334,6 +336,7 @@ def test_compiles_in_one_graph(device):
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @torch.no_grad()
 def test_a_bad_query_spoils_its_own_token_only(device):

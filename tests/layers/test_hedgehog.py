@@ -71,6 +71,7 @@ def test_features_rotated_after_the_map_have_a_kernel_of_their_own(device, calls
     assert calls == {"attention": 0, "features": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @torch.no_grad()
 def test_norms_and_rotary_embeddings_that_kernels_do_not_know_come_before(device, calls):

@@ -105,6 +105,7 @@ def test_only_this_package_reads_the_configuration_of_a_pushed_model(encoder, tm
     assert saved == named
 
 
+@pytest.mark.slow
 def test_saved_models_are_refused_where_the_package_is_not_imported(encoder, tmp_path):
     softmax = model_directory("llama", tmp_path / "softmax")
     convert_pretrained(softmax, tmp_path / "converted", {"block_size": 4}, progress=False)

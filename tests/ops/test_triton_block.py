@@ -168,6 +168,7 @@ def test_groups_fit_their_memory():
     assert launching.line_groups(7, 1000 * matrix * 8) == [(0, 4), (4, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_are_read_through_their_strides(device):
     layout = BlockLayout((5, 5), blocks=(2, 2))
@@ -280,6 +281,7 @@ def test_operators_are_what_torch_expects(rotated, device):
         torch.library.opcheck(operators.block_attention, (*tokens, *pair, divisor, mixing, table, divides, 1e-6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_have_the_type_of_their_tensors(device):
     """The normaliser's pair may be float32 beside tokens of half precision."""
@@ -329,6 +331,7 @@ def test_survives_activation_checkpointing(device):
         assert torch.equal(gradient, expected[f"gradient of {name}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_counts_floating_point_operations(device):
     """2 B T H K V for each of two products, 2 B H M² K V for the mixing; the backward pass is twice that."""

@@ -249,6 +249,7 @@ def test_operator_is_what_torch_expects(blocks, device, monkeypatch):
     torch.library.opcheck(torch.ops.mhla_hf.causal_attention, (*arguments, None, True, 1e-6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiles_in_one_graph_and_survives_checkpointing(device):
     layout = chunks(3, 2)
@@ -292,6 +293,7 @@ def test_recording_gradients_changes_no_bit_and_keeps_no_summaries(device):
     assert sum(tensor.numel() for tensor in kept.values()) <= tokens + others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_counts_floating_point_operations(device):
     """Summaries and prefix 2 · 2 B T H K V, the mixing 2 B M² H K V, scores and sums B T H N (K + V).

@@ -147,6 +147,7 @@ def test_bfloat16_tokens_and_summaries(device):
     torch.testing.assert_close(states[0].summaries, states[1].summaries, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_wide_heads_and_buffers_full_of_nan(device):
     inputs, mixing = make_inputs(device, 2, heads=1, width=130)

@@ -136,6 +136,7 @@ def test_every_layer_gets_a_step(sources, tmp_path):
     assert len(report.stages["match"]["layers"]) > 1
 
 
+@pytest.mark.slow
 def test_results_of_stages_are_kept_where_asked_for(sources, tmp_path, monkeypatch):
     """A stage's result is deleted when the next one is finished; `keep_stages` keeps them all."""
 
@@ -180,7 +181,8 @@ def test_a_run_without_a_finished_stage_gives_way(sources, tmp_path, monkeypatch
     assert load("bert", tmp_path / "out").config.mhla["layers"] == [1]
 
 
-@pytest.mark.parametrize("kind", ["bert", pytest.param("dit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert", "dit"])
 def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
     """Each stage goes on from what the one before left, and the end is the same."""
     whole = recover(kind, sources, tmp_path / "whole")

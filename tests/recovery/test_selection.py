@@ -82,6 +82,7 @@ def test_mistakes(options, message):
         select_layers(model, probe(example), **options)
 
 
+@pytest.mark.slow
 def test_commands(tmp_path):
     model_directory("llama", tmp_path / "softmax")
     texts = text_folder(tmp_path / "texts")

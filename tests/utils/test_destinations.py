@@ -170,7 +170,7 @@ def killed_at(step, action):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("has_old", [False, True])
+@pytest.mark.parametrize("has_old", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kills_at_each_step(has_old, tmp_path):
     step, restored = 0, 0
     while True:
@@ -195,6 +195,7 @@ def test_kills_at_each_step(has_old, tmp_path):
     assert step > 15 and bool(restored) == has_old
 
 
+@pytest.mark.slow
 def test_kills_in_a_destination_that_cannot_be_renamed(tmp_path, monkeypatch):
     step = 0
     while True:

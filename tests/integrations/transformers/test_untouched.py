@@ -50,11 +50,12 @@ REPORT = """
 """  # noqa: E501
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
     [
         pytest.param("import transformers\nimport mhla_hf", id="transformers_first"),
-        pytest.param("import mhla_hf\nimport transformers", id="package_first", marks=pytest.mark.slow),
+        pytest.param("import mhla_hf\nimport transformers", id="package_first"),
     ],
 )
 def test_other_models_are_as_they_were(order):

@@ -186,6 +186,7 @@ def test_saving_and_loading(tmp_path, llama):
     assert torch.equal(model(**given).logits, llama(**given).logits)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_decoding(llama):
     torch._dynamo.reset()

@@ -166,7 +166,9 @@ class TestStages:
 
 
 class TestTrainer:
-    @pytest.mark.parametrize(("name", "mode"), [("llama", "lora"), ("bert", "full")])
+    @pytest.mark.parametrize(
+        ("name", "mode"), [pytest.param("llama", "lora", marks=pytest.mark.slow), ("bert", "full")]
+    )
     def test_interrupted_runs_end_where_uninterrupted_ones_do(self, name, mode, tmp_path):
         softmax = softmax_model(name)
         student = converted(name, softmax)
