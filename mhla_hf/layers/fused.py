@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a layer, when the fused kernels can compute it, and running it there: whole, or with hedgehog features.
+"""One call of a layer, when kernels can compute it, and running it there: whole, or the features alone.
 
 Shape letters: B batch, T tokens, H heads, H_kv key/value heads, K query/key width, V value width.
 """
@@ -148,75 +148,72 @@ def fused_attention(
     if call.norms is not None and not call.norms.are_plain(call.query.device):
         call = call.normed()
     layout: Any = call.layout
+    query_norm, key_norm = (None, None) if call.norms is None else (call.norms.query, call.norms.key)
     return fused_mhla_attention(
-        call.query, call.key, call.value, mixing, layout, **_kernel_options(config, call),
-        feature_map=config.feature_map, output_norm=weight_and_eps(output_norm), gate=call.gate,
+        call.query, call.key, call.value, mixing, layout, feature_map=config.feature_map,
+        feature_map_eps=config.feature_map_eps, normalizer=config.normalizer, eps=config.eps,
+        scaling=_root(call.scaling), rotary=rotary_tables(call.rotary), query_norm=weight_and_eps(query_norm),
+        key_norm=weight_and_eps(key_norm), output_norm=weight_and_eps(output_norm), gate=call.gate,
     )  # fmt: skip
 
 
-def can_fuse_hedgehog(
+def has_features_kernel(
     config: MHLAConfig, call: Call, feature_maps: tuple[LearnedFeatureMap | None, LearnedFeatureMap | None]
 ) -> bool:
-    """Return whether the kernels with hedgehog features inside can compute a layer, but for output norm and gate.
-
-    They look both ways, over grids and over sequences, padded or packed. Rotary embeddings must come before the map.
+    """Return whether a kernel can compute the features of queries and keys of a layer: hedgehog, after any rotation.
 
     Args:
         config: The layer's options.
         call: The call.
         feature_maps: Those of queries and keys.
     """
-    if config.feature_map != "hedgehog" or config.causal:
-        return False
-    if call.sequence is not None and (call.sequence.causal or call.sequence.state is not None):
+    query, value = call.query, call.value
+    if config.feature_map != "hedgehog" or (call.rotary is not None and config.rope != "before_feature_map"):
         return False
     from ..ops.triton import fits_hedgehog_kernels
 
-    normalizer, query, value = NORMALIZERS[config.normalizer], call.query, call.value
     return (
-        normalizer.kernel is not None
-        # Sums can leave the range of float16, and here an output norm would come after rounding.
-        and (normalizer.divides or value.dtype != torch.float16)
-        and (call.rotary is None or config.rope == "before_feature_map")
+        # Sums can leave the range of float16: the operator gets float32.
+        (NORMALIZERS[config.normalizer].divides or value.dtype != torch.float16)
         and all(entry is not None and not has_hooks(entry) and entry.weight.device == query.device
                 for entry in feature_maps)
-        and fits_hedgehog_kernels(query.shape[-1], value.shape[-1], call.rotary is not None, value.dtype)
+        and fits_hedgehog_kernels(query.shape[-1], call.rotary is not None, value.dtype)
         and kernels_pass("hedgehog", query, value)
     )  # fmt: skip
 
 
-def fused_hedgehog_attention(
-    config: MHLAConfig,
-    call: Call,
-    feature_maps: tuple[LearnedFeatureMap | None, LearnedFeatureMap | None],
-    mixing: torch.Tensor,
-) -> torch.Tensor:
-    """Compute the attention of a layer by these kernels, where [`can_fuse_hedgehog`] says so.
+def features_by_kernel(
+    config: MHLAConfig, call: Call, feature_maps: tuple[LearnedFeatureMap | None, LearnedFeatureMap | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the features of queries and keys where [`has_features_kernel`] says so.
 
-    Norms and rotary embeddings that they do not know come before them.
+    Norms and rotary embeddings that the kernel does not know come before it.
 
     Args:
         config: The layer's options.
         call: The call.
         feature_maps: Those of queries and keys.
-        mixing: Mixing weights of the layout's blocks.
 
     Returns:
-        `[B, T, H, V]` in the dtype of the values; zero for padding.
+        `[B, T, H, 2K]` and `[B, T, H_kv, 2K]` in the dtype of the values.
     """
-    from ..ops.triton import hedgehog_mhla_attention
+    from ..ops.triton import hedgehog_features
 
     is_plain = call.rotary is None or is_plain_rotary(call.rotary, call.query)
     if call.norms is not None and not (is_plain and call.norms.are_plain(call.query.device)):
         call = call.normed()
     if call.rotary is not None and not is_plain:
         call = dataclasses.replace(call, query=call.rotary(call.query), key=call.rotary(call.key), rotary=None)
-    query_map, key_map = feature_maps
-    assert query_map is not None and key_map is not None
-    weights = query_map.weight, key_map.weight
-    options, layout = _kernel_options(config, call), call.layout
-    assert layout is not None
-    return hedgehog_mhla_attention(call.query, call.key, call.value, *weights, mixing, layout, **options)
+    norms = (None, None) if call.norms is None else (call.norms.query, call.norms.key)
+    query, key = (
+        hedgehog_features(
+            tokens.to(call.value.dtype), learned.weight, scaling=_root(call.scaling),
+            feature_eps=config.feature_map_eps, rotary=rotary_tables(call.rotary), norm=weight_and_eps(norm),
+        )
+        for tokens, learned, norm in zip((call.query, call.key), feature_maps, norms)
+        if learned is not None
+    )  # fmt: skip
+    return query, key
 
 
 def is_plain_rotary(rotary: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> bool:
@@ -263,14 +260,5 @@ def weight_and_eps(norm: nn.Module | None) -> tuple[torch.Tensor, float] | None:
     return None if norm is None else (norm.weight, float(norm.eps))  # type: ignore[return-value, arg-type]
 
 
-def _kernel_options(config: MHLAConfig, call: Call) -> dict[str, Any]:
-    """Arguments that both families of kernels take."""
-    return {
-        "feature_map_eps": config.feature_map_eps,
-        "normalizer": config.normalizer,
-        "eps": config.eps,
-        "scaling": 1.0 if call.scaling is None else call.scaling**0.5,
-        "rotary": rotary_tables(call.rotary),
-        "query_norm": None if call.norms is None else weight_and_eps(call.norms.query),
-        "key_norm": None if call.norms is None else weight_and_eps(call.norms.key),
-    }
+def _root(scaling: float | None) -> float:
+    return 1.0 if scaling is None else scaling**0.5

@@ -46,9 +46,9 @@ from .fused import (
     HeadNorms,
     OutputNorm,
     can_fuse,
-    can_fuse_hedgehog,
+    features_by_kernel,
     fused_attention,
-    fused_hedgehog_attention,
+    has_features_kernel,
 )
 from .mixing import (
     LOW_RANK_FROM,
@@ -412,31 +412,29 @@ class MHLA(nn.Module):
         """MHLA of a grid in the fused kernels, with norms, rotary embedding, output norm and gate."""
         return fused_attention(self.config, call, self._matrix_of(call), self.output_norm), None
 
-    def _fits_hedgehog(self, call: Call) -> bool:
-        return call.backend == "triton" and can_fuse_hedgehog(self.config, call, self._feature_maps)
-
-    def _attend_hedgehog(self, call: Call) -> tuple[torch.Tensor, None]:
-        """MHLA in the kernels that have hedgehog features inside, with norms and rotary embedding."""
-        maps: Any = self._feature_maps
-        with torch.autocast(autocast_type(call.query.device), enabled=False):
-            return fused_hedgehog_attention(self.config, call, maps, self._matrix_of(call)), None
-
     def _attend(self, call: Call) -> tuple[torch.Tensor, DecodingState | None]:
         """MHLA step by step: norms, feature map and rotary embedding, then the operator in one of its forms."""
         config, sequence, layout = self.config, call.sequence, call.layout
-        call = call if call.norms is None else call.normed()
-        query, key, value, backend = call.query, call.key, call.value, call.backend
+        backend = call.backend
         if backend == "triton":
-            family = _kernel_family(config, sequence, query.shape[1])
+            family = _kernel_family(config, sequence, call.query.shape[1])
             assert family is not None
-            backend = "triton" if kernels_pass(family, query, value, self._feature_width(query)) else "torch"
+            passes = kernels_pass(family, call.query, call.value, self._feature_width(call.query))
+            backend = "triton" if passes else "torch"
+        by_kernel = backend == "triton" and has_features_kernel(config, call, self._feature_maps)
+        if call.norms is not None and not by_kernel:
+            call = call.normed()
+        query, key, value = call.query, call.key, call.value
         changed = call.rotary is not None or call.scaling is not None
         dtype = token_dtype(config, backend, query, key, value, changed=changed)
         with torch.autocast(autocast_type(query.device), enabled=False):
-            (query, normalizer_query), (key, normalizer_key) = (
-                features_and_normalizer(config, tokens.to(dtype), learned, call.rotary, call.scaling, backend)
-                for tokens, learned in zip((query, key), self._feature_maps)
-            )
+            if by_kernel:
+                query, key = normalizer_query, normalizer_key = features_by_kernel(config, call, self._feature_maps)
+            else:
+                (query, normalizer_query), (key, normalizer_key) = (
+                    features_and_normalizer(config, tokens.to(dtype), learned, call.rotary, call.scaling)
+                    for tokens, learned in zip((query, key), self._feature_maps)
+                )
             operands = Operands(
                 query, key, value.to(dtype), normalizer_query, normalizer_key, config.normalizer, config.eps
             )
@@ -570,7 +568,6 @@ class Path(NamedTuple):
 PATHS = (
     Path("identity", lambda layer, call: call.identity, MHLA._attend_to_itself),
     Path("fused", MHLA._fits_fused, MHLA._attend_fused, is_finished=True),
-    Path("hedgehog", MHLA._fits_hedgehog, MHLA._attend_hedgehog),
     Path("plain", lambda layer, call: True, MHLA._attend),
 )
 """The ways to compute MHLA; the first one that serves a call is taken."""

@@ -19,7 +19,6 @@ from ..config import MAX_LEPE_WEIGHTS, MHLAConfig, check_window, default_window_
 from ..layouts import MAX_BLOCKS
 from ..layouts.blocks import BlockLayout, block_centers, cached, choose_blocks, indices, positive_axes
 from ..layouts.resampling import axis_interpolation, resample_mixing
-from ..ops.backends import kernels_pass
 from ..ops.operands import accumulation_dtype
 from ..ops.tables import FEATURE_MAPS, NORMALIZERS, repeat_heads
 
@@ -328,13 +327,7 @@ class LearnedFeatureMap(nn.Module):
         num_heads, head_dim, _ = self.weight.shape
         return torch.eye(head_dim).repeat(num_heads, 1, 1)
 
-    def forward(self, tokens: torch.Tensor, backend: str = "torch") -> torch.Tensor:
-        if backend == "triton" and self.name == "hedgehog":
-            from ..ops.triton import fits_hedgehog_kernels, hedgehog_features
-
-            fits = fits_hedgehog_kernels(tokens.shape[-1], tokens.shape[-1], False, tokens.dtype)
-            if fits and kernels_pass("hedgehog", tokens, tokens):
-                return hedgehog_features(tokens, self.weight)
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return FEATURE_MAPS[self.name].forward(tokens, self.weight.to(tokens.dtype))
 
 
@@ -344,7 +337,6 @@ def features_and_normalizer(
     learned: LearnedFeatureMap | None,
     rotary: Callable[[torch.Tensor], torch.Tensor] | None,
     scaling: float | None,
-    backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return features of queries or keys for the numerator, and for the normaliser.
 
@@ -354,7 +346,6 @@ def features_and_normalizer(
         learned: The feature map where it has a weight.
         rotary: Rotates `[B, T, H, K]`; `None` without rotary embeddings.
         scaling: Scale of q·k, of which the root goes to each side; `None` for 1.
-        backend: `"torch"`, or `"triton"` to compute a learned map by a kernel where there is one.
 
     Returns:
         `[B, T, H, F]`, and the same without the rotation: the same tensor where there is none after the feature map.
@@ -364,7 +355,7 @@ def features_and_normalizer(
         tokens = tokens * math.sqrt(scaling)
     if rotary is not None and config.rope == "before_feature_map":
         tokens = rotary(tokens)
-    features = FEATURE_MAPS[config.feature_map].forward(tokens) if learned is None else learned(tokens, backend)
+    features = FEATURE_MAPS[config.feature_map].forward(tokens) if learned is None else learned(tokens)
     if config.feature_map_eps:
         features = features + config.feature_map_eps
     if rotary is None or config.rope != "after_feature_map":

@@ -133,8 +133,9 @@ def _fits(family: str, width: int, value_width: int, dtype: torch.dtype) -> bool
     # Imported here alone: Triton need not be installed.
     from .triton import fits_fused_kernels, fits_hedgehog_kernels
 
-    fits = {"fused": fits_fused_kernels, "hedgehog": fits_hedgehog_kernels}.get(family)
-    return fits is None or fits(width, value_width, True, dtype)
+    if family == "fused":
+        return fits_fused_kernels(width, value_width, True, dtype)
+    return family != "hedgehog" or fits_hedgehog_kernels(width, True, dtype)
 
 
 def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -313,44 +314,28 @@ def _rotated(tokens: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> 
     return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1).flatten(-2)
 
 
-# Hedgehog features inside of attention: norms of queries and keys, rotary embedding, weights of each head.
+# Hedgehog features: norm, rotary embedding, and a weight of each head.
 
 
 def _hedgehog_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
     inputs = _fused_inputs(generator, sizes, width, value_width)
-    blocks = inputs["mixing"].shape[-1]
-    return {
-        **{name: tensor for name, tensor in inputs.items() if name not in ("output_norm", "gate")},
-        "mixing": _draw(generator, HEADS, blocks, blocks, positive=True),
-        "query_weight": _near_identity(generator, HEADS, width),
-        "key_weight": _near_identity(generator, KEY_HEADS, width),
-    }
-
-
-def _near_identity(generator: torch.Generator, heads: int, width: int) -> torch.Tensor:
-    noise = 0.3 * width**-0.5 * _draw(generator, heads, width, width)
-    return torch.eye(width, dtype=torch.float64, device="cpu") + noise
+    noise = 0.3 * width**-0.5 * _draw(generator, HEADS, width, width)
+    names = ("query", "query_norm", "cosine", "sine")
+    identity = torch.eye(width, dtype=torch.float64, device="cpu")
+    return {**{name: inputs[name] for name in names}, "weight": identity + noise}
 
 
 def _by_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
-    from .triton import hedgehog_mhla_attention
+    from .triton import hedgehog_features
 
-    norms: Results = {name: (inputs[name], NORM_EPS) for name in ("query_norm", "key_norm")}
-    output = hedgehog_mhla_attention(
-        inputs["query"], inputs["key"], inputs["value"], inputs["query_weight"], inputs["key_weight"],
-        inputs["mixing"], _layout(sizes, causal=False), feature_map_eps=1e-4, normalizer="query", eps=1e-6,
-        scaling=0.5, rotary=(inputs["cosine"], inputs["sine"]), **norms,
-    )  # fmt: skip
-    return {"output": output}
+    rotary, norm = (inputs["cosine"], inputs["sine"]), (inputs["query_norm"], NORM_EPS)
+    options: Results = {"scaling": 0.5, "feature_eps": 1e-4, "rotary": rotary, "norm": norm}
+    return {"output": hedgehog_features(inputs["query"], inputs["weight"], **options)}
 
 
 def _like_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
-    features: Results = {}
-    for name in ("query", "key"):
-        tokens = _rotated(_normed(inputs, name) * 0.5, inputs["cosine"], inputs["sine"])
-        features[name] = FEATURE_MAPS["hedgehog"].forward(tokens, inputs[f"{name}_weight"]) + 1e-4
-    operands = Operands(**features, value=inputs["value"])
-    return {"output": attend_by_block(operands, inputs["mixing"], _layout(sizes, causal=False))}
+    tokens = _rotated(_normed(inputs, "query") * 0.5, inputs["cosine"], inputs["sine"])
+    return {"output": FEATURE_MAPS["hedgehog"].forward(tokens, inputs["weight"]) + 1e-4}
 
 
 FAMILIES: dict[str, Case] = {

@@ -18,7 +18,7 @@ from mhla_hf.ops.triton import (
     fits_fused_kernels,
     fits_hedgehog_kernels,
     fused_mhla_attention,
-    hedgehog_mhla_attention,
+    hedgehog_features,
 )
 
 
@@ -141,11 +141,13 @@ def hedgehog(
     norms = [weights(heads * width, trains=trains, dtype=dtype) for _ in range(2 if normed else 0)]
     angles = weights(layout.num_tokens, width // 2)
     yield "forward"
-    output = hedgehog_mhla_attention(
-        query, key, value, *maps, mixing, layout, feature_map_eps=0.0, normalizer=normalizer, eps=1e-6, scaling=1.0,
-        rotary=(angles, angles) if normed else None,
-        **{name: (norm, 1e-6) for name, norm in zip(("query_norm", "key_norm"), norms)},
-    )  # fmt: skip
+    features = [
+        hedgehog_features(
+            rows, learned, rotary=(angles, angles) if normed else None, norm=(norm, 1e-6) if normed else None
+        )
+        for rows, learned, norm in zip((query, key), maps, norms or (None, None))
+    ]
+    output = mhla_attention(*features, value, mixing, layout, normalizer=normalizer, eps=1e-6, backend="triton")
     if trains:
         yield "backward"
         differentiate(output, query, key, value, mixing, *maps, *norms)
@@ -187,8 +189,9 @@ def width_case(width: int) -> Stages:
                     has_pair=has_pair,
                 )  # fmt: skip
                 yield from (f"{name} {stage}" for stage in stages)
-        for fits, attend_projections in ((fits_fused_kernels, fused), (fits_hedgehog_kernels, hedgehog)):
-            for normalizer in ("query", "none") if fits(width, width, True, dtype) else ():
+        fits = fits_fused_kernels(width, width, True, dtype), fits_hedgehog_kernels(width, True, dtype)
+        for is_fit, attend_projections in zip(fits, (fused, hedgehog)):
+            for normalizer in ("query", "none") if is_fit else ():
                 stages = attend_projections(blocks, 1, 8, width, trains=trains, normalizer=normalizer, dtype=dtype)
                 yield from (f"{name} {stage}" for stage in stages)
         if not trains or dtype != torch.bfloat16:

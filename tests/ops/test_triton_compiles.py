@@ -43,7 +43,6 @@ PROGRAMS = {
     "fused_gradient_kernel": (2, 2),
     "output_gradient_kernel": (2, 2),
     "norm_gradient_kernel": (2, 2),
-    "hedgehog_attend_kernel": (2, 2),
     "hedgehog_features_kernel": (2, 2),
     "combine_kernel": (6, 6),
     "combine_gradient_kernel": (3, 3),

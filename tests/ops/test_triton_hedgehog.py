@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with hedgehog features inside of the kernels, against the dense form in float64."""
+"""Hedgehog features by their kernels, and attention with them, against the dense form in float64."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layers.fused import PairwiseRotary
-from mhla_hf.layouts.sequences import SequenceLayout
-from mhla_hf.ops.band import StoredMixing, sequence_mixing
 from mhla_hf.ops.tables import FEATURE_MAPS
 
 from .reference import assert_same
-from .triton_checks import DEVICES, buffers_full_of_nan, work_in_groups
+from .triton_checks import DEVICES, buffers_full_of_nan
 
 
 pytest.importorskip("triton")
-# Half a minute interpreted; the block and causal kernels are tested every time.
+# Half a minute interpreted; layers with hedgehog features are tested every time.
 pytestmark = pytest.mark.slow
 
 HEDGEHOG = FEATURE_MAPS["hedgehog"].forward
@@ -67,15 +65,19 @@ def angles_of(layout, width):
 
 
 def in_kernels(inputs, layout, *, rotary=False, normalizer="query", scaling=1.0, feature_map_eps=0.0, **_):
-    from mhla_hf.ops.triton import hedgehog_mhla_attention
+    from mhla_hf.ops.triton import hedgehog_features
 
-    tensors = dict(inputs)
-    norms = {name: (tensors.pop(name), 1e-6) for name in ("query_norm", "key_norm") if name in tensors}
-    angles = angles_of(layout, tensors["query"].shape[3]).to(tensors["query"].device)
-    return hedgehog_mhla_attention(
-        **tensors, **norms, layout=layout, normalizer=normalizer, eps=1e-6, scaling=scaling,
-        feature_map_eps=feature_map_eps, rotary=(angles.cos(), angles.sin()) if rotary else None,
-    )  # fmt: skip
+    angles = angles_of(layout, inputs["query"].shape[3]).to(inputs["query"].device)
+    features = [
+        hedgehog_features(
+            inputs[name], inputs[f"{name}_weight"], scaling=scaling, feature_eps=feature_map_eps,
+            rotary=(angles.cos(), angles.sin()) if rotary else None,
+            norm=(inputs[f"{name}_norm"], 1e-6) if f"{name}_norm" in inputs else None,
+        )
+        for name in ("query", "key")
+    ]  # fmt: skip
+    options = {"normalizer": normalizer, "eps": 1e-6, "backend": "triton"}
+    return mhla_attention(*features, inputs["value"], inputs["mixing"], layout, **options)
 
 
 def in_torch(
@@ -130,22 +132,6 @@ def test_values_and_gradients(grid, case, seed, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ["grouped heads", "grouped heads, shared weights", "no normaliser"])
-@pytest.mark.parametrize("lines", [1, 3])
-def test_groups_of_lines(lines, case, device, monkeypatch):
-    """The same in one group of all lines and in several, the last one smaller."""
-    layout, (sizes, options) = LAYOUTS["ragged"], CASES[case]
-    inputs = make_inputs(layout, sizes, 0, **options)
-    expected = results(in_kernels, inputs, layout, torch.float32, device, **options)
-    work_in_groups(monkeypatch, lines)
-    with buffers_full_of_nan():
-        actual = results(in_kernels, inputs, layout, torch.float32, device, **options)
-    assert torch.equal(actual["output"], expected["output"])
-    assert_same(actual, expected, 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["grouped heads", "norms and rotary embeddings"])
 def test_half_precision_is_as_good_as_torch(case, dtype, device):
@@ -172,33 +158,6 @@ def test_exponents_do_not_overflow(device):
     assert (actual["output"] - expected["output"]).norm() <= 1e-3 * expected["output"].norm()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("per_head", [True, False])
-def test_padded_and_packed_sequences(per_head, device):
-    from mhla_hf.ops.triton import hedgehog_mhla_attention
-
-    valid = torch.ones(2, 30, dtype=torch.bool, device=device)
-    valid[0, :7], valid[1, 21:] = False, False
-    documents = (torch.arange(30, device=device) >= 14).long().expand(2, -1)
-    layout = SequenceLayout(valid, 8, documents, 2)
-    inputs = make_inputs(BlockLayout((30,), block_size=(8,)), (4, 2, 8, 8), 0, per_head=per_head)
-    leaves = {name: tensor.to(device, torch.float32).requires_grad_() for name, tensor in inputs.items()}
-    mixing = sequence_mixing(StoredMixing.of(leaves["mixing"]), layout)
-    tokens = {name: leaves[name] for name in ("query", "key", "value", "query_weight", "key_weight")}
-    kernel = hedgehog_mhla_attention(
-        **tokens, mixing=mixing, layout=layout, feature_map_eps=0.0, normalizer="query", eps=1e-6, scaling=1.0
-    )
-    query, key = (HEDGEHOG(leaves[name], leaves[f"{name}_weight"]) for name in ("query", "key"))
-    plain = mhla_attention(query, key, leaves["value"], leaves["mixing"], layout, backend="torch")
-    cotangent = torch.randn(plain.shape, generator=torch.Generator().manual_seed(1)).to(device)
-    gradients = [torch.autograd.grad(output, list(leaves.values()), cotangent, retain_graph=True)
-                 for output in (kernel, plain)]  # fmt: skip
-    torch.testing.assert_close(kernel, plain, rtol=1e-4, atol=1e-5)
-    for actual, expected in zip(*gradients):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 8), (torch.bfloat16, 20), (torch.float16, 16)])
 def test_features_by_themselves(dtype, width, device):
@@ -222,7 +181,7 @@ def test_features_by_themselves(dtype, width, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_weights_over_several_programs(device, monkeypatch):
     """Gradients of W are the same, and the same twice, whatever the number of programs that sum them."""
-    from mhla_hf.ops.triton import hedgehog_features, hedgehog_map
+    from mhla_hf.ops.triton import hedgehog, hedgehog_features
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(1, 200, 2, 16, generator=generator).to(device)
@@ -233,40 +192,36 @@ def test_gradients_of_weights_over_several_programs(device, monkeypatch):
         return torch.autograd.grad(hedgehog_features(tokens, weight), weight, cotangent)[0]
 
     whole = gradient()
-    monkeypatch.setattr(hedgehog_map, "GRADIENT_TOKENS", 50)
+    monkeypatch.setattr(hedgehog, "GRADIENT_TOKENS", 50)
     parts = gradient()
     assert torch.equal(parts, gradient())
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_operators_are_what_torch_expects(device):
-    from mhla_hf.ops.triton import hedgehog, hedgehog_map
+    from mhla_hf.ops.triton import hedgehog
 
     layout = LAYOUTS["single tokens"]
-    inputs = make_inputs(layout, (2, 1, 8, 4), 0, per_head=True, norms=True)
-    leaves = [tensor.to(device, torch.float32).detach().requires_grad_() for tensor in inputs.values()]
+    inputs = make_inputs(layout, (2, 1, 8, 4), 0, norms=True)
+    leaves = {name: tensor.to(device, torch.float32).requires_grad_() for name, tensor in inputs.items()}
     angles = angles_of(layout, 8).to(device)
-    table = layout.token_table(torch.device(device))
     turns = torch.stack((angles.cos(), angles.sin()), -1).flatten(1)
-    arguments = *leaves, turns, table, True, 1.0, 0.0, 1e-6, 1e-6, 1e-6
-    torch.library.opcheck(hedgehog.hedgehog_attention, arguments)
-    bare = *leaves[:6], None, None, None, table, False, 1.0, 0.0, 1e-6, 0.0, 0.0
-    torch.library.opcheck(hedgehog.hedgehog_attention, bare)
-    torch.library.opcheck(hedgehog_map.hedgehog_features, (leaves[0], leaves[3]))
+    tokens = leaves["query"], leaves["query_weight"]
+    torch.library.opcheck(hedgehog.compute_features, (*tokens, leaves["query_norm"], turns, 0.5, 1e-3, 1e-6))
+    torch.library.opcheck(hedgehog.compute_features, (*tokens, None, None, 1.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operations_are_counted(device):
-    """2 B T H K² for each product with W, 2 B T H 2K V for each with features, 2 B H M² 2K V for mixing."""
-    layout, sizes = LAYOUTS["ragged"], (2, 2, 8, 4)
-    inputs = make_inputs(layout, sizes, 0)
-    leaves = {name: tensor.to(device, torch.float32).requires_grad_() for name, tensor in inputs.items()}
-    projections, products, mixed = 2 * 2 * 2 * 63 * 2 * 64, 2 * 2 * 2 * 63 * 2 * 16 * 4, 2 * 2 * 2 * 16 * 16 * 4
+    """2 B T H K² forward, and three times that backward, where p is computed again."""
+    from mhla_hf.ops.triton import hedgehog_features
+
+    tokens = torch.randn(2, 63, 3, 8, device=device, requires_grad=True)
+    weight = torch.randn(3, 8, 8, device=device, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        output = in_kernels(leaves, layout)
-    assert counter.get_total_flops() == projections + products + mixed
+        output = hedgehog_features(tokens, weight)
+    assert counter.get_total_flops() == 2 * 2 * 63 * 3 * 64
     with FlopCounterMode(display=False) as counter:
         output.sum().backward()
-    assert counter.get_total_flops() == 4 * projections + 2.5 * products + 3 * mixed
+    assert counter.get_total_flops() == 3 * 2 * 2 * 63 * 3 * 64

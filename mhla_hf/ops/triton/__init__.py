@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from .decode import decode_token as decode_token
     from .fused import fused_mhla_attention as fused_mhla_attention
     from .fused_products import fits_fused_kernels as fits_fused_kernels
-    from .hedgehog import hedgehog_mhla_attention as hedgehog_mhla_attention
-    from .hedgehog_map import fits_hedgehog_kernels as fits_hedgehog_kernels
-    from .hedgehog_map import hedgehog_features as hedgehog_features
+    from .hedgehog import fits_hedgehog_kernels as fits_hedgehog_kernels
+    from .hedgehog import hedgehog_features as hedgehog_features
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,261 +1,402 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MHLA with hedgehog features, from projections to outputs, forward and backward.
+"""Hedgehog features (arXiv 2402.04347) from projected queries or keys on, and their gradients.
 
-    S_b = Σ_{t in b} φ(k_t) v_tᵀ,  z_b = Σ_{t in b} φ(k_t)
-    o_t = φ(q_t)ᵀ S̃_{b(t)} / (φ(q_t)·z̃_{b(t)} + eps)
+    y_t = R(norm(x_t)),  p_t = scaling · W y_t            W is [K, K] for each head, R a rotary embedding
+    φ(x_t) = softmax([p_t, -p_t]) + feature_eps           [2K]
 
-with φ of `hedgehog_map`, twice as wide as its rows, the kernels of `hedgehog_products`, and mixing as in `block`.
-The output norm and the gate are left to the layer.
+    dp_t = φ⁺ (dφ⁺ - c) - φ⁻ (dφ⁻ - c)  with  c = Σ φ dφ over all 2K, both without feature_eps
+    dy_t = scaling · Wᵀ dp_t,  dW = scaling Σ_t dp_t y_tᵀ
 
-Forward, features pass through no memory. With s bytes a token's number and summaries of s' bytes (2 for bfloat16, 4
-otherwise), it reads and writes
+Norm and rotation are optional. The softmax is safe for any p: exponents are p - max |p| and -p - max |p|.
 
-    summaries:  B T G (K + V) s + 2 B G M K V s'        mixing:  2 · 2 B H M K V s', 5 · 2 B H M K V s' in bfloat16
-    outputs:    B T H (K + V) s + 2 B H M K V s'
+An RMSNorm x r w, with r = 1 / rms(x) of the token and w a weight of each channel, commutes with R but for w: kernels
+multiply W with R(x w), which needs no number of other heads, and scale the product by r.
 
-bytes, and a norm of queries and keys across heads B T (H + G) K s more, which is read before. It computes 2 B T H K (K
-+ 2V) operations in each of summaries and outputs, and 4 B H M² K V in mixing, twice where weights meet summaries in
-bfloat16. At the shape of Wan (`docs/kernels.md`): 312 + 590 + 312 MB, and 37 + 18 (35) + 37 GFLOP, where ReLU has 253
-+ 295 + 253 MB and 12 + 9 (18) + 12 GFLOP; 194 MB more with norms either way, for now. Each of q and k takes 97
-million exponentials beside that.
+Gradients of W are summed in float32, first over the tokens of a program, then over programs, in an order that depends
+on nothing but the shapes.
 
-Backward, features are computed again and written, 2 · 290 MB; the gradients of block attention are those of `block`
-for features of width 2K, and `hedgehog_map` goes on from the gradients of features, 2 · 387 MB, to those of rows
-and of W. Shape letters are those of `hedgehog_products`.
+Features pass through memory, and the block kernels read them at twice the width. With s bytes a number, features take
+3 B T H K s bytes and 2 B T H K² operations, and their gradients 4 B T H K s bytes and 6 B T H K² operations: at the
+shape of Wan (`docs/kernels.md`), 290 MB and 12.4 GFLOP for each of q and k, and 387 MB and 37 GFLOP.
+
+Shape letters: B batch, T tokens, H heads, K width.
 """
 
-# No postponed annotations here: torch.library reads schemas from them.
+# No postponed annotations here: torch.library and Triton read them from the functions themselves.
+
+import math
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ...layouts.blocks import BlockLayout
-from ...layouts.sequences import SequenceLayout
-from ..tables import NORMALIZERS
-from .block_gradient import block_gradients, needs_output
+from .device_functions import COUNTS, dense_head_rows, head_rows, load_matrix, load_rows, product, store_rows, to_tf32
 from .fused_gradient import norm_gradient_
-from .fused_products import inverse_norm, rotary_table
-from .hedgehog_map import Projection, features, features_gradient
-from .hedgehog_products import hedgehog_attend, hedgehog_summaries
-from .launching import dense_like, line_groups, product_flops, repeated, summary_dtype, token_tensor
-from .mixing import Mixing, count_mixed_heads
+from .fused_products import inverse_norm, rotary_rows, rotary_table, rotate
+from .launching import (
+    FEW_PROGRAMS,
+    as_rows,
+    ceil_divide,
+    dense_like,
+    launch,
+    multiplies_exactly,
+    multiplies_from_shared_memory,
+    padded,
+    product_flops,
+    product_precision,
+)
 
 
-def hedgehog_mhla_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    mixing: Tensor,
-    layout: BlockLayout | SequenceLayout,
-    *,
-    feature_map_eps: float,
-    normalizer: str,
-    eps: float,
-    scaling: float,
-    rotary: tuple[Tensor, Tensor] | None = None,
-    query_norm: tuple[Tensor, float] | None = None,
-    key_norm: tuple[Tensor, float] | None = None,
-) -> Tensor:
-    """Non-causal MHLA with hedgehog features, from projections on.
+LOG2_E = 1 / math.log(2)
+# Tokens of a program of the gradient: its sum for W, as large as W in float32, is written once for all of them.
+GRADIENT_TOKENS = 1024
+
+
+class Projection(NamedTuple):
+    """The way from rows x to features, as all kernels take it.
+
+    Attributes:
+        weight: W, `[H, K, K]`, dense.
+        norm_weight: Weight of an RMSNorm across heads, `[H · K]`; None for no norm.
+        inverse_norm: 1 / rms of each token, float32 `[B, T]`; None without a norm.
+        rotary: Table of rotary embeddings from `fused_products.rotary_table`, `[T, K]`, dense; None for no rotation.
+        scaling: Factor of p.
+        feature_eps: Added to the features; None for nothing.
+    """
+
+    weight: torch.Tensor
+    norm_weight: torch.Tensor | None
+    inverse_norm: torch.Tensor | None
+    rotary: torch.Tensor | None
+    scaling: float
+    feature_eps: float | None
+
+
+def fits_hedgehog_kernels(width: int, rotary: bool, dtype: torch.dtype) -> bool:
+    """Whether heads of this width fit the kernels: W, and in the gradient a sum as large, beside the tokens."""
+    return width <= (128 if dtype == torch.bfloat16 else 64) and not (rotary and width % 2)
+
+
+def projection_precision(tokens: torch.dtype) -> str:
+    """PRECISION of products with W, see `device_functions`."""
+    return product_precision(tokens, tokens)
+
+
+@triton.jit
+def load_weight(projection, head, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """W of a head, as its products want it."""
+    column = tl.arange(0, BLOCK_WIDTH)
+    weight = load_matrix(projection.weight + head * (WIDTH * WIDTH), column, column, WIDTH, 1, WIDTH, WIDTH)
+    return _to_factor(weight, PRECISION)
+
+
+@triton.jit
+def _to_factor(values, PRECISION: tl.constexpr):
+    if PRECISION == "bf16":
+        values = values.to(tl.bfloat16)
+    elif PRECISION == "tf32":
+        values = to_tf32(values.to(tl.float32))
+    else:
+        values = values.to(tl.float32)
+    return values
+
+
+@triton.jit
+def turned_rows(
+    rows, projection, head, tokens, present,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """R(x w) of some rows of one head, as its products want them."""
+    column = tl.arange(0, BLOCK_WIDTH)
+    values = load_rows(rows, tokens, present, column, WIDTH)
+    if projection.norm_weight is not None:
+        weight = tl.load(projection.norm_weight + head * WIDTH + column, mask=column < WIDTH, other=0.0)
+        values = values.to(tl.float32) * weight.to(tl.float32)[None, :]
+    turns = rotary_rows(projection, tokens, present, column, WIDTH)
+    if turns is not None:
+        values = rotate(values.to(tl.float32), turns, 1, TOKENS, BLOCK_WIDTH)
+    return _to_factor(values, PRECISION)
+
+
+@triton.jit
+def projection_scale(projection, batch, tokens, present, num_tokens, TOKENS: tl.constexpr):
+    """Factors of W R(x w) that make it p, for some tokens."""
+    scale = tl.full((TOKENS,), 1.0, tl.float32) * projection.scaling
+    if projection.inverse_norm is not None:
+        scale *= tl.load(projection.inverse_norm + batch * num_tokens + tokens, mask=present, other=0.0)
+    return scale
+
+
+@triton.jit
+def exponentials(exponents, inside, AXIS: tl.constexpr, PADDED: tl.constexpr):
+    """exp p and exp -p over a common factor, which cancels, from p · log2(e); and the sum of both.
+
+    AXIS is that of the features, of which those not `inside` are zero where PADDED.
+    """
+    # Exponents of both signs have the same maximum, so that neither overflows.
+    largest = tl.expand_dims(tl.max(tl.abs(exponents), AXIS), AXIS)
+    plus, minus = tl.exp2(exponents - largest), tl.exp2(-exponents - largest)
+    if PADDED:
+        plus, minus = tl.where(inside, plus, 0.0), tl.where(inside, minus, 0.0)
+    return plus, minus, tl.sum(plus + minus, AXIS)
+
+
+@triton.jit
+def add_feature_eps(plus, minus, total, feature_eps, inside, AXIS: tl.constexpr, PADDED: tl.constexpr):
+    """Exponentials such that features, their quotients with `total`, have `feature_eps` added."""
+    if feature_eps is not None:
+        added = tl.expand_dims(feature_eps * total, AXIS)
+        plus, minus = plus + added, minus + added
+        if PADDED:
+            plus, minus = tl.where(inside, plus, 0.0), tl.where(inside, minus, 0.0)
+    return plus, minus
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def hedgehog_features_kernel(
+    rows, projection, features, num_tokens,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    LOG2_E: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """φ of a tile of tokens of one head, `[B, T, HEADS, 2 · WIDTH]`."""
+    program = tl.program_id(0)
+    head, rest = (program % HEADS).to(tl.int64), program // HEADS
+    tiles = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    batch, tile = (rest // tiles).to(tl.int64), rest % tiles
+    feature = tl.arange(0, BLOCK_WIDTH)
+    inside = (feature < WIDTH)[None, :]
+    PADDED: tl.constexpr = WIDTH < BLOCK_WIDTH
+    tokens = (tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
+    present = tokens < num_tokens
+    weight = load_weight(projection, head, WIDTH, BLOCK_WIDTH, PRECISION)
+    turned = turned_rows(
+        head_rows(rows, batch, head), projection, head, tokens, present, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH, PRECISION
+    )
+    scale = projection_scale(projection, batch, tokens, present, num_tokens, BLOCK_TOKENS) * LOG2_E
+    exponents = product(turned, tl.trans(weight), PRECISION) * scale[:, None]
+    plus, minus, total = exponentials(exponents, inside, 1, PADDED)
+    plus, minus = add_feature_eps(plus, minus, total, projection.feature_eps, inside, 1, PADDED)
+    inverse = 1.0 / total
+    results = dense_head_rows(features, batch, head, num_tokens, HEADS, 2 * WIDTH)
+    store_rows(results, tokens, present, feature, plus * inverse[:, None], WIDTH)
+    store_rows((results[0] + WIDTH, results[1]), tokens, present, feature, minus * inverse[:, None], WIDTH)
+
+
+def token_options(rows: torch.Tensor, most_tokens: int) -> dict[str, Any]:
+    """Arguments that the kernels of this file share, for rows `[B, T, H, K]` and tiles of so many tokens at most."""
+    _, num_tokens, heads, width = rows.shape
+    return {
+        "num_tokens": num_tokens,
+        "HEADS": heads,
+        "WIDTH": width,
+        "BLOCK_WIDTH": padded(width),
+        "BLOCK_TOKENS": min(most_tokens, padded(num_tokens)),
+        "LOG2_E": LOG2_E,
+        "PRECISION": projection_precision(rows.dtype),
+    }
+
+
+def features(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
+    """φ of rows `[B, T, H, K]`: `[B, T, H, 2K]` in their dtype."""
+    batch, num_tokens, heads, width = rows.shape
+    result = rows.new_empty(batch, num_tokens, heads, 2 * width)
+    few_registers = rows.dtype != torch.bfloat16 or not multiplies_from_shared_memory(rows.device)
+    options = token_options(rows, 32 if few_registers else 64)
+    tiles = ceil_divide(num_tokens, options["BLOCK_TOKENS"])
+    launch(
+        hedgehog_features_kernel, tiles * batch * heads, as_rows(rows), projection, result,
+        num_warps=4 if padded(width) <= 64 else 8, num_stages=1, **options,
+    )  # fmt: skip
+    return result
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def hedgehog_gradient_kernel(
+    rows, gradient, projection, result, weight_gradient, num_tokens, share,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    LOG2_E: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of norm(x) and of W from those of φ(x), `gradient`, over `share` tokens of one head.
+
+    `result` is `[B, T, HEADS, WIDTH]`, and `weight_gradient` has a part `[WIDTH, WIDTH]` for each program.
+    """
+    program = tl.program_id(0)
+    head, rest = (program % HEADS).to(tl.int64), program // HEADS
+    shares = (num_tokens + share - 1) // share
+    batch, part = (rest // shares).to(tl.int64), rest % shares
+    feature = tl.arange(0, BLOCK_WIDTH)
+    inside = feature < WIDTH
+    PADDED: tl.constexpr = WIDTH < BLOCK_WIDTH
+    weight = load_weight(projection, head, WIDTH, BLOCK_WIDTH, PRECISION)
+    head_of_rows = head_rows(rows, batch, head)
+    plus_gradients, stride = head_rows(gradient, batch, head)
+    results = dense_head_rows(result, batch, head, num_tokens, HEADS, WIDTH)
+    total_gradient = tl.zeros((BLOCK_WIDTH, BLOCK_WIDTH), tl.float32)
+    for offset in range(part * share, tl.minimum((part + 1) * share, num_tokens), BLOCK_TOKENS):
+        tokens = (offset + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
+        present = tokens < num_tokens
+        turned = turned_rows(
+            head_of_rows, projection, head, tokens, present, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH, PRECISION
+        )
+        scale = projection_scale(projection, batch, tokens, present, num_tokens, BLOCK_TOKENS)
+        exponents = product(weight, tl.trans(turned), PRECISION) * (scale * LOG2_E)[None, :]
+        plus, minus, total = exponentials(exponents, inside[:, None], 0, PADDED)
+        inverse = 1.0 / total
+        plus_gradient = tl.trans(load_rows((plus_gradients, stride), tokens, present, feature, WIDTH)).to(tl.float32)
+        minus_gradient = load_rows((plus_gradients + WIDTH, stride), tokens, present, feature, WIDTH)
+        minus_gradient = tl.trans(minus_gradient).to(tl.float32)
+        mean = tl.sum(plus * plus_gradient + minus * minus_gradient, axis=0) * inverse
+        slope = plus * (plus_gradient - mean[None, :]) - minus * (minus_gradient - mean[None, :])
+        slope = slope * (scale * inverse)[None, :]
+        total_gradient += product(slope, turned, PRECISION)
+        changed = tl.trans(product(tl.trans(weight), _to_factor(slope, PRECISION), PRECISION))
+        if projection.inverse_norm is not None:
+            changed = changed * (projection.scaling / tl.where(present, scale, 1.0))[:, None]
+        turns = rotary_rows(projection, tokens, present, feature, WIDTH)
+        changed = rotate(changed, turns, -1, BLOCK_TOKENS, BLOCK_WIDTH)
+        store_rows(results, tokens, present, feature, changed, WIDTH)
+    start = weight_gradient + program.to(tl.int64) * (WIDTH * WIDTH)
+    pointers = start + feature[:, None] * WIDTH + feature[None, :]
+    tl.store(pointers, total_gradient, mask=inside[:, None] & inside[None, :])
+
+
+def features_gradient(
+    gradient: torch.Tensor, rows: torch.Tensor, projection: Projection
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of norm(x) and of W.
 
     Args:
-        query: Projected queries `[B, T, H, K]`, before any norm.
-        key: `[B, T, H_kv, K]`.
-        value: `[B, T, H_kv, V]`.
-        query_weight: W of queries, `[H, K, K]`.
-        key_weight: W of keys, `[H_kv, K, K]`.
-        mixing: `[M, M]`, `[H, M, M]` or `[B, 1 or H, M, M]`.
-        layout: Blocks of the T tokens.
-        feature_map_eps: Added to the features.
-        normalizer: One of [`mhla_hf.ops.NORMALIZERS`] that has a kernel.
-        eps: Added to the denominator.
-        scaling: Factor of queries and keys before the feature map.
-        rotary: Tables of cosines and sines for neighbouring pairs of channels, `[T, K / 2]`, that rotate queries and
-            keys before the feature map; without gradients.
-        query_norm: Weight `[H · K]` and eps of an RMSNorm of queries across heads.
-        key_norm: Weight `[H_kv · K]` and eps of an RMSNorm of keys across heads.
+        gradient: Gradient of φ(x), `[B, T, H, 2K]`.
+        rows: x, `[B, T, H, K]`.
+        projection: See [`Projection`].
 
     Returns:
-        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+        `[B, T, H, K]` in the dtype of `rows`, dense, and `[H, K, K]` in that of the weight.
     """
-    dtype = value.dtype
-    weights = [None if norm is None else norm[0] for norm in (query_norm, key_norm)]
-    query_eps, key_eps = (0.0 if norm is None else float(norm[1]) for norm in (query_norm, key_norm))
-    with torch.autocast(query.device.type, enabled=False):
-        output, *_ = hedgehog_attention(
-            query.to(dtype), key.to(dtype), value, query_weight, key_weight, mixing.float(), *weights,
-            None if rotary is None else rotary_table(*rotary, dtype), layout.token_table(query.device),
-            NORMALIZERS[normalizer].divides, scaling, feature_map_eps, eps, query_eps, key_eps,
-        )  # fmt: skip
-        return output
+    batch, num_tokens, heads, width = rows.shape
+    most_tokens = 32 if rows.dtype == torch.bfloat16 and multiplies_from_shared_memory(rows.device) else 16
+    options = token_options(rows, 64 if padded(width) <= 32 else most_tokens)
+    tile = options["BLOCK_TOKENS"]
+    shares = max(1, min(ceil_divide(num_tokens, GRADIENT_TOKENS), ceil_divide(FEW_PROGRAMS, batch * heads)))
+    share = ceil_divide(num_tokens, shares * tile) * tile
+    shares = ceil_divide(num_tokens, share)
+    result = dense_like(rows)
+    partial = rows.new_empty(batch * shares, heads, width, width, dtype=torch.float32)
+    launch(
+        hedgehog_gradient_kernel, batch * shares * heads,
+        as_rows(rows), as_rows(gradient), projection, result, partial,
+        share=share, num_warps=4 if padded(width) <= 64 and not multiplies_exactly(rows.dtype) else 8, num_stages=1,
+        **options,
+    )  # fmt: skip
+    return result, partial.sum(0).to(projection.weight.dtype)
+
+
+def hedgehog_features(
+    tokens: Tensor,
+    weight: Tensor,
+    *,
+    scaling: float = 1.0,
+    feature_eps: float = 0.0,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
+    """Features of projected queries or keys.
+
+    Args:
+        tokens: `[B, T, H, K]`, before any norm.
+        weight: W, `[H, K, K]`.
+        scaling: Factor of the tokens.
+        feature_eps: Added to the features.
+        rotary: Tables of cosines and sines for neighbouring pairs of channels, of T rows of K / 2, which rotate the
+            tokens before the map; without gradients.
+        norm: Weight `[H · K]` and eps of an RMSNorm across heads.
+
+    Returns:
+        `[B, T, H, 2K]` in the dtype of the tokens.
+    """
+    norm_weight, norm_eps = (None, 0.0) if norm is None else norm
+    table = None if rotary is None else rotary_table(*rotary, tokens.dtype)
+    return compute_features(tokens, weight, norm_weight, table, scaling, feature_eps, norm_eps)[0]
 
 
 def _projection(
+    weight: Tensor, norm: Tensor | None, inverse: Tensor, rotary: Tensor | None, scaling: float, feature_eps: float
+) -> Projection:
+    inverse_norm = None if norm is None else inverse
+    return Projection(weight.contiguous(), norm, inverse_norm, rotary, scaling, feature_eps or None)
+
+
+@torch.library.custom_op("mhla_hf::hedgehog_features", mutates_args=())
+def compute_features(
+    tokens: Tensor,
     weight: Tensor,
     norm: Tensor | None,
-    inverse: Tensor | None,
     rotary: Tensor | None,
     scaling: float,
     feature_eps: float,
-) -> Projection:
-    return Projection(
-        weight.contiguous(), norm, None if norm is None else inverse, rotary, scaling, feature_eps or None
-    )
+    norm_eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Features, and 1 / rms of each token in float32, `[B, T]`, empty without a norm.
 
-
-@torch.library.custom_op("mhla_hf::hedgehog_attention", mutates_args=())
-def hedgehog_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    mixing: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    rotary: Tensor | None,
-    table: Tensor,
-    divides: bool,
-    scaling: float,
-    feature_eps: float,
-    eps: float,
-    query_norm_eps: float,
-    key_norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs from projected queries and keys.
-
-    Arguments are those of [`hedgehog_mhla_attention`], with norms as weights and eps, a table from `rotary_table`, the
-    token of each slot, int32 `[M, N]` or `[B, M, N]`, for the layout, and whether to divide.
-
-    Returns:
-        `[B, T, H, V]` in the dtype of `value`; and for the backward pass, in float32, the denominators `[B, T, H]`,
-        empty unless `divides`, and 1 / rms of queries and keys, `[B, T]`, empty without a norm.
+    Arguments are those of [`hedgehog_features`], with the norm as its weight and eps, and a table from `rotary_table`.
     """
-    groups, width, columns = key.shape[2], query.shape[3], value.shape[3]
-    batch, (blocks, slots) = query.shape[0], table.shape[-2:]
-    query_inverse = inverse_norm(query, None if query_norm is None else query_norm_eps)
-    key_inverse = inverse_norm(key, None if key_norm is None else key_norm_eps)
-    rest = rotary, scaling, feature_eps
-    query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
-    key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
-    weights, dtype = Mixing(mixing, batch, groups), summary_dtype(key.dtype)
-    repeats = weights.repeats
-    output = token_tensor(query, table, columns)
-    denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
-    for lines in line_groups(batch * groups, (1 + repeats) * blocks * 2 * width * columns * dtype.itemsize):
-        # Summaries are means over the slots: their size does not grow with the blocks'.
-        summaries = hedgehog_summaries(
-            key, value, key_projection, table, lines, factor=1 / slots, dtype=dtype, total=divides
-        )
-        mixed, mixed_sums = weights(*summaries, lines)
-        hedgehog_attend(
-            query, query_projection, table, groups * repeats, repeated(lines, repeats), mixed, mixed_sums, output,
-            denominator, factor=float(slots), eps=eps,
-        )  # fmt: skip
-    return output, denominator, query_inverse, key_inverse
+    inverse = inverse_norm(tokens, None if norm is None else norm_eps)
+    return features(tokens, _projection(weight, norm, inverse, rotary, scaling, feature_eps)), inverse
 
 
-@hedgehog_attention.register_fake
-def _(query, key, value, query_weight, key_weight, mixing, query_norm, key_norm, rotary, table, divides, *numbers):
-    inverses = [
-        tokens.new_empty((0,) if norm is None else tokens.shape[:2], dtype=torch.float32)
-        for tokens, norm in ((query, query_norm), (key, key_norm))
-    ]
-    denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
-    return query.new_empty(*query.shape[:3], value.shape[3]), denominator, *inverses
+@compute_features.register_fake
+def _(tokens, weight, norm, *others):
+    inverse = tokens.new_empty((0,) if norm is None else tokens.shape[:2], dtype=torch.float32)
+    return tokens.new_empty(*tokens.shape[:-1], 2 * tokens.shape[-1]), inverse
 
 
-@torch.library.custom_op("mhla_hf::hedgehog_attention_backward", mutates_args=())
-def hedgehog_attention_backward(
-    grad_output: Tensor,
-    output: Tensor | None,
-    denominator: Tensor,
-    query_inverse: Tensor,
-    key_inverse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    mixing: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
+@torch.library.custom_op("mhla_hf::hedgehog_features_backward", mutates_args=())
+def hedgehog_features_backward(
+    gradient: Tensor,
+    inverse: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    norm: Tensor | None,
     rotary: Tensor | None,
-    table: Tensor,
-    divides: bool,
     scaling: float,
     feature_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, both weights, mixing and both norms, which are empty where there is none."""
-    rest = rotary, scaling, feature_eps
-    query_projection = _projection(query_weight, query_norm, query_inverse, *rest)
-    key_projection = _projection(key_weight, key_norm, key_inverse, *rest)
-    query_features, key_features = features(query, query_projection), features(key, key_projection)
-    grad_query, grad_key, grad_value, _, _, _, grad_mixing = block_gradients(
-        grad_output, output, denominator, query_features, key_features, value, None, None, None, mixing, table,
-        divides, 0.0,
-    )  # fmt: skip
-    grad_query, grad_query_weight = features_gradient(grad_query, query, query_projection)
-    grad_query_norm = norm_gradient_(query, grad_query, query_norm, query_inverse)
-    grad_key, grad_key_weight = features_gradient(grad_key, key, key_projection)
-    grad_key_norm = norm_gradient_(key, grad_key, key_norm, key_inverse)
-    query_part, key_part = (query.new_empty(0) if norm is None else norm for norm in (grad_query_norm, grad_key_norm))
-    weights = grad_query_weight, grad_key_weight
-    return grad_query, grad_key, grad_value, *weights, grad_mixing, query_part, key_part
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of tokens, W and the norm's weight, which is empty without a norm."""
+    projection = _projection(weight, norm, inverse, rotary, scaling, feature_eps)
+    grad_tokens, grad_weight = features_gradient(gradient, tokens, projection)
+    grad_norm = norm_gradient_(tokens, grad_tokens, norm, inverse)
+    return grad_tokens, grad_weight, tokens.new_empty(0) if grad_norm is None else grad_norm
 
 
-@hedgehog_attention_backward.register_fake
-def _(
-    grad_output, output, denominator, query_inverse, key_inverse, query, key, value, query_weight, key_weight, mixing,
-    query_norm, key_norm, *others,
-):  # fmt: skip
-    norms = (query.new_empty(0) if norm is None else dense_like(norm) for norm in (query_norm, key_norm))
-    return *map(dense_like, (query, key, value, query_weight, key_weight, mixing)), *norms
+@hedgehog_features_backward.register_fake
+def _(gradient, inverse, tokens, weight, norm, *others):
+    return dense_like(tokens), dense_like(weight), tokens.new_empty(0) if norm is None else dense_like(norm)
 
 
 def _context(ctx, inputs, output):
-    tensors, (ctx.divides, ctx.scaling, ctx.feature_eps, *_) = inputs[:10], inputs[10:]
-    ctx.mark_non_differentiable(*output[1:])
-    query, value = inputs[0], inputs[2]
-    kept = output[0] if ctx.divides and needs_output(2 * query.shape[-1], value.shape[-1], query.dtype) else None
-    ctx.save_for_backward(kept, *output[1:], *tensors)
+    ctx.mark_non_differentiable(output[1])
+    *tensors, ctx.scaling, ctx.feature_eps, _ = inputs
+    ctx.save_for_backward(output[1], *tensors)
 
 
-def _backward(ctx, grad_output, *_):
+def _backward(ctx, gradient, _):
     # Checkpointing hands them out once.
     saved = ctx.saved_tensors
-    *gradients, query_norm, key_norm = hedgehog_attention_backward(
-        grad_output, *saved, ctx.divides, ctx.scaling, ctx.feature_eps
-    )
-    query_norm, key_norm = (None if norm is None else part for norm, part in zip(saved[10:12], (query_norm, key_norm)))
-    return *gradients, query_norm, key_norm, *([None] * 8)
+    *gradients, norm = hedgehog_features_backward(gradient, *saved, ctx.scaling, ctx.feature_eps)
+    return *gradients, None if saved[3] is None else norm, *([None] * 4)
 
 
-hedgehog_attention.register_autograd(_backward, setup_context=_context)
+compute_features.register_autograd(_backward, setup_context=_context)
 
 
-def _flops(query, key, value, mixing) -> tuple[int, int, int]:
-    """Operations of both products with W, of summaries and outputs, and of mixing."""
-    projections = product_flops(query, query[3]) + product_flops(key, key[3])
-    products = 2 * (product_flops(query, value[3]) + product_flops(key, value[3]))
-    mixed_heads = count_mixed_heads(mixing, query[2], key[2])
-    return projections, products, 2 * query[0] * mixed_heads * mixing[-1] ** 2 * 2 * query[3] * value[3]
+@register_flop_formula(torch.ops.mhla_hf.hedgehog_features)
+def _features_flops(tokens, weight, *args, **kwargs) -> int:
+    return product_flops(tokens, weight[-1])
 
 
-@register_flop_formula(torch.ops.mhla_hf.hedgehog_attention)
-def _attention_flops(query, key, value, query_weight, key_weight, mixing, *args, **kwargs) -> int:
-    return sum(_flops(query, key, value, mixing))
-
-
-@register_flop_formula(torch.ops.mhla_hf.hedgehog_attention_backward)
-def _attention_backward_flops(
-    grad_output, output, denominator, query_inverse, key_inverse, query, key, value, query_weight, key_weight, mixing,
-    *args, **kwargs,
-) -> int:  # fmt: skip
-    projections, products, mixed = _flops(query, key, value, mixing)
-    # Features again and three products of their gradients, summaries again and four products, mixing three times.
-    summaries = 2 * product_flops(key, value[3])
-    return 4 * projections + 2 * products + summaries + 3 * mixed
+@register_flop_formula(torch.ops.mhla_hf.hedgehog_features_backward)
+def _features_backward_flops(gradient, inverse, tokens, weight, *args, **kwargs) -> int:
+    return 3 * product_flops(tokens, weight[-1])
