@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "MHLA_HF_BACKEND"
 SELF_TEST_VARIABLE = "MHLA_HF_KERNEL_CHECK"
 TRITON_INSTALLED = find_spec("triton") is not None
-# Triton makes up its mind when it is imported, too.
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Triton's interpreter keeps bfloat16 as integers, and multiplies these.
 INTERPRETED_DTYPES = (torch.float32, torch.float16)
@@ -116,8 +114,12 @@ def triton_obstacle(*tokens: torch.Tensor) -> str | None:
     device = tokens[0].device
     if not TRITON_INSTALLED:
         return f"triton is not installed ({how_to_install('triton')})"
-    if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
+    if device.type != "cuda" and not (device.type == "cpu" and interprets_kernels()):
         return f"the kernels run on GPUs, and the tensors are on {device.type}"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "the kernels are written for NVIDIA GPUs"
+    if device.type == "cuda" and interprets_kernels():
+        return "Triton interprets its kernels (TRITON_INTERPRET), on a CPU only"
     if device.type == "cuda" and _is_too_old(device):
         return f"the GPU is older than compute capability {'.'.join(map(str, MIN_CAPABILITY))}"
     if device.type == "cuda" and (failure := triton_failure()):
@@ -138,8 +140,6 @@ def auto_obstacle(value: torch.Tensor, products: bool = True) -> str | None:
     """The reason why `"auto"` leaves some values `[B, T, H, V]` to torch where the kernels would run; None if not."""
     if value.device.type != "cuda":
         return "Triton interprets its kernels on a CPU"
-    if torch.version.hip is not None:
-        return "the kernels are written for NVIDIA GPUs and untested on others"
     if products and value.dtype == torch.float32 and not tf32_is_allowed():
         return "float32 without TF32 (torch.backends.cuda.matmul.allow_tf32)"
     return None
@@ -166,6 +166,17 @@ def tf32_is_allowed() -> bool:
     # Reading the older setting raises an error once somebody has used the newer one, which old releases lack.
     precision = getattr(settings, "fp32_precision", None)
     return settings.allow_tf32 if precision is None else precision == "tf32"
+
+
+@torch.compiler.assume_constant_result
+def interprets_kernels() -> bool:
+    """Return whether Triton interprets kernels, as it decides when they are defined: when they are first wanted."""
+    return _interprets_kernels()
+
+
+@cache
+def _interprets_kernels() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
 @torch.compiler.assume_constant_result

@@ -41,7 +41,7 @@ def test_it_says_why_the_kernels_do_not_run(monkeypatch):
     output = run()
     assert torch.__version__ in output and "triton" in output
     assert "Triton interprets its kernels on a CPU" in output
-    monkeypatch.setattr(backends, "INTERPRETED", False)
+    monkeypatch.setattr(backends, "interprets_kernels", lambda: False)
     assert "the kernels run on GPUs, and the tensors are on cpu" in run()
     monkeypatch.setenv("MHLA_HF_BACKEND", "torch")
     output = run()

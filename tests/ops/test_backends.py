@@ -7,9 +7,10 @@ import logging
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mhla_hf.ops import backends, choose_backend
-from mhla_hf.ops.backends import _log_once, tf32_is_allowed, triton_failure
+from mhla_hf.ops.backends import _log_once, tf32_is_allowed, triton_failure, triton_obstacle
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -64,10 +65,22 @@ def test_falling_back_is_said_once(caplog):
 def test_bfloat16_is_not_interpreted(monkeypatch):
     """Triton's interpreter would multiply its bits, which the tests of kernels mend for themselves."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(backends, "INTERPRETED", True)
+    monkeypatch.setattr(backends, "interprets_kernels", lambda: True)
     monkeypatch.setattr(backends, "INTERPRETED_DTYPES", (torch.float32, torch.float16))
     assert choose_backend("triton", *tokens(1, 4, 2, 8)) == "triton"
     assert choose_backend("triton", *tokens(1, 4, 2, 8, dtype=torch.bfloat16)) == "torch"
+
+
+def test_gpus_that_kernels_are_not_for_are_refused(monkeypatch):
+    """AMD's, and any where Triton interprets: before anything is compiled."""
+    pytest.importorskip("triton")
+    with FakeTensorMode():
+        token = torch.empty(1, 4, 2, 8, device="cuda", dtype=torch.float16)
+    monkeypatch.setattr(backends, "triton_failure", lambda: pytest.fail("Triton was asked to compile"))
+    monkeypatch.setattr(backends, "interprets_kernels", lambda: True)
+    assert "TRITON_INTERPRET" in triton_obstacle(token)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert triton_obstacle(token) == "the kernels are written for NVIDIA GPUs"
 
 
 def test_few_tokens_are_left_to_torch_where_launches_take_longer(monkeypatch):

@@ -26,7 +26,7 @@ def fresh(monkeypatch, tmp_path):
     """A process without verdicts, an empty folder, and tests on the CPU, where kernels are interpreted."""
     monkeypatch.setenv("MHLA_HF_HOME", str(tmp_path))
     monkeypatch.setattr(backends, "needs_test", lambda device: True)
-    monkeypatch.setattr(backends, "INTERPRETED", True)
+    monkeypatch.setattr(backends, "interprets_kernels", lambda: True)
     backends._test_kernels.cache_clear()
     yield
     backends._test_kernels.cache_clear()

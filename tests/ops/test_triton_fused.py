@@ -50,6 +50,20 @@ def test_operator_is_what_torch_expects(dtype, everything, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_empty_slots_add_nothing_to_the_gradient_of_an_output_norm_without_eps(device):
+    from mhla_hf.ops.triton import fused
+
+    *arguments, _ = make_arguments(device, torch.float32, True)
+    weight = arguments[7]
+    found = []
+    for eps in (0.0, 1e-12):
+        output, *_ = fused.fused_attention(*arguments, eps)
+        found.append(torch.autograd.grad(output.sum(), weight)[0])
+    assert found[0].isfinite().all()
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_second_derivatives_are_an_error(device):
     from mhla_hf.ops.triton import fused
 

@@ -87,20 +87,20 @@ def triton_block_mhla_attention(operands: Operands, mixing: Tensor, layout: Bloc
 def attend_kernel(
     query, plain, summary, key_sum, divisor, table, output, denominator,
     first_line, lines, factor, eps, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PLAIN: tl.constexpr,
+    heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """output_t = factor · query_tᵀ summary_b(t), divided by plain_t · key_sum_b(t) + eps.
 
-    HEADS is the number of heads of `summary`, REPEATS the query heads that share one; for a group of lines from
+    heads is the number of heads of `summary`, REPEATS the query heads that share one; for a group of lines from
     `first_line` on, `summary` is `[lines, M, WIDTH, COLUMNS]` and `key_sum` `[lines, M, PLAIN]`. With `key_sum`, the
     divisor is written to `denominator`, and `plain` is the query where it is None. Without it, the divisor is
     `divisor` + eps, `[B, T, H]`, or 1 where that is None.
     """
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     batch, row_head, block, part, matrix = place_of_program(
-        splits * COLUMN_TILES, num_blocks, first_line, lines, HEADS, REPEATS
+        splits * COLUMN_TILES, num_blocks, first_line, lines, heads, REPEATS
     )
     split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
     row_column = tl.arange(0, BLOCK_WIDTH)
@@ -111,7 +111,7 @@ def attend_kernel(
     if key_sum is not None:
         sums = tl.load(key_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
     queries = head_rows(query, batch, row_head)
-    outputs = dense_head_rows(output, batch, row_head, num_tokens, HEADS * REPEATS, COLUMNS)
+    outputs = dense_head_rows(output, batch, row_head, num_tokens, heads * REPEATS, COLUMNS)
     block_table = table + batch * table_stride_batch + block * slots
     first = split * split_slots
     stop = tl.minimum(first + split_slots, slots)
@@ -124,7 +124,7 @@ def attend_kernel(
         following, following_present = slot_tokens(block_table, next_slot, stop, num_tokens)
         rows = load_rows(queries, tokens, present, row_column, WIDTH)
         result = row_product(rows, weights, PRECISION) * factor
-        per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
+        per_token = (batch * num_tokens + tokens) * (heads * REPEATS) + row_head
         if key_sum is not None:
             plain_rows = rows
             if plain is not None:

@@ -55,7 +55,7 @@ def apply_kernel(
     rows, outputs, queries, matrices, vectors, scale, table, result, second, weight,
     first_line, lines, factor, num_tokens, num_blocks, table_stride_batch,
     slots, splits, split_slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
+    heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_VECTOR: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     TRANSPOSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def apply_kernel(
     """
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     batch, row_head, block, part, matrix = place_of_program(
-        splits * COLUMN_TILES, num_blocks, first_line, lines, HEADS, REPEATS
+        splits * COLUMN_TILES, num_blocks, first_line, lines, heads, REPEATS
     )
     split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
     row_column = tl.arange(0, BLOCK_WIDTH)
@@ -85,7 +85,7 @@ def apply_kernel(
         vector_column = column if second is None else tl.arange(0, BLOCK_VECTOR)
         vector = tl.load(vectors + matrix * VECTOR + vector_column, mask=vector_column < VECTOR, other=0.0)
     row_head_rows = head_rows(rows, batch, row_head)
-    token_start = batch * num_tokens * (HEADS * REPEATS) + row_head
+    token_start = batch * num_tokens * (heads * REPEATS) + row_head
     block_table = table + batch * table_stride_batch + block * slots
     first = split * split_slots
     stop = tl.minimum(first + split_slots, slots)
@@ -96,7 +96,7 @@ def apply_kernel(
         tokens, present = following, following_present
         next_slot = offset + BLOCK_TOKENS + tile_slot
         following, following_present = slot_tokens(block_table, next_slot, stop, num_tokens)
-        per_token = token_start + tokens * (HEADS * REPEATS)
+        per_token = token_start + tokens * (heads * REPEATS)
         values = load_rows(row_head_rows, tokens, present, row_column, WIDTH)
         output = row_product(values, weights, PRECISION) * factor
         if scale is not None:
@@ -120,9 +120,9 @@ def apply_kernel(
             if second is None:
                 output += weighted
             elif column_tile == 0:
-                second_rows = dense_head_rows(second, batch, row_head, num_tokens, HEADS * REPEATS, VECTOR)
+                second_rows = dense_head_rows(second, batch, row_head, num_tokens, heads * REPEATS, VECTOR)
                 store_rows(second_rows, tokens, present, vector_column, weighted, VECTOR)
-        result_rows = dense_head_rows(result, batch, row_head, num_tokens, HEADS * REPEATS, COLUMNS)
+        result_rows = dense_head_rows(result, batch, row_head, num_tokens, heads * REPEATS, COLUMNS)
         store_rows(result_rows, tokens, present, column, output, COLUMNS)
 
 

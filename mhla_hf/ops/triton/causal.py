@@ -109,18 +109,18 @@ def causal_attend_kernel(
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     factor, eps, num_tokens, num_blocks, table_stride_batch, slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    heads, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
     PLAIN: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_PLAIN: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """output_t = (factor · query_tᵀ prefix_i + m_ii Σ_{j ≤ t in i} (query_t · key_j) value_j) / d_t for chunk i.
 
-    HEADS is the number of query heads; REPEATS of them share a key head, PREFIX_REPEATS a prefix. With `prefix_sum`,
+    heads is the number of query heads; REPEATS of them share a key head, PREFIX_REPEATS a prefix. With `prefix_sum`,
     d_t is written to `denominator`, from `normalizer_query` and `normalizer_key` if they are given; without it,
     nothing is divided. Rows from the chunk's `limit` on become NaN.
     """
     batch, head, line, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, first_line, lines, HEADS, REPEATS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
+        num_blocks, slots, first_line, lines, heads, REPEATS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
     )
     key_head = head // REPEATS
     column, plain_column = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_PLAIN)
@@ -173,10 +173,10 @@ def causal_attend_kernel(
             divisor += denominators(plain_rows, sums, eps)
         result = divide(result, divisor, present)
         if column_tile == 0:
-            tl.store(denominator + (batch * num_tokens + tokens) * HEADS + head, divisor, mask=present)
-    first_spoilt = tl.load(limit + (batch * (HEADS // REPEATS) + key_head) * num_blocks + block)
+            tl.store(denominator + (batch * num_tokens + tokens) * heads + head, divisor, mask=present)
+    first_spoilt = tl.load(limit + (batch * (heads // REPEATS) + key_head) * num_blocks + block)
     result = tl.where((slot >= first_spoilt)[:, None], float("nan"), result)
-    outputs = dense_head_rows(output, batch, head, num_tokens, HEADS, VALUE)
+    outputs = dense_head_rows(output, batch, head, num_tokens, heads, VALUE)
     store_rows(outputs, tokens, present, value_column, result, VALUE)
 
 

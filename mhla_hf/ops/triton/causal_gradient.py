@@ -56,7 +56,7 @@ def query_gradient_kernel(
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     factor, num_tokens, num_blocks, table_stride_batch, slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
+    heads, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -64,20 +64,20 @@ def query_gradient_kernel(
 
     `scale` is one over the denominators, None where nothing is divided. `prefix_sum` is None, too, where the
     normaliser's pair is not query and key themselves. δ comes from the products made here where one tile holds all
-    columns, free of the rounding of the outputs (dense `[B, T, HEADS, VALUE]`), otherwise from those.
+    columns, free of the rounding of the outputs (dense `[B, T, heads, VALUE]`), otherwise from those.
     """
     batch, head, line, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, first_line, lines, HEADS, REPEATS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
+        num_blocks, slots, first_line, lines, heads, REPEATS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
     )
     key_head = head // REPEATS
     column = column_tile * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     value_column = tl.arange(0, BLOCK_VALUE)
-    stop = tl.load(limit + (batch * (HEADS // REPEATS) + key_head) * num_blocks + block)
+    stop = tl.load(limit + (batch * (heads // REPEATS) + key_head) * num_blocks + block)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     block_table = table + batch * table_stride_batch + block * slots
     tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
     used = present & (slot < stop)
-    per_token = (batch * num_tokens + tokens) * HEADS + head
+    per_token = (batch * num_tokens + tokens) * heads + head
     key_rows, value_rows = head_rows(key, batch, key_head), head_rows(value, batch, key_head)
     rows = load_rows(head_rows(gradient, batch, head), tokens, used, value_column, VALUE)
     own = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
@@ -113,7 +113,7 @@ def query_gradient_kernel(
         if BLOCK_WIDTH >= WIDTH:
             row_weight = denominator_gradient(queries, total, row_scale)
         else:
-            output_rows = dense_head_rows(output, batch, head, num_tokens, HEADS, VALUE)
+            output_rows = dense_head_rows(output, batch, head, num_tokens, heads, VALUE)
             outputs = load_rows(output_rows, tokens, used, value_column, VALUE)
             row_weight = denominator_gradient(outputs, rows, row_scale)
         if column_tile == 0:
@@ -131,11 +131,11 @@ def query_gradient_kernel(
             sums = tl.load(prefix_sum + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
             total += row_weight[:, None] * (sums[None, :] + own_weight * key_sums)
             shares += row_weight * tl.sum(queries * key_sums, axis=1)
-    store_rows(dense_head_rows(result, batch, head, num_tokens, HEADS, WIDTH), tokens, present, column, total, WIDTH)
+    store_rows(dense_head_rows(result, batch, head, num_tokens, heads, WIDTH), tokens, present, column, total, WIDTH)
     # A share for each row of the tile: Triton 3.6 cannot sum up a vector that comes from products on capability 10.
     COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH
     row_tiles = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    part = (((batch * HEADS + head) * num_blocks + block) * COLUMN_TILES + column_tile) * row_tiles + row_tile
+    part = (((batch * heads + head) * num_blocks + block) * COLUMN_TILES + column_tile) * row_tiles + row_tile
     tl.store(share + part * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS), shares)
 
 
@@ -194,22 +194,22 @@ def key_gradient_kernel(
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
     matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """result_j = factor · rows_jᵀ matrix_i + m_ii Σ_{t ≥ j in i} (scale_t rows_j · inner_t + weight_t) other_t.
 
     The gradient of values for rows = keys, inner = queries, other = output gradients; that of keys for rows = values,
     inner = output gradients, other = queries, with δ for `weight` and the block's vector added to the result, if they
-    are given. HEADS is the number of key heads; REPEATS heads of `inner` and `other` are summed for each.
+    are given. heads is the number of key heads; REPEATS heads of `inner` and `other` are summed for each.
     """
     batch, head, line, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, first_line, lines, HEADS, 1, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
+        num_blocks, slots, first_line, lines, heads, 1, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
     )
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     matrix = line * num_blocks + block
-    stop = tl.minimum(tl.load(limit + (batch * HEADS + head) * num_blocks + block), slots)
+    stop = tl.minimum(tl.load(limit + (batch * heads + head) * num_blocks + block), slots)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     block_table = table + batch * table_stride_batch + block * slots
     tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
@@ -224,7 +224,7 @@ def key_gradient_kernel(
         for tile in range(row_tile, (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
             later_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
             later, there = slot_tokens(block_table, later_slot, stop, num_tokens)
-            per_token = (batch * num_tokens + later) * (HEADS * REPEATS) + row_head
+            per_token = (batch * num_tokens + later) * (heads * REPEATS) + row_head
             inner_rows = load_rows(inner_head, later, there, row_column, WIDTH)
             other_rows = load_rows(other_head, later, there, column, COLUMNS)
             scores = token_product(own, tl.trans(inner_rows), PRECISION)
@@ -246,7 +246,7 @@ def key_gradient_kernel(
     total += from_summaries * factor
     if vectors is not None:
         total += tl.load(vectors + matrix * COLUMNS + column, mask=column < COLUMNS, other=0.0)[None, :]
-    results = dense_head_rows(result, batch, head, num_tokens, HEADS, COLUMNS)
+    results = dense_head_rows(result, batch, head, num_tokens, heads, COLUMNS)
     store_rows(results, tokens, present, column, total, COLUMNS)
 
 

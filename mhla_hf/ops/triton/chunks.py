@@ -36,19 +36,19 @@ from .launching import (
 @triton.jit
 def tile_of_program(
     num_blocks, slots, first_line, lines,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    heads, REPEATS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Place of this program, whose parts are tiles of a chunk.
 
-    Lines are those of key heads, REPEATS of the HEADS heads of the rows share one.
+    Lines are those of key heads, REPEATS of the heads heads of the rows share one.
 
     Returns:
         Batch entry; head of the rows; line of the rows, counted within the group; block; row tile; column tile.
     """
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     parts = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS * COLUMN_TILES
-    batch, head, block, part, _ = place_of_program(parts, num_blocks, first_line, lines, HEADS // REPEATS, REPEATS)
+    batch, head, block, part, _ = place_of_program(parts, num_blocks, first_line, lines, heads // REPEATS, REPEATS)
     line = (tl.program_id(0) % (lines * REPEATS)).to(tl.int64)
     return batch, head, line, block, part // COLUMN_TILES, part % COLUMN_TILES
 
@@ -144,7 +144,7 @@ def chunk_options(
     )  # fmt: skip
     options = {
         **table_sizes(table, tokens),
-        "HEADS": tokens.shape[2],
+        "heads": tokens.shape[2],
         "BLOCK_TOKENS": tokens_tile,
         "PRECISION": product_precision(tokens.dtype, matrices.dtype),
         "num_warps": num_warps,

@@ -114,11 +114,11 @@ def decode_kernel(
     query, key, value, normalizer_query, normalizer_key, valid, weights, summaries, state, num_left, position,
     output, new_state, new_num_left, new_position,
     valid_stride_batch, slots, eps,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, REPEATS: tl.constexpr, PER_HEAD: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, heads, REPEATS: tl.constexpr, PER_HEAD: tl.constexpr, WIDTH: tl.constexpr,
     VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, STEP_TILES: tl.constexpr,
     SHARE_SLOTS: tl.constexpr, SHARE_ELEMENTS: tl.constexpr, DIVIDES: tl.constexpr,
 ):  # fmt: skip
-    """One token; HEADS key heads, each shared by REPEATS query heads, which have prefixes of their own if PER_HEAD.
+    """One token; heads key heads, each shared by REPEATS query heads, which have prefixes of their own if PER_HEAD.
 
     `normalizer_query` and `normalizer_key` are query and key where they are None.
     """
@@ -126,7 +126,7 @@ def decode_kernel(
     COLUMNS: tl.constexpr = VALUE + 1
     TILES: tl.constexpr = STEP_TILES + (WIDTH * COLUMNS + SHARE_ELEMENTS - 1) // SHARE_ELEMENTS
     tile, state_row = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
-    batch, head = state_row // HEADS, state_row % HEADS
+    batch, head = state_row // heads, state_row % heads
     place = tl.load(position + batch)
     counted = place >= 0
     if valid is not None:
@@ -176,7 +176,7 @@ def decode_kernel(
                     queries = _token_row(normalizer_query, batch, query_head, row, WIDTH)
                 result = result / (tl.sum(queries * (mixed_sums + own * new_sums), axis=0) + eps)
             result = tl.where(counted, result, 0.0).to(output.dtype.element_ty)
-            start = output + (batch * HEADS * REPEATS + query_head) * VALUE
+            start = output + (batch * heads * REPEATS + query_head) * VALUE
             tl.store(start + column, result, mask=column < VALUE)
         if (tile == 0) & (head == 0):
             tl.store(new_num_left + batch, now_left)
@@ -285,7 +285,7 @@ def run_decode(
         as_rows(query), as_rows(key), as_rows(value), as_rows(normalizer_query), as_rows(normalizer_key), valid,
         weights, summaries, state, num_left, position, output, new_state, new_num_left, new_position,
         valid_stride_batch=0 if valid is None else valid.stride(0), slots=summaries.shape[2], eps=eps,
-        BLOCK_SIZE=block_size, HEADS=heads, REPEATS=query_heads // heads, PER_HEAD=is_per_head, WIDTH=width,
+        BLOCK_SIZE=block_size, heads=heads, REPEATS=query_heads // heads, PER_HEAD=is_per_head, WIDTH=width,
         VALUE=columns - 1, BLOCK_WIDTH=rows, BLOCK_COLUMNS=tile, STEP_TILES=step_tiles, SHARE_SLOTS=SHARE_SLOTS,
         SHARE_ELEMENTS=SHARE_ELEMENTS, DIVIDES=divides, num_warps=4,
     )  # fmt: skip

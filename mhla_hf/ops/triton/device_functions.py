@@ -16,18 +16,18 @@ import triton.language as tl
 # Arguments that change with the tokens given. Kernels are not recompiled where one happens to be 1 or a multiple of
 # 16; strides of rows stay out of this, since wide loads need to know of them.
 COUNTS = (
-    "num_tokens", "num_blocks", "slots", "splits", "split_slots", "split_stride", "first_line", "lines", "count",
-    "share", "table_stride_batch", "valid_stride_batch", "mixing_stride_batch", "mixing_stride_head",
+    "heads", "num_tokens", "num_blocks", "slots", "splits", "split_slots", "split_stride", "first_line", "lines",
+    "count", "share", "table_stride_batch", "valid_stride_batch", "mixing_stride_batch", "mixing_stride_head",
     "mixing_stride_diagonal",
 )  # fmt: skip
 
 
 @triton.jit
-def place_of_program(parts, num_blocks, first_line, lines, HEADS: tl.constexpr, REPEATS: tl.constexpr):
+def place_of_program(parts, num_blocks, first_line, lines, heads, REPEATS: tl.constexpr):
     """Batch entry, head of the rows, block and part of the block of this program, and its matrix.
 
     Launches run over a group of *lines*: `lines` of them from `first_line` on. A line is a head of a batch entry,
-    batch · HEADS + head, and has a matrix for each block; REPEATS heads of the rows share it. The matrix returned is
+    batch · heads + head, and has a matrix for each block; REPEATS heads of the rows share it. The matrix returned is
     counted within the group, whose matrices are `[lines, num_blocks, ...]`.
 
     Lines run fastest: heads lie side by side in the row of a token, so programs that run at the same time read
@@ -39,7 +39,7 @@ def place_of_program(parts, num_blocks, first_line, lines, HEADS: tl.constexpr, 
     part, block = rest % parts, (rest // parts).to(tl.int64)
     place = (first_line * REPEATS + row_line).to(tl.int64)
     matrix = row_line // REPEATS * num_blocks + block
-    return place // (HEADS * REPEATS), place % (HEADS * REPEATS), block, part, matrix
+    return place // (heads * REPEATS), place % (heads * REPEATS), block, part, matrix
 
 
 @triton.jit
@@ -64,9 +64,9 @@ def head_rows(rows, batch, head):
 
 
 @triton.jit
-def dense_head_rows(data, batch, head, num_tokens, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointer and token stride of one head of a dense tensor `[B, T, HEADS, WIDTH]`."""
-    return data + (batch * num_tokens * HEADS + head) * WIDTH, HEADS * WIDTH
+def dense_head_rows(data, batch, head, num_tokens, heads, WIDTH: tl.constexpr):
+    """Pointer and token stride of one head of a dense tensor `[B, T, heads, WIDTH]`."""
+    return data + (batch * num_tokens * heads + head) * WIDTH, heads * WIDTH
 
 
 @triton.jit
@@ -202,6 +202,12 @@ def denominator_gradient(rows, gradient, inverse):
 def divide(rows, divisors, present):
     """The rows over their divisors; absent tokens have none."""
     return rows / tl.where(present, divisors, 1.0)[:, None]
+
+
+@triton.jit
+def inverse_rms(mean_square, eps, present):
+    """1 / sqrt(mean square + eps) of some tokens; 1 for absent ones, whose squares are 0 and eps may be, too."""
+    return 1.0 / tl.sqrt(tl.where(present, mean_square + eps, 1.0))
 
 
 @triton.jit

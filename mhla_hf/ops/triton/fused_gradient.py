@@ -32,6 +32,7 @@ from .device_functions import (
     dense_head_rows,
     factors,
     head_rows,
+    inverse_rms,
     load_matrix,
     load_rows,
     place_of_program,
@@ -73,7 +74,7 @@ from .mixing import Mixing
 def fused_gradient_kernel(
     rows, outputs, features, table, matrices, vectors, result, scale, weight,
     first_line, lines, factor, eps, num_tokens, num_blocks, slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of norm(x_t) where that of ψ(x_t) is factor · scale_t · matrix_b(t) outputs_t.
@@ -83,9 +84,9 @@ def fused_gradient_kernel(
 
     Without `scale`, scale_t and the weight of vector_b(t) are 1, and there may be no vectors. With it, rows are
     queries whose results are divided by d_t = φ(x_t)·vector_b(t) + eps: scale_t = 1 / d_t, and weight_t is the
-    gradient of d_t; both are written, float32 `[B, T, HEADS · REPEATS]`.
+    gradient of d_t; both are written, float32 `[B, T, heads · REPEATS]`.
     """
-    batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, HEADS, REPEATS)
+    batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, heads, REPEATS)
     column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
     value_column = tl.arange(0, BLOCK_VALUE)
     block_table = table + block * slots
@@ -97,7 +98,7 @@ def fused_gradient_kernel(
     if vectors is not None:
         vector = tl.load(vectors + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
     head_of_rows, head_of_outputs = head_rows(rows, batch, row_head), head_rows(outputs, batch, row_head)
-    results = dense_head_rows(result, batch, row_head, num_tokens, HEADS * REPEATS, WIDTH)
+    results = dense_head_rows(result, batch, row_head, num_tokens, heads * REPEATS, WIDTH)
     for offset in range(0, slots, BLOCK_TOKENS):
         tokens, present = entry_tokens(entries, num_tokens)
         entries = slot_entries(block_table, offset + BLOCK_TOKENS + slot, slots, num_tokens)
@@ -115,7 +116,7 @@ def fused_gradient_kernel(
         if scale is not None:
             row_weight = denominator_gradient(mapped, gradient, inverse)
             gradient += row_weight[:, None] * vector[None, :]
-            per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
+            per_token = (batch * num_tokens + tokens) * (heads * REPEATS) + row_head
             tl.store(scale + per_token, inverse, mask=present)
             tl.store(weight + per_token, row_weight, mask=present)
         elif vectors is not None:
@@ -230,16 +231,16 @@ def norm_gradient_(rows: Tensor, gradient: Tensor, norm_weight: Tensor | None, i
 def output_gradient_kernel(
     query, gradients, gate, output_weight, features, table, matrices, vectors, result, gate_gradient, weight_gradient,
     first_line, lines, factor, eps, output_eps, num_tokens, num_blocks, slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients through norm(x) · silu(gate) of x, which are written to `result`, and of gate and norm's weight.
 
     x is factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps), recomputed as in [`fused_attend_kernel`]. Norm, gate or
     divisor are left out where their tensors are None. `gradients` are those of the output; the weight's are
-    `[B · HEADS · REPEATS, M, VALUE]`, one row a program.
+    `[B · heads · REPEATS, M, VALUE]`, one row a program.
     """
-    batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, HEADS, REPEATS)
+    batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, heads, REPEATS)
     column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
     value_column = tl.arange(0, BLOCK_VALUE)
     block_table = table + block * slots
@@ -253,7 +254,7 @@ def output_gradient_kernel(
         norm_scale = tl.load(output_weight + value_column, mask=value_column < VALUE, other=0.0).to(tl.float32)
         total = tl.zeros((BLOCK_VALUE,), tl.float32)
     queries, gradient_rows = head_rows(query, batch, row_head), head_rows(gradients, batch, row_head)
-    results = dense_head_rows(result, batch, row_head, num_tokens, HEADS * REPEATS, VALUE)
+    results = dense_head_rows(result, batch, row_head, num_tokens, heads * REPEATS, VALUE)
     for offset in range(0, slots, BLOCK_TOKENS):
         tokens, present = entry_tokens(entries, num_tokens)
         entries = slot_entries(block_table, offset + BLOCK_TOKENS + slot, slots, num_tokens)
@@ -269,7 +270,7 @@ def output_gradient_kernel(
             row_factor /= tl.where(present, denominators(mapped, sums, eps), 1.0)
         if output_weight is not None:
             mean_square = tl.sum(values * values, axis=1) / VALUE * row_factor * row_factor
-            inverse = 1.0 / tl.sqrt(mean_square + output_eps)
+            inverse = inverse_rms(mean_square, output_eps, present)
             row_factor *= inverse
         values *= row_factor[:, None]
         if gate is not None:
@@ -277,7 +278,7 @@ def output_gradient_kernel(
             slope = gradient * values * (sigmoid * (1 + gates * (1 - sigmoid)))
             if output_weight is not None:
                 slope *= norm_scale[None, :]
-            gate_rows = dense_head_rows(gate_gradient, batch, row_head, num_tokens, HEADS * REPEATS, VALUE)
+            gate_rows = dense_head_rows(gate_gradient, batch, row_head, num_tokens, heads * REPEATS, VALUE)
             store_rows(gate_rows, tokens, present, value_column, slope, VALUE)
             gradient *= gates * sigmoid
         if output_weight is not None:
@@ -287,7 +288,7 @@ def output_gradient_kernel(
             gradient = (gradient - values * mean[:, None]) * inverse[:, None]
         store_rows(results, tokens, present, value_column, gradient, VALUE)
     if output_weight is not None:
-        row = (batch * (HEADS * REPEATS) + row_head) * num_blocks + block
+        row = (batch * (heads * REPEATS) + row_head) * num_blocks + block
         tl.store(weight_gradient + row * VALUE + value_column, total, mask=value_column < VALUE)
 
 

@@ -38,6 +38,7 @@ from .device_functions import (
     dense_head_rows,
     factors,
     head_rows,
+    inverse_rms,
     load_matrix,
     load_rows,
     place_of_program,
@@ -153,7 +154,7 @@ def fused_options(
         "num_tokens": rows.shape[1],
         "num_blocks": table.shape[0],
         "slots": slots,
-        "HEADS": heads,
+        "heads": heads,
         "REPEATS": rows.shape[2] // heads,
         "WIDTH": width,
         "VALUE": columns,
@@ -260,17 +261,17 @@ def rotate(values, rotary, SIGN: tl.constexpr, TOKENS: tl.constexpr, BLOCK_WIDTH
 def fused_outer_kernel(
     rows, value, scale, weight, features, table, products, sums,
     first_line, lines, factor, num_tokens, num_blocks, slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums of the head of this file.
 
-    HEADS is the number of heads of `products`, for a group of lines from `first_line` on `[lines, M, WIDTH, VALUE]`;
-    each sums REPEATS heads of the rows. `scale` and `weight` are `[B, T, HEADS · REPEATS]`, or None for 1; `sums` are
+    heads is the number of heads of `products`, for a group of lines from `first_line` on `[lines, M, WIDTH, VALUE]`;
+    each sums REPEATS heads of the rows. `scale` and `weight` are `[B, T, heads · REPEATS]`, or None for 1; `sums` are
     `[lines, M, WIDTH]`, or None for none.
     """
     COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
-    batch, head, block, column_tile, matrix = place_of_program(COLUMN_TILES, num_blocks, first_line, lines, HEADS, 1)
+    batch, head, block, column_tile, matrix = place_of_program(COLUMN_TILES, num_blocks, first_line, lines, heads, 1)
     column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     result = tl.zeros((BLOCK_WIDTH, BLOCK_VALUE), tl.float32)
@@ -285,7 +286,7 @@ def fused_outer_kernel(
         for offset in range(0, slots, BLOCK_TOKENS):
             tokens, present = entry_tokens(entries, num_tokens)
             entries = slot_entries(block_table, offset + BLOCK_TOKENS + slot, slots, num_tokens)
-            per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
+            per_token = (batch * num_tokens + tokens) * (heads * REPEATS) + row_head
             normed = normed_rows(head_of_rows, features, scales, batch, tokens, present, num_tokens, column, WIDTH)
             rotary = rotary_rows(features, tokens, present, column, WIDTH)
             values = load_rows(head_of_values, tokens, present, value_column, VALUE)
@@ -362,15 +363,15 @@ def fused_outer(
 def fused_attend_kernel(
     query, gate, output_weight, features, table, matrices, vectors, output,
     first_line, lines, factor, eps, output_eps, num_tokens, num_blocks, slots,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output of the head of this file, without norm, divisor or gate where its tensor is None.
 
-    HEADS is the number of heads of `matrices`, for a group of lines from `first_line` on `[lines, M, WIDTH, VALUE]`;
+    heads is the number of heads of `matrices`, for a group of lines from `first_line` on `[lines, M, WIDTH, VALUE]`;
     REPEATS heads of the rows share one. One program holds all columns of a head's output, for its norm.
     """
-    batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, HEADS, REPEATS)
+    batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, heads, REPEATS)
     column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
     value_column = tl.arange(0, BLOCK_VALUE)
     block_table = table + block * slots
@@ -383,7 +384,7 @@ def fused_attend_kernel(
     if output_weight is not None:
         norm_scale = tl.load(output_weight + value_column, mask=value_column < VALUE, other=0.0).to(tl.float32)
     queries = head_rows(query, batch, row_head)
-    outputs = dense_head_rows(output, batch, row_head, num_tokens, HEADS * REPEATS, VALUE)
+    outputs = dense_head_rows(output, batch, row_head, num_tokens, heads * REPEATS, VALUE)
     if gate is not None:
         gate_rows = head_rows(gate, batch, row_head)
         tokens, present = entry_tokens(entries, num_tokens)
@@ -406,7 +407,7 @@ def fused_attend_kernel(
         result *= row_factor[:, None]
         if output_weight is not None:
             mean_square = tl.sum(result * result, axis=1) / VALUE
-            result = result * (1.0 / tl.sqrt(mean_square + output_eps))[:, None] * norm_scale[None, :]
+            result = result * inverse_rms(mean_square, output_eps, present)[:, None] * norm_scale[None, :]
         if gate is not None:
             result = result * gates * tl.sigmoid(gates)
         store_rows(outputs, tokens, present, value_column, result, VALUE)

@@ -158,12 +158,12 @@ def add_feature_eps(plus, minus, total, feature_eps, inside, AXIS: tl.constexpr,
 @triton.jit(do_not_specialize=COUNTS)
 def hedgehog_features_kernel(
     rows, projection, features, num_tokens,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    heads, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     LOG2_E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """φ of a tile of tokens of one head, `[B, T, HEADS, 2 · WIDTH]`."""
+    """φ of a tile of tokens of one head, `[B, T, heads, 2 · WIDTH]`."""
     program = tl.program_id(0)
-    head, rest = (program % HEADS).to(tl.int64), program // HEADS
+    head, rest = (program % heads).to(tl.int64), program // heads
     tiles = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     batch, tile = (rest // tiles).to(tl.int64), rest % tiles
     feature = tl.arange(0, BLOCK_WIDTH)
@@ -180,7 +180,7 @@ def hedgehog_features_kernel(
     plus, minus, total = exponentials(exponents, inside, 1, PADDED)
     plus, minus = add_feature_eps(plus, minus, total, projection.feature_eps, inside, 1, PADDED)
     inverse = 1.0 / total
-    results = dense_head_rows(features, batch, head, num_tokens, HEADS, 2 * WIDTH)
+    results = dense_head_rows(features, batch, head, num_tokens, heads, 2 * WIDTH)
     store_rows(results, tokens, present, feature, plus * inverse[:, None], WIDTH)
     store_rows((results[0] + WIDTH, results[1]), tokens, present, feature, minus * inverse[:, None], WIDTH)
 
@@ -190,7 +190,7 @@ def token_options(rows: torch.Tensor, most_tokens: int) -> dict[str, Any]:
     _, num_tokens, heads, width = rows.shape
     return {
         "num_tokens": num_tokens,
-        "HEADS": heads,
+        "heads": heads,
         "WIDTH": width,
         "BLOCK_WIDTH": padded(width),
         "BLOCK_TOKENS": min(most_tokens, padded(num_tokens)),
@@ -216,15 +216,15 @@ def features(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
 @triton.jit(do_not_specialize=COUNTS)
 def hedgehog_gradient_kernel(
     rows, gradient, projection, result, weight_gradient, num_tokens, share,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    heads, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     LOG2_E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of norm(x) and of W from those of φ(x), `gradient`, over `share` tokens of one head.
 
-    `result` is `[B, T, HEADS, WIDTH]`, and `weight_gradient` has a part `[WIDTH, WIDTH]` for each program.
+    `result` is `[B, T, heads, WIDTH]`, and `weight_gradient` has a part `[WIDTH, WIDTH]` for each program.
     """
     program = tl.program_id(0)
-    head, rest = (program % HEADS).to(tl.int64), program // HEADS
+    head, rest = (program % heads).to(tl.int64), program // heads
     shares = (num_tokens + share - 1) // share
     batch, part = (rest // shares).to(tl.int64), rest % shares
     feature = tl.arange(0, BLOCK_WIDTH)
@@ -233,7 +233,7 @@ def hedgehog_gradient_kernel(
     weight = load_weight(projection, head, WIDTH, BLOCK_WIDTH, PRECISION)
     head_of_rows = head_rows(rows, batch, head)
     plus_gradients, stride = head_rows(gradient, batch, head)
-    results = dense_head_rows(result, batch, head, num_tokens, HEADS, WIDTH)
+    results = dense_head_rows(result, batch, head, num_tokens, heads, WIDTH)
     total_gradient = tl.zeros((BLOCK_WIDTH, BLOCK_WIDTH), tl.float32)
     for offset in range(part * share, tl.minimum((part + 1) * share, num_tokens), BLOCK_TOKENS):
         tokens = (offset + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)

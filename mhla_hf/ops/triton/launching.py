@@ -112,9 +112,9 @@ def launch(
         if plan is not None:
             plan[0][grid](*tensors, *counts, *plan[1])
             return
-        compiled = first_launch(kernel, grid, *tensors, *counts, **keywords)
-    # Triton for AMD looks at the sizes of tensors, too.
-    if compiled is None or torch.version.hip is not None:
+        # Releases differ in whether they fuse multiplications and additions unasked.
+        compiled = first_launch(kernel, grid, *tensors, *counts, **keywords, enable_fp_fusion=True)
+    if compiled is None:
         return
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
@@ -326,7 +326,7 @@ def matrix_tiles(
         **sizes,
         "splits": splits,
         "split_slots": share,
-        "HEADS": groups,
+        "heads": groups,
         "REPEATS": heads // groups,
         "WIDTH": width,
         "COLUMNS": columns,

@@ -54,21 +54,21 @@ from .launching import (
 def outer_kernel(
     left, right, plain, scale, weight, limit, table, products, sums, first_bad,
     first_line, lines, factor, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots, split_stride,
-    HEADS: tl.constexpr, REPEATS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLAIN: tl.constexpr,
+    heads, REPEATS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     LIMIT_REPEATS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums above over one share of a block's slots.
 
-    HEADS is the number of heads of the products; each sums REPEATS heads of the rows. For a group of lines from
+    heads is the number of heads of the products; each sums REPEATS heads of the rows. For a group of lines from
     `first_line` on, `products` is `[splits, lines, M, LEFT, RIGHT]`, with `split_stride` = lines · M matrices a split.
-    `scale` and `weight` are `[B, T, HEADS · REPEATS]`. `plain` is `left` where it is None, and nothing is summed where
+    `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left` where it is None, and nothing is summed where
     `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of which LIMIT_REPEATS heads of the rows share one.
     With `first_bad` `[parts, lines, M]`, a part for each share and column tile, numbers that are not finite count as
     zero and the first slot that has one is written there, or `slots`.
     """
     COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
-    batch, head, block, part, matrix = place_of_program(splits * COLUMN_TILES, num_blocks, first_line, lines, HEADS, 1)
+    batch, head, block, part, matrix = place_of_program(splits * COLUMN_TILES, num_blocks, first_line, lines, heads, 1)
     split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
     left_column = tl.arange(0, BLOCK_LEFT)
     right_column = column_tile * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
@@ -83,7 +83,7 @@ def outer_kernel(
     for repeat in range(REPEATS):
         row_head = head * REPEATS + repeat
         if limit is not None:
-            limit_heads = HEADS * REPEATS // LIMIT_REPEATS
+            limit_heads = heads * REPEATS // LIMIT_REPEATS
             limit_matrix = (batch * limit_heads + row_head // LIMIT_REPEATS) * num_blocks + block
             stop = tl.minimum(tl.minimum(first + split_slots, slots), tl.load(limit + limit_matrix))
         left_head, right_head = head_rows(left, batch, row_head), head_rows(right, batch, row_head)
@@ -93,7 +93,7 @@ def outer_kernel(
             # Known one tile ahead, tokens let the compiler load the next rows before it multiplies these.
             tokens, present = following, following_present
             following, following_present = slot_tokens(block_table, slot + BLOCK_TOKENS, stop, num_tokens)
-            per_token = (batch * num_tokens + tokens) * (HEADS * REPEATS) + row_head
+            per_token = (batch * num_tokens + tokens) * (heads * REPEATS) + row_head
             left_rows = load_rows(left_head, tokens, present, left_column, LEFT)
             right_rows = load_rows(right_head, tokens, present, right_column, RIGHT)
             if first_bad is not None:
@@ -213,7 +213,7 @@ def outer(
         outer_kernel, lines[1] * blocks * splits * tiles,
         as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table, products, sums, first_bad,
         lines=lines, **sizes, factor=factor, splits=splits, split_slots=share, split_stride=lines[1] * blocks,
-        HEADS=num_heads, REPEATS=heads // num_heads, LEFT=width, RIGHT=value, PLAIN=plain_width,
+        heads=num_heads, REPEATS=heads // num_heads, LEFT=width, RIGHT=value, PLAIN=plain_width,
         BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
         LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
         num_warps=warps(width, value_tile), num_stages=stages(precision, from_shared_memory),
