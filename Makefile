@@ -4,12 +4,12 @@
 # all), PYTEST_ARGS (more arguments for pytest), RESULTS (where `make reproduce` writes JSON files, plots, the overview and
 # the page of results; by default each goes to its place in the repository), WORK (finished trainings and measurements,
 # from which it resumes), NOTEBOOKS (those to execute), LOWEST (where the virtual environment with the lowest versions
-# goes), TORCH (another torch in it), TRITON (which one compiles the kernels for `make test-kernels`), HUB_KERNEL and
+# goes), TORCH (another torch in it), TRITONS (which compile the kernels for `make test-kernels`), HUB_KERNEL and
 # REPO_ID (the folder of the exported kernel, and the repository on the Hub that it is for).
 VENV ?= .venv
 LOWEST ?= .venv-lowest
 TORCH ?=
-TRITON ?= 3.6.0
+TRITONS ?= 3.9.0 3.6.0 3.4.0
 CONSTRAINTS ?= constraints.txt
 DEMO ?= demo-output
 RESULTS ?= benchmarks/results
@@ -41,7 +41,7 @@ help:
 	@echo "make test       install into $(VENV) and run the fast tests"
 	@echo "make test-all   run the slow tests too, with coverage; TESTS=tests/app runs those of one folder"
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
-	@echo "make test-kernels  compile the kernels for four generations of GPUs with Triton $(TRITON), and judge the result"
+	@echo "make test-kernels  compile the kernels for four generations of GPUs with Triton $(TRITONS), and judge the result"
 	@echo "make test-lowest  a smoke test with the lowest supported versions of all dependencies, in $(LOWEST)"
 	@echo "make test-versions  the tests of transformers models, with the lowest and the newest supported versions"
 	@echo "make size       count code lines, files and raise statements by folder, beside those of BEFORE=checkout"
@@ -134,14 +134,16 @@ test-versions:
 	$(these_versions) $(lowest) TESTS="$(smoke_test) $(version_tests)"
 	$(these_versions) EXTRA=dev TESTS="$(smoke_test) $(version_tests)"
 
-# The Triton of the GPUs that the kernels are tuned for, in a folder of its own: torch brings another one.
-$(VENV)/triton-$(TRITON): $(VENV)/.installed-dev
+# Each in a folder of its own: the pinned one, the lowest that is allowed, and that of the GPUs the kernels are tuned for.
+tritons := $(addprefix $(VENV)/triton-,$(TRITONS))
+$(tritons): $(VENV)/triton-%: | $(VENV)/.installed-dev
 	rm -rf $@.new
-	$(bin)/python -m pip install --disable-pip-version-check --no-input --no-deps --target $@.new triton==$(TRITON)
+	$(bin)/python -m pip install --disable-pip-version-check --no-input --no-deps --target $@.new triton==$*
 	rm -rf $@ && mv $@.new $@
 
-test-kernels: $(VENV)/triton-$(TRITON)
-	PYTHONPATH=$(abspath $<) $(pytest) -m "not gpu" tests/ops/test_triton_compiles.py $(PYTEST_ARGS)
+test-kernels: $(tritons)
+	for triton in $^; do echo "$$triton"; PYTHONPATH=$(abspath $(VENV))/$$(basename $$triton) \
+		$(pytest) -m "not gpu" tests/ops/test_triton_compiles.py $(PYTEST_ARGS) || exit 1; done
 
 style: $(VENV)/.installed-dev
 	$(bin)/ruff check --fix .

@@ -279,7 +279,7 @@ def _require(name: str, shape: OperatorShape, dtype: torch.dtype, device: torch.
     tokens = torch.empty(1, 1, 1, shape.width, dtype=dtype, device=device)
     family = "causal" if shape.causal else "block"
     if name == "mhla-triton" and triton_obstacle(tokens) is None and not kernels_pass(family, tokens, tokens):
-        raise ValueError(f"the {family} kernels failed their check (mhla-hf doctor --kernels)")
+        raise ValueError(f"the {family} kernels failed their check (mhla-hf doctor --gpu)")
 
 
 @dataclass(frozen=True, kw_only=True)

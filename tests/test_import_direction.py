@@ -27,6 +27,7 @@ LEVELS = (
     ("recovery", "analysis", "lora_check"),
     ("hub",),
     ("bench", "demo"),
+    ("gpu",),
     ("app",),
     ("cli",),
     ("__init__", "__main__"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ os.environ.setdefault("MHLA_HF_KERNEL_CHECK", "0")
 def main() -> None:
     """Runs one command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["compile", "run", "check", "time", "sweep"])
+    parser.add_argument("command", choices=["compile", "check", "time", "sweep"])
     parser.add_argument("--json", type=Path, help="file to write, after every row")
     parser.add_argument("--cases", help="names of cases, or their beginnings, separated by commas; all by default")
     parser.add_argument("--checks", help="names of checks, separated by commas; all by default")
@@ -37,17 +38,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, on a GPU too")
     parser.add_argument("--sweep", action="store_true", help="compile what a sweep launches")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
-    parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     names = None if arguments.cases is None else [name.strip() for name in arguments.cases.split(",")]
+    from mhla_hf.gpu.cases import kernel_cases
+    from mhla_hf.gpu.checks import CHECKS, run_checks
+    from mhla_hf.gpu.compilation import compile_in_parallel, run_cases
+    from mhla_hf.gpu.report import Report
     from mhla_hf.ops.backends import ENVIRONMENT_VARIABLE
     from mhla_hf.utils.messages import check_choice
 
-    from .cases import kernel_cases
-    from .checks import CHECKS, run_checks
-    from .compilation import compile_in_parallel, run_part
-    from .report import Report
-    from .sweep import sweep_cases
+    from .sweep import run_candidates, sweep_cases
     from .timing import time_cases
 
     checks = list(CHECKS) if arguments.checks is None else [name.strip() for name in arguments.checks.split(",")]
@@ -60,11 +60,9 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     if arguments.command == "compile":
-        chosen = [] if arguments.cases is None else ["--cases", arguments.cases]
-        flags = [f"--{name}" for name in ("quick", "sweep") if getattr(arguments, name)]
-        compile_in_parallel([*chosen, *flags], arguments.jobs, arguments.seconds)
-    elif arguments.command == "run":
-        run_part(cases, *map(int, arguments.part.split("/")), arguments.sweep)
+        run = partial(run_candidates if arguments.sweep else run_cases, names, arguments.quick)
+        failures = compile_in_parallel(run, arguments.seconds, arguments.jobs)
+        sys.exit("\n".join(failures) or 0)
     else:
         report = Report(arguments.command, arguments.json, arguments.seconds)
         if arguments.command == "check":

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any
 
 from mhla_hf.bench import failure_reason
-
-from .cases import ON_GPU, KernelCase, Tensors
-from .checks import LIMITS, relative_error
-from .report import Report
-from .timing import device_milliseconds
+from mhla_hf.gpu.cases import ON_GPU, KernelCase, Tensors, kernel_cases
+from mhla_hf.gpu.checks import LIMITS, relative_error
+from mhla_hf.gpu.report import Report
+from mhla_hf.gpu.timing import device_milliseconds
 
 
 WARPS, STAGES, TOKEN_TILES = (4, 8), (1, 2, 3, 4), (16, 32, 64)
@@ -127,3 +126,15 @@ def _measured(
         overrides.use({})
     report.add(row, f"{case.name}, {choice or 'own options'}: {text}")
     return float("inf") if wrong else row["milliseconds"]
+
+
+def run_candidates(names: list[str] | None, quick: bool, part: int, parts: int) -> None:
+    """Runs one share of what sweeps of some cases launch, so that they find it compiled."""
+    for case in kernel_cases(names, quick=quick):
+        with overridden_launches() as overrides:
+            case.run()
+            for choice in candidates(overrides.seen)[part::parts]:
+                overrides.use(choice)
+                # The sweep itself says why one fails.
+                with suppress(Exception):
+                    case.run()

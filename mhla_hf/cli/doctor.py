@@ -23,30 +23,37 @@ def doctor_command(
     no_values: bool = option(
         "Skip the search for NaN and infinite values in MODEL's weights.", "--no-values", default=False
     ),
-    kernels: bool = option(
-        "Run all kernels on small inputs and compare them with plain torch.", "--kernels", default=False
+    gpu: bool = option(
+        "Check the kernels on this machine's GPU and time them, within five minutes.", "--gpu", default=False
     ),
     device: Device = "auto",
     json_file: JsonFile = None,
     **options: Any,
 ) -> None:
-    """Check a model's directory, or the kernels on this machine.
+    """Check a model's directory, or this machine's kernels.
 
     With MODEL, doctor checks files, index, configuration and weights, and says what is missing, damaged or
     contradictory and what to do. Warnings name layers whose mixing weights show a failure of training, such as
-    uniform-mixing. Without MODEL, it shows versions, the device and why kernels do not run; --kernels tests all of
-    them. The exit code is 1 if something is wrong, and 0 for warnings.
+    uniform-mixing. Without MODEL, it shows versions, the device and why kernels do not run.
+
+    With --gpu, it compiles the kernels, compares them with plain torch at the sizes of models, and times them beside
+    plain torch and softmax attention. What it prints is Markdown to paste into an issue. Without a GPU, it interprets
+    the kernels at small sizes.
+
+    The exit code is 1 if something is wrong, and 0 for warnings.
 
     Examples:
 
         mhla-hf doctor wan-mhla
         mhla-hf doctor user/wan-mhla --json report.json
-        mhla-hf doctor --kernels
+        mhla-hf doctor --gpu --json gpu.json
     """
-    if model is None:
-        _check_installation(kernels, device, json_file)
-    elif kernels:
-        raise typer.BadParameter("--kernels tests this machine: give it without MODEL")
+    if model is None and gpu:
+        _examine_kernels(device, json_file)
+    elif model is None:
+        _describe_installation(device, json_file)
+    elif gpu:
+        raise typer.BadParameter("--gpu checks this machine: give it without MODEL")
     else:
         _check_model(model, not no_values, json_file, given(options, HUB))
 
@@ -108,36 +115,52 @@ def _show_problems(problems: "list[Problem]") -> None:
     say(f"{' and '.join(counts) or 'No problems'}.", style="" if counts else "green")
 
 
-def _check_installation(kernels: bool, device: str, json_file: JsonFile) -> None:
-    from ..ops.diagnosis import check_kernels, describe_environment, markdown_table
+def _describe_installation(device: str, json_file: JsonFile) -> None:
+    from ..ops.diagnosis import describe_environment
+    from ..utils.machine import choose_device
+
+    report = describe_environment(choose_device(device))
+    _show_environment(report)
+    write_report(json_file, report)
+
+
+def _examine_kernels(device: str, json_file: JsonFile) -> None:
+    import os
+
+    import torch
+
     from ..utils.machine import choose_device
 
     chosen = choose_device(device)
-    report = describe_environment(chosen)
-    _show_environment(report)
-    write_report(json_file, report)
-    if not kernels:
-        return
+    if torch.cuda.is_available() != (chosen.type == "cuda"):
+        raise typer.BadParameter("--gpu runs on the GPU that there is: give it without --device")
+    if chosen.type == "cpu":
+        # Triton reads this when it is imported.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     from rich.console import Console
 
-    rows: list[dict[str, Any]] = []
-    report["results"] = rows
-    # To the terminal alone: what is piped into a file is the table.
-    with Console(stderr=True).status("Compiling and running kernels: this takes minutes.") as status:
-        for row in check_kernels(chosen):
-            rows.append(row)
-            # A kernel may end the process; results before it are worth keeping.
-            write_report(json_file, report)
-            status.update(f"{row['family']} kernels, {row['direction']}, {row['dtype']}, width {row['width']}")
-    failed = sum(row["status"] == "failed" for row in rows)
-    typer.echo(f"\n{markdown_table(rows)}\n\n{len(rows) - failed} of {len(rows)} runs passed.")
-    if failed:
+    from ..gpu.examination import SECONDS, examine_kernels, markdown_table
+    from ..gpu.report import Report
+    from ..ops.diagnosis import describe_environment
+
+    # To the terminal alone: what is piped into a file is Markdown.
+    with Console(stderr=True).status("Compiling kernels: this takes minutes.") as status:
+        report = Report("doctor", json_file, SECONDS, status.update)
+        report.content["environment"] = describe_environment(chosen)
+        passed = examine_kernels(report)
+    _show_environment({name: part for name, part in report.content.items() if name not in ("results", "left_out")})
+    failed = sum(row["status"] == "failed" for row in report.results)
+    count = len(report.results)
+    typer.echo("\n" + "\n".join(markdown_table(report.results)) + f"\n\n{count - failed} of {count} checks passed.")
+    if report.content["left_out"]:
+        typer.echo(f"Left out for want of time: {', '.join(report.content['left_out'])}.")
+    if not passed:
         raise typer.Exit(1)
 
 
 def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:
     """Show versions and settings for a bug report, as Markdown."""
-    _check_installation(False, device, json_file)
+    _describe_installation(device, json_file)
 
 
 def _show_environment(report: dict[str, Any], indent: str = "") -> None:

@@ -123,7 +123,7 @@ def can_fuse(config: MHLAConfig, call: Call, output_norm: nn.Module | None) -> b
         and (rotary is None or (config.rope == "after_feature_map" and is_plain_rotary(rotary, call.query)))
         and (output_norm is None or is_plain_norm(output_norm, value.device))
         and fits_fused_kernels(call.query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
-        and kernels_pass("fused", call.query, value)
+        and kernels_pass("fused", call.query, value, normalizer=config.normalizer)
     )
 
 

@@ -419,7 +419,8 @@ class MHLA(nn.Module):
         if backend == "triton":
             family = _kernel_family(config, sequence, call.query.shape[1])
             assert family is not None
-            passes = kernels_pass(family, call.query, call.value, self._feature_width(call.query))
+            width = self._feature_width(call.query)
+            passes = kernels_pass(family, call.query, call.value, width, config.normalizer)
             backend = "triton" if passes else "torch"
         by_kernel = backend == "triton" and has_features_kernel(config, call, self._feature_maps)
         if call.norms is not None and not by_kernel:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of the code that computes the operator: plain torch, or Triton kernels where they run, pay and pass a test.
 
-The first use of a family of kernels, for a type and a width, compares it with plain torch on a small input:
-milliseconds, once the kernels are compiled. What passes is remembered on disk for the device and the releases of
-torch, Triton and this package. Where it fails, plain torch serves in its place, and one warning says what to report.
-While torch.compile traces, the test runs at once; while a CUDA graph is captured there is none.
+The first use of a family of kernels, for a type, a width, a normaliser and a number of queries that share a key,
+compares it with plain torch on a small input: milliseconds, once the kernels are compiled. What passes is remembered
+on disk for the device and the releases of torch, Triton and this package. Where it fails, plain torch serves in its
+place, and one warning says what to report. While torch.compile traces, the test runs at once; while a CUDA graph is
+captured there is none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 from .. import __version__
 from ..utils.messages import check_choice, how_to_install
-from .tables import BACKENDS
+from .tables import BACKENDS, NORMALIZERS
 
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def choose_backend(
     products: bool = True,
     width: int | None = None,
     family: str | None = None,
+    normalizer: str = "query",
     check: bool = True,
 ) -> str:
     """Chooses between `"torch"` and `"triton"` for some token tensors, `[B, T, H, D]` each.
@@ -83,6 +85,7 @@ def choose_backend(
         products: Whether the kernels multiply matrices. Those that do not serve exact float32 as well as any type.
         width: Width of the features that the kernels will be given, where it is not that of `query`.
         family: Family of kernels that would serve, one of `kernel_cases.FAMILIES`.
+        normalizer: The normaliser, which that family has to pass its test with.
         check: Whether that family has to pass its test. False where the caller looks to that.
 
     Returns:
@@ -104,7 +107,8 @@ def choose_backend(
         if obstacle is None and not torch.compiler.is_compiling() and has_few_tokens(family, query):
             obstacle = "launching kernels would take longer for few tokens"
     if obstacle is None:
-        return "triton" if family is None or not check or kernels_pass(family, query, value, width) else "torch"
+        passes = family is None or not check or kernels_pass(family, query, value, width, normalizer)
+        return "triton" if passes else "torch"
     log_fallback(obstacle, logging.WARNING if wanted == "triton" else logging.INFO)
     return "torch"
 
@@ -227,7 +231,9 @@ def _log_once(reason: str, level: int) -> None:
     logger.log(level, "MHLA runs in plain torch: %s.", reason)
 
 
-def kernels_pass(family: str, query: torch.Tensor, value: torch.Tensor, width: int | None = None) -> bool:
+def kernels_pass(
+    family: str, query: torch.Tensor, value: torch.Tensor, width: int | None = None, normalizer: str = "query"
+) -> bool:
     """Return whether a family of kernels may serve some tokens: it passes its test, or needs none.
 
     Args:
@@ -235,9 +241,12 @@ def kernels_pass(family: str, query: torch.Tensor, value: torch.Tensor, width: i
         query: Queries `[B, T, H, K]`.
         value: Values `[B, T, G, V]`; their dtype is the one that the kernels work in.
         width: Width of the features that the kernels will be given, where it is not that of `query`.
+        normalizer: The normaliser. Kernels that leave it to torch are those for none.
     """
     widths = _tested_width(query.shape[-1] if width is None else width), _tested_width(value.shape[-1])
-    return not kernel_failure(family, value.device, value.dtype, *widths, torch.is_grad_enabled())
+    # By comparison, as widths: queries that share a key are tested in threes.
+    kind = 1 if query.shape[2] == value.shape[2] else 3, "query" if NORMALIZERS[normalizer].kernel else "none"
+    return not kernel_failure(family, value.device, value.dtype, *widths, torch.is_grad_enabled(), *kind)
 
 
 def _tested_width(width: int) -> int:
@@ -250,7 +259,14 @@ def _tested_width(width: int) -> int:
 
 @torch.compiler.assume_constant_result
 def kernel_failure(
-    family: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, backward: bool
+    family: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    backward: bool,
+    repeats: int = 1,
+    normalizer: str = "query",
 ) -> str:
     """The reason why a family of kernels is not used; empty if it is.
 
@@ -261,11 +277,13 @@ def kernel_failure(
         width: Width of the features.
         value_width: Width of the values.
         backward: Whether gradients may be wanted.
+        repeats: Query heads that share a key head.
+        normalizer: `"query"`, or `"none"` for kernels that do not divide.
     """
     if not needs_test(device) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return ""
-    forward = _test_kernels(family, device, dtype, width, value_width, False)
-    return forward or (_test_kernels(family, device, dtype, width, value_width, True) if backward else "")
+    kind = family, device, dtype, width, value_width, repeats, normalizer
+    return _test_kernels(*kind, False) or (_test_kernels(*kind, True) if backward else "")
 
 
 def needs_test(device: torch.device) -> bool:
@@ -276,21 +294,29 @@ def needs_test(device: torch.device) -> bool:
 
 @cache
 def _test_kernels(
-    family: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, backward: bool
+    family: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    repeats: int,
+    normalizer: str,
+    backward: bool,
 ) -> str:
-    marker = _marker(device, family, str(dtype), width, value_width, backward)
+    marker = _marker(device, family, str(dtype), width, value_width, repeats, normalizer, backward)
     if marker is not None and marker.exists():
         return ""
     # One of the package's lazy names: the cases need the operator, which chooses its backend here.
     compare_kernels = import_module(__package__).compare_kernels
     # A thread of its own has none of the caller's modes: autocast, inference, streams, fake tensors.
     with ThreadPoolExecutor(1) as executor:
-        test = executor.submit(compare_kernels, family, device, dtype, width, value_width, backward=backward)
+        kind = {"repeats": repeats, "normalizer": normalizer}
+        test = executor.submit(compare_kernels, family, device, dtype, width, value_width, backward=backward, **kind)
         _, failure = test.result()
     if failure:
         logger.warning(
             "MHLA runs in plain torch in place of its %s kernels, which failed their test (%s, %s, width %d): %s. "
-            "Please report this with the output of `mhla-hf doctor --kernels`. %s=0 uses them untested.",
+            "Please report this with the output of `mhla-hf doctor --gpu`. %s=0 uses them untested.",
             family, "backward" if backward else "forward", dtype, width, failure, SELF_TEST_VARIABLE,
         )  # fmt: skip
     elif marker is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from ..utils.compat import installed_versions
 from ..utils.machine import machine_facts
-from .backends import ENVIRONMENT_VARIABLE, INTERPRETED_DTYPES, auto_obstacle, triton_obstacle
+from .backends import ENVIRONMENT_VARIABLE, auto_obstacle, triton_obstacle
 from .kernel_cases import FAMILIES, compare_kernels
 
 
@@ -62,16 +62,18 @@ def _obstacle(name: str, device: torch.device) -> str | None:
         return auto_obstacle(tokens)
 
 
-def check_kernels(device: torch.device) -> Iterator[dict[str, Any]]:
+def check_kernels(device: torch.device, part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
     """Run every family of kernels, forward and backward, at several dtypes and widths, and compare with float64.
 
     Args:
         device: A GPU, or with TRITON_INTERPRET=1 the CPU, where one tiny width is run.
+        part: Which share of the runs to do.
+        parts: Number of shares.
 
     Yields:
-        For each run `family`, `direction`, `dtype`, `width`, `status` (`"passed"` or `"failed"`), `errors` (relative
-        errors of the output, of a new state and of the gradients by name), `reason` of a failure, and `seconds`,
-        compilation included.
+        For each run `family`, `direction`, `dtype`, `width`, `repeats` (query heads that share a key head),
+        `normalizer`, `status` (`"passed"` or `"failed"`), `errors` (relative errors of the output, of a new state and
+        of the gradients by name), `reason` of a failure, and `seconds`, compilation included.
 
     Raises:
         ValueError: If the kernels do not run on this device.
@@ -80,30 +82,41 @@ def check_kernels(device: torch.device) -> Iterator[dict[str, Any]]:
     if obstacle is not None:
         hint = "" if device.type == "cuda" else " With TRITON_INTERPRET=1, Triton interprets them on a CPU."
         raise ValueError(f"The kernels cannot be checked here: {obstacle}.{hint}")
-    for family, case in FAMILIES.items():
-        for name, width in _runs(device):
-            for backward in (False, True) if case.has_gradients else (False,):
-                start = time.perf_counter()
-                with _tf32(name == "tf32"):
-                    errors, reason = compare_kernels(family, device, TYPES[name], width, width, backward=backward)
-                if errors or reason:
-                    yield {
-                        "family": family,
-                        "direction": "backward" if backward else "forward",
-                        "dtype": name,
-                        "width": width,
-                        "status": "failed" if reason else "passed",
-                        "errors": errors,
-                        "reason": reason,
-                        "seconds": time.perf_counter() - start,
-                    }
+    runs = [
+        (family, *run, backward)
+        for family, case in FAMILIES.items()
+        for run in _runs(device)
+        # Features have neither normaliser nor keys.
+        if family != "hedgehog" or run[2:] == (1, "query")
+        for backward in ((False, True) if case.has_gradients else (False,))
+    ]
+    for family, name, width, repeats, normalizer, backward in runs[part::parts]:
+        start = time.perf_counter()
+        with _tf32(name == "tf32"):
+            errors, reason = compare_kernels(
+                family, device, TYPES[name], width, width, backward=backward, repeats=repeats, normalizer=normalizer
+            )
+        if errors or reason:
+            yield {
+                "family": family,
+                "direction": "backward" if backward else "forward",
+                "dtype": name,
+                "width": width,
+                "repeats": repeats,
+                "normalizer": normalizer,
+                "status": "failed" if reason else "passed",
+                "errors": errors,
+                "reason": reason,
+                "seconds": time.perf_counter() - start,
+            }
 
 
-def _runs(device: torch.device) -> list[tuple[str, int]]:
-    """Types and widths of heads; 72 is that of DiT-XL/2, which is no multiple of 16."""
+def _runs(device: torch.device) -> list[tuple[str, int, int, str]]:
+    """Types, widths of heads, queries that share a key, normalisers; 72 is DiT-XL/2's width, no multiple of 16."""
     if device.type == "cpu":
-        return [(name, 8) for name, dtype in TYPES.items() if dtype in INTERPRETED_DTYPES and name != "tf32"]
-    return [("bfloat16", 72), ("bfloat16", 128), *((name, 64) for name in TYPES)]
+        return [("float32", 8, 1, "query")]
+    types = [("bfloat16", 72), ("bfloat16", 128), *((name, 64) for name in TYPES)]
+    return [*((name, width, 1, "query") for name, width in types), (*types[-1], 3, "none")]
 
 
 @contextmanager
@@ -115,14 +128,3 @@ def _tf32(allowed: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format the rows of [`check_kernels`] as a Markdown table."""
-    lines = ["| kernels | direction | type | width | status | largest relative errors |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        errors = ", ".join(f"{name.removeprefix('gradient of ')} {error:.1e}" for name, error in row["errors"].items())
-        cells = [str(row[name]) for name in ("family", "direction", "dtype", "width", "status")]
-        cells.append("; ".join(filter(None, (row["reason"], errors))))
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return "\n".join(lines)

@@ -100,7 +100,7 @@ def mhla_attention(
         stored = StoredMixing.of(mixing, mixing_decay, operands.dtype)
         blocks = stored if causal else sequence_mixing(stored, layout)
     family = "causal" if causal else "block"
-    backend = choose_backend(backend, query, key, value, normalizer_query, family=family)
+    backend = choose_backend(backend, query, key, value, normalizer_query, family=family, normalizer=normalizer)
     return attend_on(backend, operands, blocks, layout, causal=causal)
 
 

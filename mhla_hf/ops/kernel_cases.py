@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small cases of every family of kernels, compared with plain torch in float64 on the CPU.
+"""Small cases of every family of kernels, compared with plain torch in float64.
 
-For the test of kernels before their first use (`kernels_pass`) and for `mhla-hf doctor --kernels`. Inputs have a
-generator of their own and are rounded to the kernels' type first, so that only the computation errs.
+For the test of kernels before their first use (`kernels_pass`) and for `mhla-hf doctor --gpu`. Inputs have a
+generator of their own and are rounded to the kernels' type first, so that only the computation errs. Blocks have three
+tiles of tokens, so that every loop over them goes around; in one of the runs with a tile in each program, in the other
+with all of a block in one.
 
 Shape letters: B batch, T tokens, H heads, G key/value heads, K query/key width, V value width, M blocks.
 """
@@ -10,14 +12,15 @@ Shape letters: B batch, T tokens, H heads, G key/value heads, K query/key width,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout
+from ..layouts.sequences import SequenceLayout
 from ..utils.messages import shorten_text
 from .band import StoredMixing
 from .forms import attend_by_block, attend_on
@@ -26,10 +29,12 @@ from .recurrent import empty_state, extend, step
 from .tables import FEATURE_MAPS
 
 
-HEADS, KEY_HEADS = 4, 2
+KEY_HEADS = 2
 NORM_EPS = 1e-6
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 5e-3}
 """Largest relative errors of outputs and gradients: several times those of rounding, which TF32 does for float32."""
+# Of single numbers, beside their size and the tensor's root mean square: one row that is wrong shows.
+ELEMENT_TOLERANCE = 8
 MESSAGE_LENGTH = 300
 # Tensors by name. Not so to mypy, which does not know the parameters that the names stand for.
 Results = dict[str, Any]
@@ -44,12 +49,23 @@ class Sizes:
         blocks: Its blocks.
         length: Tokens of causal attention.
         block_size: Tokens of a causal block.
+        batch: Batch entries.
+        repeats: Query heads that share a key head.
+        normalizer: `"query"` or `"none"`.
     """
 
     grid: tuple[int, int]
     blocks: tuple[int, int]
     length: int
     block_size: int
+    batch: int
+    repeats: int = 1
+    normalizer: str = "query"
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return KEY_HEADS * self.repeats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +85,21 @@ class Case:
     has_gradients: bool = False
 
 
-# Blocks of more tokens than a program reads at a time; and as little as an interpreter can bear.
-SMALL = Sizes(grid=(7, 62), blocks=(2, 3), length=300, block_size=80)
-TINY = Sizes(grid=(3, 5), blocks=(2, 2), length=11, block_size=4)
+# Blocks of three times as many tokens as a program reads at a time; and as little as an interpreter can bear.
+SMALL = Sizes(grid=(14, 62), blocks=(2, 3), length=500, block_size=150, batch=4)
+TINY = Sizes(grid=(3, 5), blocks=(2, 2), length=11, block_size=4, batch=1)
 
 
 def compare_kernels(
-    family: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, *, backward: bool
+    family: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    *,
+    backward: bool,
+    repeats: int = 1,
+    normalizer: str = "query",
 ) -> tuple[dict[str, float], str]:
     """Run a family of kernels on a small input, and judge its errors.
 
@@ -86,6 +110,8 @@ def compare_kernels(
         width: K.
         value_width: V.
         backward: Whether to compute gradients too.
+        repeats: Query heads that share a key head.
+        normalizer: `"query"` or `"none"`.
 
     Returns:
         ‖x - reference‖ / ‖reference‖ for the output, the tensors of a new state and the gradients, by name, which is
@@ -97,35 +123,60 @@ def compare_kernels(
     try:
         with torch.autograd.set_multithreading_enabled(False):
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                errors = _kernel_errors(family, device, dtype, width, value_width, backward)
+                sizes = dataclasses.replace(
+                    TINY if device.type == "cpu" else SMALL, repeats=repeats, normalizer=normalizer
+                )
+                errors = _kernel_errors(family, device, dtype, width, value_width, backward, sizes)
     # Compilers and drivers raise errors of many types, and torch can do without the kernels.
     except Exception as error:
         message = (str(error).strip() or "no message").splitlines()[0]
         return {}, f"{type(error).__name__}: {shorten_text(message, MESSAGE_LENGTH)}"
     # NaN is not below the tolerance either.
+    tolerance = TOLERANCES[dtype]
     wrong = [
-        f"{name} is off by {error:.2g} of its size" for name, error in errors.items() if not error <= TOLERANCES[dtype]
+        f"{name} is off by {whole:.2g} of its size" for name, (whole, _) in errors.items() if not whole <= tolerance
     ]
-    return errors, ", ".join(wrong)
+    wrong = wrong or [
+        f"numbers of {name} are off by {error:.2g} of their size"
+        for name, (_, error) in errors.items()
+        if not error <= ELEMENT_TOLERANCE * tolerance
+    ]
+    return {name: error for name, (error, _) in errors.items()}, ", ".join(wrong)
 
 
 def _kernel_errors(
-    family: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, backward: bool
-) -> dict[str, float]:
+    family: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, backward: bool, sizes: Sizes
+) -> dict[str, tuple[float, float]]:
+    """Errors of whole tensors and of their numbers."""
     case = FAMILIES[family]
     if (backward and not case.has_gradients) or not _fits(family, width, value_width, dtype):
         return {}
-    sizes = TINY if device.type == "cpu" else SMALL
     inputs = case.inputs(torch.Generator().manual_seed(0), sizes, width, value_width)
     rounded = {name: _rounded(name, tensor, dtype) for name, tensor in inputs.items()}
-    expected = _results(case.reference, {name: x.double() for name, x in rounded.items()}, sizes, backward)
+    exact = {name: x.to(device, torch.float64) for name, x in rounded.items()}
+    expected = _results(case.reference, exact, sizes, backward)
     tokens = {name: x.to(device) for name, x in rounded.items()}
-    # Once more on a GPU: the second time, kernels are started by the plans that the first has left.
-    runs = [_results(case.kernels, tokens, sizes, backward) for _ in range(1 if device.type == "cpu" else 2)]
+    runs = [_results(case.kernels, tokens, sizes, backward)]
+    if device.type != "cpu":
+        # By the plans that the first run has left, and with longer loops.
+        with _whole_blocks():
+            runs.append(_results(case.kernels, tokens, sizes, backward))
     errors = [_errors(actual, expected) for actual in runs]
     # `amax` keeps NaN, and `max` may not.
     worst = torch.tensor([list(run.values()) for run in errors], dtype=torch.float64).amax(dim=0)
-    return dict(zip(errors[0], worst.tolist()))
+    return dict(zip(errors[0], map(tuple, worst.tolist())))
+
+
+@contextmanager
+def _whole_blocks() -> Iterator[None]:
+    """Has programs work through whole blocks, as in large inputs, however few programs there are."""
+    from .triton import launching
+
+    before, launching.FEW_PROGRAMS = launching.FEW_PROGRAMS, 1
+    try:
+        yield
+    finally:
+        launching.FEW_PROGRAMS = before
 
 
 def _fits(family: str, width: int, value_width: int, dtype: torch.dtype) -> bool:
@@ -140,7 +191,7 @@ def _fits(family: str, width: int, value_width: int, dtype: torch.dtype) -> bool
 
 def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Those are float32 beside tokens of any type.
-    return tensor.float() if name in ("mixing", "cosine", "sine") else tensor.to(dtype)
+    return tensor.float() if name in ("mixing", "mixing_per_head", "cosine", "sine") else tensor.to(dtype)
 
 
 def _results(compute: Callable[..., Results], inputs: Results, sizes: Sizes, backward: bool) -> Results:
@@ -155,13 +206,15 @@ def _results(compute: Callable[..., Results], inputs: Results, sizes: Sizes, bac
     return {"output": output.detach(), **named}
 
 
-def _errors(actual: Results, expected: Results) -> dict[str, float]:
+def _errors(actual: Results, expected: Results) -> dict[str, tuple[float, float]]:
     # Gradients may cancel to next to nothing, beside terms of the size of the others.
     floor = 1e-3 * max(reference.norm().item() for reference in expected.values())
-    return {
-        name: (actual[name].cpu().double() - reference).norm().item() / max(reference.norm().item(), floor)
-        for name, reference in expected.items()
-    }
+    errors = {}
+    for name, reference in expected.items():
+        difference, size = actual[name].double() - reference, max(reference.norm().item(), floor)
+        single = (difference.abs() / (reference.abs() + size / max(reference.numel(), 1) ** 0.5)).amax()
+        errors[name] = difference.norm().item() / size, single.item()
+    return errors
 
 
 def _draw(generator: torch.Generator, *shape: int, positive: bool = False) -> torch.Tensor:
@@ -170,20 +223,26 @@ def _draw(generator: torch.Generator, *shape: int, positive: bool = False) -> to
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def _tokens(generator: torch.Generator, batch: int, length: int, width: int, value_width: int) -> Results:
+def _tokens(generator: torch.Generator, sizes: Sizes, length: int, width: int, value_width: int) -> Results:
     """Features, and a pair of their own for the normaliser, which has to stay positive."""
+    shape = sizes.batch, length
+    tokens = {
+        "query": _draw(generator, *shape, sizes.heads, width),
+        "key": _draw(generator, *shape, KEY_HEADS, width),
+        "value": _draw(generator, *shape, KEY_HEADS, value_width),
+    }
+    if sizes.normalizer == "none":
+        return tokens
     return {
-        "query": _draw(generator, batch, length, HEADS, width),
-        "key": _draw(generator, batch, length, KEY_HEADS, width),
-        "value": _draw(generator, batch, length, KEY_HEADS, value_width),
-        "normalizer_query": _draw(generator, batch, length, HEADS, width, positive=True),
-        "normalizer_key": _draw(generator, batch, length, KEY_HEADS, width, positive=True),
+        **tokens,
+        "normalizer_query": _draw(generator, *shape, sizes.heads, width, positive=True),
+        "normalizer_key": _draw(generator, *shape, KEY_HEADS, width, positive=True),
     }
 
 
-def _operands(inputs: Results) -> tuple[Operands, torch.Tensor]:
-    tokens = {name: tensor for name, tensor in inputs.items() if name != "mixing"}
-    return Operands(**tokens), inputs["mixing"]
+def _operands(inputs: Results, sizes: Sizes) -> Operands:
+    tokens = {name: tensor for name, tensor in inputs.items() if not name.startswith("mixing")}
+    return Operands(**tokens, normalizer=sizes.normalizer)
 
 
 def _layout(sizes: Sizes, causal: bool) -> BlockLayout:
@@ -195,19 +254,33 @@ def _layout(sizes: Sizes, causal: bool) -> BlockLayout:
 def _attention(causal: bool) -> Case:
     def inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
         layout = _layout(sizes, causal)
-        mixing = _draw(generator, HEADS, layout.num_blocks, layout.num_blocks, positive=True)
-        tokens = _tokens(generator, 1, layout.num_tokens, width, value_width)
-        return {**tokens, "mixing": mixing.tril() if causal else mixing}
+        blocks = layout.num_blocks
+        mixing = _draw(generator, 1 + sizes.heads, blocks, blocks, positive=True)
+        mixing = mixing.tril() if causal else mixing
+        tokens = _tokens(generator, sizes, layout.num_tokens, width, value_width)
+        return {**tokens, "mixing": mixing[0], "mixing_per_head": mixing[1:]}
 
     def on(backend: str) -> Callable[[Results, Sizes], Results]:
         def compute(inputs: Results, sizes: Sizes) -> Results:
-            operands, mixing = _operands(inputs)
-            blocks = StoredMixing.of(mixing) if causal else mixing
-            return {"output": attend_on(backend, operands, blocks, _layout(sizes, causal), causal=causal)}
+            operands, layout = _operands(inputs, sizes), _layout(sizes, causal)
+            outputs = []
+            for name in ("mixing", "mixing_per_head"):
+                blocks = StoredMixing.of(inputs[name]) if causal else inputs[name]
+                outputs.append(attend_on(backend, operands, blocks, layout, causal=causal))
+            if causal:
+                blocks = StoredMixing.of(inputs["mixing"])
+                outputs.append(attend_on(backend, operands, blocks, _documents(sizes, operands), causal=True))
+            return {"output": torch.cat(outputs)}
 
         return compute
 
     return Case(inputs, on("triton"), on("torch"), has_gradients=True)
+
+
+def _documents(sizes: Sizes, operands: Operands) -> SequenceLayout:
+    """Two documents after some padding."""
+    places = torch.arange(sizes.length, device=operands.query.device).expand(sizes.batch, -1)
+    return SequenceLayout(places >= 3, sizes.block_size, (places >= sizes.length // 3).long(), 2)
 
 
 STATE = ("summaries", "current", "prefix", "upcoming", "left", "num_left", "position")
@@ -216,7 +289,9 @@ STORED, PAST, DECODED, DECAY = 2, 3, 2, 0.5
 
 
 def _decode_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
-    tokens = _tokens(generator, 2, PAST * sizes.block_size + DECODED, width, value_width)
+    tokens = _tokens(
+        generator, dataclasses.replace(sizes, batch=2), PAST * sizes.block_size + DECODED, width, value_width
+    )
     return {**tokens, "mixing": _draw(generator, STORED, STORED, positive=True).tril()}
 
 
@@ -234,7 +309,9 @@ def _past_state(inputs: Results, sizes: Sizes) -> tuple[MHLAState, Results]:
     )
     valid = torch.ones(2, past, dtype=torch.bool, device="cpu")
     valid[1, 0] = False
-    _, state = extend(Operands(**before), _decayed(inputs["mixing"].cpu().double()), state, valid)
+    _, state = extend(
+        Operands(**before, normalizer=sizes.normalizer), _decayed(inputs["mixing"].cpu().double()), state, valid
+    )
     return state, {name: tensor[:, past:] for name, tensor in tokens.items()}
 
 
@@ -251,7 +328,7 @@ def _decode(backend: str) -> Callable[[Results, Sizes], Results]:
         state = dataclasses.replace(state, **held)
         outputs = []
         for part in zip(*[x.split(1, dim=1) for x in tokens.values()]):
-            operands = Operands(**dict(zip(tokens, part)))
+            operands = Operands(**dict(zip(tokens, part)), normalizer=sizes.normalizer)
             output, state = step(operands, _decayed(inputs["mixing"]), state, None, backend)
             outputs.append(output)
         tensors = {f"state.{name}": getattr(state, name).double() for name in STATE}
@@ -266,16 +343,16 @@ def _decode(backend: str) -> Callable[[Results, Sizes], Results]:
 def _fused_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
     layout = _layout(sizes, causal=False)
     length, angles = layout.num_tokens, _draw(generator, layout.num_tokens, width // 2)
-    tokens = _tokens(generator, 1, length, width, value_width)
+    tokens = _tokens(generator, sizes, length, width, value_width)
     return {
         **{name: tokens[name] for name in ("query", "key", "value")},
         "mixing": _draw(generator, layout.num_blocks, layout.num_blocks, positive=True),
         "cosine": angles.cos(),
         "sine": angles.sin(),
-        "query_norm": _draw(generator, HEADS * width, positive=True),
+        "query_norm": _draw(generator, sizes.heads * width, positive=True),
         "key_norm": _draw(generator, KEY_HEADS * width, positive=True),
         "output_norm": _draw(generator, value_width, positive=True),
-        "gate": _draw(generator, 1, length, HEADS, value_width),
+        "gate": _draw(generator, sizes.batch, length, sizes.heads, value_width),
     }
 
 
@@ -284,7 +361,7 @@ def _by_fused_kernels(inputs: Results, sizes: Sizes) -> Results:
 
     output = fused_mhla_attention(
         inputs["query"], inputs["key"], inputs["value"], inputs["mixing"], _layout(sizes, causal=False),
-        feature_map="relu", feature_map_eps=1e-3, normalizer="query", eps=1e-6, scaling=0.5,
+        feature_map="relu", feature_map_eps=1e-3, normalizer=sizes.normalizer, eps=1e-6, scaling=0.5,
         rotary=(inputs["cosine"], inputs["sine"]), gate=inputs["gate"],
         **{name: (inputs[name], NORM_EPS) for name in ("query_norm", "key_norm", "output_norm")},
     )  # fmt: skip
@@ -297,7 +374,7 @@ def _like_fused_kernels(inputs: Results, sizes: Sizes) -> Results:
         tokens = _normed(inputs, name) * 0.5
         features[f"normalizer_{name}"] = FEATURE_MAPS["relu"].forward(tokens) + 1e-3
         features[name] = _rotated(features[f"normalizer_{name}"], inputs["cosine"], inputs["sine"])
-    operands = Operands(**features, value=inputs["value"])
+    operands = Operands(**features, value=inputs["value"], normalizer=sizes.normalizer)
     output = attend_by_block(operands, inputs["mixing"], _layout(sizes, causal=False))
     output = F.rms_norm(output, output.shape[-1:], inputs["output_norm"], NORM_EPS)
     return {"output": output * F.silu(inputs["gate"])}
@@ -319,7 +396,7 @@ def _rotated(tokens: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> 
 
 def _hedgehog_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
     inputs = _fused_inputs(generator, sizes, width, value_width)
-    noise = 0.3 * width**-0.5 * _draw(generator, HEADS, width, width)
+    noise = 0.3 * width**-0.5 * _draw(generator, sizes.heads, width, width)
     names = ("query", "query_norm", "cosine", "sine")
     identity = torch.eye(width, dtype=torch.float64, device="cpu")
     return {**{name: inputs[name] for name in names}, "weight": identity + noise}

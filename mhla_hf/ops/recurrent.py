@@ -194,8 +194,9 @@ def mhla_step(
     if query.shape[1] != 1:
         raise ValueError(f"mhla_step takes one token, got query with {query.shape[1]}; use mhla_extend for several.")
     backend = choose_backend(
-        backend, query, key, value, normalizer_query, normalizer_key, products=False, family="decode"
-    )
+        backend, query, key, value, normalizer_query, normalizer_key, products=False, family="decode",
+        normalizer=normalizer,
+    )  # fmt: skip
     return step(operands, StoredMixing.of(mixing, mixing_decay, operands.dtype), state, valid, backend)
 
 

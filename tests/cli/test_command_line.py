@@ -86,7 +86,7 @@ def test_unknown_options_are_wrong_usage(words):
         (("train", "wan", "a", "b", "--match-cache", "ram"), "'ram' is not one of"),
         (("train", "wan"), "error: MODEL must be given"),
         (("models", "--presets", "--refused"), "give --presets or --refused, not both"),
-        (("doctor", "a", "--kernels"), "--kernels tests this machine"),
+        (("doctor", "a", "--gpu"), "--gpu checks this machine"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

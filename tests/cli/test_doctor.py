@@ -21,14 +21,12 @@ from tests import tiny
 
 
 pytest.importorskip("triton")
-RUNS = sum(1 + case.has_gradients for case in FAMILIES.values())
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels here")
 
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
     monkeypatch.delenv("MHLA_HF_BACKEND", raising=False)
-    monkeypatch.setattr(diagnosis, "INTERPRETED_DTYPES", (torch.float32,))
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -48,19 +46,45 @@ def test_it_says_why_the_kernels_do_not_run(monkeypatch):
     assert "- MHLA_HF_BACKEND: torch" in output and ": MHLA_HF_BACKEND=torch" in output
 
 
-@pytest.mark.slow
-def test_all_kernels_pass(tmp_path):
-    output = run("--kernels", "--json", str(tmp_path / "report.json"))
-    assert f"{RUNS} of {RUNS} runs passed." in output
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_kernels_are_examined(everything, tmp_path, monkeypatch):
+    """The small form, with interpreted kernels: what is printed, the file, and the exit code."""
+    from mhla_hf.gpu import examination
+
+    checks, kinds = ("values", "strides", "repeats", "offsets"), FAMILIES
+    if not everything:
+        checks, kinds = ("strides",), {name: FAMILIES[name] for name in ("hedgehog", "decode")}
+        monkeypatch.setattr(examination, "CHECKS", checks)
+        monkeypatch.setattr(diagnosis, "FAMILIES", kinds)
+    output = run("--gpu", "--json", str(tmp_path / "report.json"))
     report = json.loads((tmp_path / "report.json").read_text())
     rows = report["results"]
-    assert {row["family"] for row in rows} == set(FAMILIES)
-    assert {row["status"] for row in rows} == {"passed"} and all(row["errors"] for row in rows)
-    assert report["machine"]["torch"] == torch.__version__ and report["kernels"]["float32"]
+    assert f"{len(rows)} of {len(rows)} checks passed." in output
+    assert {row["status"] for row in rows} == {"passed"} and all(row["detail"] or row["name"] for row in rows)
+    assert {row["check"] for row in rows} == {"small inputs", *checks}
+    families = {row["name"].split(",")[0] for row in rows if row["check"] == "small inputs"}
+    assert families == set(kinds)
+    assert report["machine"]["torch"] == torch.__version__ and report["environment"]["kernels"]["float32"]
     lines = [line for line in output.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + len(rows)
-    assert lines[2].startswith("| block | forward | float32 | 8 | passed | output ")
-    assert lines[3].count(",") == 6  # the output and the gradients of five tensors of tokens and of the weights
+    assert len(lines) == 2 + len(rows) and {line.count("|") for line in lines} == {10}
+    first = "block" if everything else "hedgehog"
+    assert lines[2].startswith(f"| small inputs | {first}, forward, float32, heads of 8 × 1, query | passed | ")
+
+
+@pytest.mark.slow
+def test_wrong_kernels_are_found(tmp_path, monkeypatch):
+    from mhla_hf.gpu import examination
+    from mhla_hf.ops.triton import block
+
+    right = block.triton_block_mhla_attention
+    monkeypatch.setattr(block, "triton_block_mhla_attention", lambda *args, **options: 1.1 * right(*args, **options))
+    monkeypatch.setattr(examination, "CHECKS", ())
+    monkeypatch.setattr(diagnosis, "FAMILIES", {"block": FAMILIES["block"]})
+    output = run("--gpu", code=1)
+    assert "output is off by 0.1 of its size" in output and "0 of 2 checks passed." in output
+    monkeypatch.setenv("MHLA_HF_BACKEND", "torch")
+    result = CliRunner().invoke(app, ["doctor", "--gpu"])
+    assert result.exit_code == 1 and "MHLA_HF_BACKEND is set" in result.output
 
 
 @pytest.fixture(scope="module")

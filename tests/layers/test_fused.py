@@ -164,9 +164,9 @@ def test_gradients_match_torch(options, seed, device, fused_calls):
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2)])
 def test_gradients_of_blocks_and_shares_of_several_tiles(heads, kv_heads, device, monkeypatch, fused_calls):
     """207 tokens in blocks of 115 and 92, worked off by as few programs as there can be."""
-    from mhla_hf.ops.triton import fused_gradient
+    from mhla_hf.ops.triton import launching
 
-    monkeypatch.setattr(fused_gradient, "FEW_PROGRAMS", 1)
+    monkeypatch.setattr(launching, "FEW_PROGRAMS", 1)
     layer, tokens, arguments = make_layer(
         device, grid=(9, 23), blocks=(2, 1), heads=heads, kv_heads=kv_heads, output_norm=True, output_gate=True
     )

@@ -38,8 +38,10 @@ def checks(monkeypatch):
     seen: list[tuple[str, bool]] = []
     failures: dict[tuple[str, bool], str] = {}
 
-    def compare_kernels(family, device, dtype, width, value_width, *, backward):
-        seen.append((family, backward))
+    def compare_kernels(family, device, dtype, width, value_width, *, backward, repeats, normalizer):
+        seen.append(
+            (family, backward) if (repeats, normalizer) == (1, "query") else (family, backward, repeats, normalizer)
+        )
         return {}, failures.get((family, backward), "")
 
     monkeypatch.setattr(ops, "compare_kernels", compare_kernels, raising=False)
@@ -63,9 +65,26 @@ def test_the_kernels_pass(device, family, backward):
     assert kernel_failure(family, torch.device(device), torch.float32, WIDTH, WIDTH, backward) == ""
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["block", "causal", "decode", "fused"])
+def test_grouped_queries_without_a_normalizer_pass(family, device):
+    kind = torch.device(device), torch.float32, WIDTH, WIDTH, kernel_cases.FAMILIES[family].has_gradients, 3, "none"
+    assert kernel_failure(family, *kind) == ""
+
+
 def test_each_family_is_checked_once(checks):
     assert [choose("block"), choose("block"), choose("causal")] == ["triton"] * 3
     assert checks.seen == [("block", False), ("causal", False)]
+
+
+def test_a_verdict_is_one_of_its_kind(checks):
+    """Another normaliser of the kernels, or other queries that share a key, are tested by themselves."""
+    checks.failures["block", False] = "no"
+    query, _, value = tokens(1, 6, 4, WIDTH)
+    with torch.no_grad():
+        for normalizer in ("query", "none", "block_query"):
+            kernels_pass("block", query, value[:, :, :2], normalizer=normalizer)
+    assert checks.seen == [("block", False, 3, "query"), ("block", False, 3, "none")]
 
 
 def test_what_passes_is_remembered_for_the_device_and_the_releases(checks, monkeypatch):
@@ -126,10 +145,27 @@ def test_what_is_wrong_with_kernels(fault, expected, monkeypatch):
     def kernel_errors(*arguments):
         if isinstance(fault, Exception):
             raise fault
-        return {"output": fault, "gradient of key": 1e-6}
+        return {"output": (fault, fault), "gradient of key": (1e-6, 1e-6)}
 
     monkeypatch.setattr(kernel_cases, "_kernel_errors", kernel_errors)
     assert kernel_failure("block", torch.device("cpu"), torch.float32, WIDTH, WIDTH, False) == expected
+
+
+def test_single_numbers_that_are_wrong_show(monkeypatch):
+    """One number in a thousand, by a third of its size, is one in a hundred of the whole."""
+    right = kernel_cases._results
+
+    def results(compute, inputs, sizes, backward):
+        found = right(compute, inputs, sizes, backward)
+        if inputs["query"].dtype == torch.float32:
+            found["output"].view(-1)[0] *= 2
+        return found
+
+    monkeypatch.setattr(kernel_cases, "_results", results)
+    monkeypatch.setitem(kernel_cases.TOLERANCES, torch.float32, 0.1)
+    monkeypatch.setattr(kernel_cases, "ELEMENT_TOLERANCE", 1)
+    found = kernel_failure("block", torch.device("cpu"), torch.float32, WIDTH, WIDTH, False)
+    assert found.startswith("numbers of output are off by ")
 
 
 @on_cpu

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from . import launching
 from .block_gradient import block_flops
 from .device_functions import (
     COUNTS,
@@ -57,7 +58,6 @@ from .fused_products import (
     slot_entries,
 )
 from .launching import (
-    FEW_PROGRAMS,
     as_rows,
     ceil_divide,
     dense_like,
@@ -216,7 +216,7 @@ def norm_gradient_(rows: Tensor, gradient: Tensor, norm_weight: Tensor | None, i
         # The kernel reads the heads of a token side by side.
         rows = rows.contiguous()
     size, count = heads * width, batch * num_tokens
-    share = ceil_divide(count, FEW_PROGRAMS)
+    share = ceil_divide(count, launching.FEW_PROGRAMS)
     programs = ceil_divide(count, share)
     shares = rows.new_empty(programs, size, dtype=torch.float32)
     launch(

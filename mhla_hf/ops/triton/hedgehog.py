@@ -33,11 +33,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from . import launching
 from .device_functions import COUNTS, dense_head_rows, head_rows, load_matrix, load_rows, product, store_rows, to_tf32
 from .fused_gradient import norm_gradient_
 from .fused_products import inverse_norm, rotary_rows, rotary_table, rotate
 from .launching import (
-    FEW_PROGRAMS,
     as_rows,
     ceil_divide,
     dense_like,
@@ -280,7 +280,7 @@ def features_gradient(
     most_tokens = 32 if rows.dtype == torch.bfloat16 and multiplies_from_shared_memory(rows.device) else 16
     options = token_options(rows, 64 if padded(width) <= 32 else most_tokens)
     tile = options["BLOCK_TOKENS"]
-    shares = max(1, min(ceil_divide(num_tokens, GRADIENT_TOKENS), ceil_divide(FEW_PROGRAMS, batch * heads)))
+    shares = max(1, min(ceil_divide(num_tokens, GRADIENT_TOKENS), ceil_divide(launching.FEW_PROGRAMS, batch * heads)))
     share = ceil_divide(num_tokens, shares * tile) * tile
     shares = ceil_divide(num_tokens, share)
     result = dense_like(rows)

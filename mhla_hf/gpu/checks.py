@@ -6,12 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from mhla_hf import BlockLayout, mhla_attention
-from mhla_hf.bench import Inputs, failure_reason, free_memory
-
+from ..bench import Inputs, failure_reason, free_memory
+from ..layouts.blocks import BlockLayout
+from ..ops import mhla_attention
 from .cases import DEVICE, ON_GPU, KernelCase, Tensors, kernel_cases
 from .report import Report
 from .timing import device_milliseconds, host_milliseconds, synchronize
@@ -49,7 +50,13 @@ def _same(first: Tensors, second: Tensors) -> bool:
 
 def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     weights = torch.float64 if dtype == torch.float64 else torch.float32
-    return Inputs(*(x.to(weights if x is inputs.mixing else dtype) for x in inputs))
+    query, key, value, mixing, gradient = (x.to(weights if x is inputs.mixing else dtype) for x in inputs)
+    return Inputs(query, key, value, mixing, gradient)
+
+
+def _attention(*tokens: torch.Tensor, layout: BlockLayout, **options: Any) -> torch.Tensor:
+    query, key, value, mixing = tokens
+    return mhla_attention(query, key, value, mixing, layout, **options)
 
 
 def values() -> Iterator[Outcome]:
@@ -71,7 +78,7 @@ def values() -> Iterator[Outcome]:
 def _compare(dtype: torch.dtype, layout: BlockLayout, width: int, normalizer: str) -> Outcome:
     causal = len(layout.grid) == 1
     generator = torch.Generator(DEVICE).manual_seed(width)
-    random = {"generator": generator, "device": DEVICE}
+    random: dict[str, Any] = {"generator": generator, "device": DEVICE}
     size = (2, layout.num_tokens, 2, width)
     tokens = [torch.rand(size, **random), torch.rand(size, **random), torch.randn(size, **random)]
     mixing = torch.rand(layout.num_blocks, layout.num_blocks, **random) / layout.num_blocks
@@ -81,7 +88,7 @@ def _compare(dtype: torch.dtype, layout: BlockLayout, width: int, normalizer: st
         weights = mixing.to(torch.float64 if kind == torch.float64 else torch.float32)
         leaves = [x.to(kind, copy=True).requires_grad_() for x in (*tokens, weights)]
         leaves[3] = weights.detach().clone().requires_grad_()
-        output = mhla_attention(*leaves, layout, normalizer=normalizer, causal=causal, backend=backend)
+        output = _attention(*leaves, layout=layout, normalizer=normalizer, causal=causal, backend=backend)
         results.append([output.detach(), *torch.autograd.grad(output.double().square().sum(), leaves)])
     errors = [relative_error(a, b) for a, b in zip(*results)]
     name = f"{str(dtype)[6:]}, heads of {width}, {layout.num_blocks} blocks of {layout.grid}, {normalizer}"
@@ -94,7 +101,8 @@ def strides() -> Iterator[Outcome]:
     inputs, (expected,) = case.inputs, case.run()
 
     def changed(name: str, *tokens: torch.Tensor) -> Outcome:
-        (output,) = case.run(Inputs(*tokens, *inputs[3:]))
+        query, key, value = tokens
+        (output,) = case.run(inputs._replace(query=query, key=key, value=value))
         error = relative_error(output, expected)
         return Outcome(name, error < LIMITS[expected.dtype], f"{error:.1e}")
 
@@ -107,7 +115,7 @@ def strides() -> Iterator[Outcome]:
     shared = [x[:, :, :1] for x in (inputs.key, inputs.value)]
     options = {"normalizer": "query", "backend": "triton"}
     one, many = (
-        mhla_attention(inputs.query, *tokens, inputs.mixing, case.shape.layout(), **options)
+        _attention(inputs.query, *tokens, inputs.mixing, layout=case.shape.layout(), **options)
         for tokens in (shared, [x.expand_as(inputs.key) for x in shared])
     )
     error = relative_error(one, many)
@@ -135,7 +143,7 @@ def offsets() -> Iterator[Outcome]:
     for normalizer in ("none", "query"):
         with torch.no_grad():
             whole, alone = (
-                mhla_attention(*part, mixing, layout, normalizer=normalizer, backend="triton")[-1:]
+                _attention(*part, mixing, layout=layout, normalizer=normalizer, backend="triton")[-1:]
                 for part in (tokens, [x[-1:].clone() for x in tokens])
             )
         error = relative_error(whole, alone)
@@ -223,13 +231,12 @@ def run_checks(names: list[str], report: Report) -> bool:
                 _add(report, name, outcome)
         except Exception as error:  # What fails is a result, and others go on.
             _add(report, name, Outcome(name, False, failure_reason(error)))
-        print(f"    {name} took {time.perf_counter() - start:.1f} s", flush=True)
+        report.show(f"    {name} took {time.perf_counter() - start:.1f} s")
         free_memory(DEVICE)
-    failed = [f"{row['check']}: {row['name']}" for row in report.results if not row["passed"]]
-    print("\n".join(["failed:", *failed]) if failed else "all passed", flush=True)
-    return not failed
+    return all(row["status"] != "failed" for row in report.results)
 
 
 def _add(report: Report, check: str, outcome: Outcome) -> None:
-    row = {"check": check, "name": outcome.name, "passed": outcome.passed, "detail": outcome.detail}
+    status = "passed" if outcome.passed else "failed"
+    row = {"check": check, "name": outcome.name, "status": status, "detail": outcome.detail}
     report.add(row, f"{'ok  ' if outcome.passed else 'FAIL'}  {outcome.name}: {outcome.detail}")

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mhla_hf.utils.files import write_json
-from mhla_hf.utils.machine import machine_facts
-
+from ..utils.files import write_json
+from ..utils.machine import machine_facts
 from .cases import DEVICE, DTYPE, ON_GPU
 
 
@@ -25,10 +26,13 @@ class Report:
         name: Of the command.
         path: JSON file to write after every row; None for none.
         seconds: Time after which nothing new is begun.
+        show: Called with a line for each row.
     """
 
-    def __init__(self, name: str, path: Path | None, seconds: float) -> None:
-        self.path, self.stop = path, time.monotonic() + seconds
+    def __init__(
+        self, name: str, path: Path | None, seconds: float, show: Callable[[str], None] = partial(print, flush=True)
+    ) -> None:
+        self.path, self.stop, self.show = path, time.monotonic() + seconds, show
         facts = machine_facts(DEVICE)
         if ON_GPU:
             properties = torch.cuda.get_device_properties(DEVICE)
@@ -50,15 +54,15 @@ class Report:
         """Whether the time is over; notes what is left out then."""
         if time.monotonic() < self.stop:
             return False
-        print(f"{what}: no time left", flush=True)
+        self.show(f"{what}: no time left")
         self.content["left_out"].append(what)
         self.write()
         return True
 
     def add(self, row: dict[str, Any], line: str) -> None:
-        """Adds a row, writes the file and prints a line."""
+        """Adds a row, writes the file and shows a line."""
         self.results.append(row)
-        print(line, flush=True)
+        self.show(line)
         self.write()
 
     def write(self) -> None:

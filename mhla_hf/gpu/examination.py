@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that one command says of the kernels on a GPU: whether they are right, and how fast they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ..bench import SHAPES, BenchOptions, OperatorShape, measure_operator
+from ..ops.backends import ENVIRONMENT_VARIABLE, SELF_TEST_VARIABLE
+from ..ops.diagnosis import check_kernels
+from .cases import DEVICE, DTYPE, ON_GPU
+from .checks import CHECKS, run_checks
+from .compilation import compile_in_parallel, run_cases
+from .report import Report
+from .timing import copy_rates
+
+
+SECONDS, COMPILATION_SECONDS, CASE_SECONDS = 280.0, 120.0, 0.5
+"""Time after which nothing new is begun, for compilation, and for the contestants of one size and direction."""
+SIZES = ("wan", "dit-512", "causal-2k", "causal-32k")
+"""Names of `bench.SHAPES` that are timed."""
+_KERNELS, _PEERS = "mhla-triton", {"mhla-torch": "torch", "softmax-flash": "flash", "softmax-cudnn": "cudnn"}
+
+
+def examine_kernels(report: Report) -> bool:
+    """Compile the kernels, check them, and time them beside plain torch and softmax attention.
+
+    Without a GPU, kernels are interpreted at small sizes and nothing is timed. Rows have `check`, `name`, `status`
+    (`"passed"`, `"failed"`, or `"slow"` for kernels that plain torch outruns), `detail`, and where something was timed
+    `microseconds`, `gigabytes_per_second` and `speedup_over_` each peer that ran.
+
+    Args:
+        report: Takes the rows.
+
+    Returns:
+        Whether nothing failed.
+
+    Raises:
+        ValueError: If an environment variable chooses the backend, or the kernels do not run here.
+    """
+    if os.environ.get(ENVIRONMENT_VARIABLE):
+        raise ValueError(f"{ENVIRONMENT_VARIABLE} is set and would choose the backend of all checks; unset it.")
+    # Plain torch must not stand in for kernels that fail.
+    before = os.environ.get(SELF_TEST_VARIABLE)
+    os.environ[SELF_TEST_VARIABLE] = "0"
+    try:
+        if ON_GPU:
+            start = time.monotonic()
+            failures = compile_in_parallel(_run_part, COMPILATION_SECONDS)
+            report.content["compilation"] = {"seconds": time.monotonic() - start, "failures": failures}
+        for row in check_kernels(DEVICE):
+            errors = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
+            kind = f"{row['dtype']}, heads of {row['width']} × {row['repeats']}, {row['normalizer']}"
+            name = f"{row['family']}, {row['direction']}, {kind}"
+            _add(report, "small inputs", name, row["status"], "; ".join(filter(None, (row["reason"], errors))))
+        run_checks(list(CHECKS), report)
+        if ON_GPU:
+            report.content["bytes_per_second"] = copy_rates()
+            for size in SIZES:
+                if not report.is_late(f"times of {size}"):
+                    _time(report, size)
+    finally:
+        os.environ.pop(SELF_TEST_VARIABLE) if before is None else os.environ.update({SELF_TEST_VARIABLE: before})
+    return all(row["status"] != "failed" for row in report.results)
+
+
+def _run_part(part: int, parts: int) -> None:
+    run_cases(["wan ", *SIZES[1:]], False, part, parts)
+    list(check_kernels(DEVICE, part, parts))
+
+
+def _add(report: Report, check: str, name: str, status: str, detail: str, **figures: Any) -> None:
+    report.add({"check": check, "name": name, "status": status, "detail": detail, **figures}, f"{status}  {name}")
+
+
+def _time(report: Report, size: str) -> None:
+    """Times of one size, forward and with the backward pass, with the `query` normaliser."""
+    options = BenchOptions(device=DEVICE.type, seconds=CASE_SECONDS)
+    rows = measure_operator(options, [size], [_KERNELS, *_PEERS])["results"]
+    for direction in ("forward", "fwd+bwd"):
+        of_direction = (row for row in rows if row["direction"] == direction and row["normalizer"] != "none")
+        found = {row["contestant"]: row for row in of_direction}
+        reasons = [f"{name}: {row['reason']}" for name, row in found.items() if row["reason"]]
+        own = found[_KERNELS]
+        figures: dict[str, Any] = {}
+        status = "failed"
+        if own["reason"] is None:
+            milliseconds = own["milliseconds"]
+            figures["microseconds"] = 1e3 * milliseconds
+            figures["gigabytes_per_second"] = _least_bytes(SHAPES[size], direction) / milliseconds / 1e6
+            for name, peer in _PEERS.items():
+                if found[name]["reason"] is None:
+                    figures[f"speedup_over_{peer}"] = found[name]["milliseconds"] / milliseconds
+            status = "slow" if figures.get("speedup_over_torch", 1.0) < 1 else "passed"
+        _add(report, "times", f"{size}, {direction}", status, "; ".join(reasons), **figures)
+
+
+def _least_bytes(shape: OperatorShape, direction: str) -> int:
+    """Bytes to read and write at least: q, k, v and o; backward these, the gradient of o, and three gradients more."""
+    tensors = 4 if direction == "forward" else 4 + 5 + 3
+    return tensors * shape.batch * shape.tokens * shape.heads * shape.width * DTYPE.itemsize
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Format the rows of a report as the lines of a Markdown table."""
+    peers = [f"speedup_over_{peer}" for peer in _PEERS.values()]
+    yield f"| check | | status | µs | GB/s | {' | '.join(f'{peer} / MHLA' for peer in _PEERS.values())} | |"
+    yield f"|---|---|---|--:|--:|{'--:|' * len(peers)}---|"
+    for row in rows:
+        formats = {"microseconds": ",.0f", "gigabytes_per_second": ",.0f", **dict.fromkeys(peers, ".2f")}
+        figures = [format(row[name], form) if name in row else "" for name, form in formats.items()]
+        cells = [row["check"], row["name"], row["status"], *figures, row["detail"]]
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
