@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -230,13 +231,13 @@ def run_checks(names: list[str], report: Report) -> bool:
             for outcome in CHECKS[name]():
                 _add(report, name, outcome)
         except Exception as error:  # What fails is a result, and others go on.
-            _add(report, name, Outcome(name, False, failure_reason(error)))
+            _add(report, name, Outcome(name, False, failure_reason(error)), traceback=traceback.format_exc())
         report.show(f"    {name} took {time.perf_counter() - start:.1f} s")
         free_memory(DEVICE)
     return all(row["status"] != "failed" for row in report.results)
 
 
-def _add(report: Report, check: str, outcome: Outcome) -> None:
+def _add(report: Report, check: str, outcome: Outcome, **facts: str) -> None:
     status = "passed" if outcome.passed else "failed"
-    row = {"check": check, "name": outcome.name, "status": status, "detail": outcome.detail}
+    row = {"check": check, "name": outcome.name, "status": status, "detail": outcome.detail, **facts}
     report.add(row, f"{'ok  ' if outcome.passed else 'FAIL'}  {outcome.name}: {outcome.detail}")
