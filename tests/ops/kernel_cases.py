@@ -22,8 +22,9 @@ from mhla_hf.ops.triton import (
 )
 
 
-# Widths of heads, none of them with kernels of its own: language models, DiT-XL/2, Wan, and the widest there is.
-WIDTHS = (64, 72, 128, 256)
+# Widths of heads, none of them with kernels of its own: rows that are not aligned, language models, DiT-XL/2, Wan, and
+# the widest there is.
+WIDTHS = (20, 64, 72, 128, 256)
 
 Stages = Iterator[str]
 

@@ -37,7 +37,6 @@ from typing import Any
 import torch
 import triton
 from torch._library import simple_registry
-from torch._library.custom_ops import OPDEFS
 from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -301,18 +300,11 @@ def prepare(capability: int) -> Compilations:
     package = importlib.import_module("mhla_hf.ops.triton")
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
-    for name, operator in OPDEFS.items():
-        if name.startswith("mhla_hf::"):
-            # Meta tensors would get the fake implementation, which launches nothing.
-            operator._abstract_fn = operator._init_fn
-    fused = importlib.import_module("mhla_hf.ops.triton.fused")
-    fused_gradient = importlib.import_module("mhla_hf.ops.triton.fused_gradient")
-    for name, run in (
-        ("fused_attention", fused.run_fused), ("fused_attention_backward", fused_gradient.run_fused_backward)
-    ):  # fmt: skip
+    from mhla_hf.ops.triton.operators import OPERATORS
+
+    for name, run in OPERATORS.items():
+        # Meta tensors would get the fake implementation, which launches nothing.
         simple_registry.singleton.find(f"mhla_hf::{name}").fake_impl.kernel.func = run
-    decode = importlib.import_module("mhla_hf.ops.triton.decode")
-    decode.decode_token = decode.run_decode
     # There is none for meta tensors.
     torch.autocast = lambda *args, **keywords: contextlib.nullcontext()
     torch.backends.cuda.matmul.allow_tf32 = True

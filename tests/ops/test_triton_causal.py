@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 from mhla_hf.ops.backends import _log_once
 from mhla_hf.ops.band import StoredMixing
 from mhla_hf.ops.triton.causal import limits
+from mhla_hf.ops.triton.launching import row_count
 from tests import GOLDEN
 
 
@@ -243,7 +244,7 @@ def test_operator_is_what_torch_expects(blocks, device, monkeypatch):
     layout = chunks(blocks, 1)
     inputs = cast(few(make_inputs(layout, blocks=1, key_width=2, value_width=2)), device)
     mixing = StoredMixing.of(inputs["mixing"].detach(), torch.tensor(0.5, device=device))
-    weights = *mixing.earlier_weights(blocks), mixing.own(blocks)[None]
+    weights = *mixing.earlier_weights(row_count(blocks)), mixing.own(blocks)[None]
     weights = [tensor.requires_grad_() for tensor in weights]
     arguments = *(inputs[name] for name in TOKENS), *weights, layout.token_table(torch.device(device))
     torch.library.opcheck(torch.ops.mhla_hf.causal_attention, (*arguments, None, True, 1e-6))
@@ -288,7 +289,7 @@ def test_recording_gradients_changes_no_bit_and_keeps_no_summaries(device):
         assert torch.equal(output, mhla_attention(**inputs, layout=layout, causal=True, backend="triton"))
     # Tokens, the output, their denominators, mixing weights and tables.
     tokens = sum(inputs[name].numel() for name in TOKENS[:3])
-    others = output.numel() + 24 + 24 + 9 + 3 + 24 + layout.num_blocks
+    others = output.numel() + 24 + 24 + row_count(3) ** 2 + 3 + 24 + layout.num_blocks
     kept = {tensor.data_ptr(): tensor for tensor in kept if tensor.is_floating_point() or tensor.dtype == torch.int32}
     assert sum(tensor.numel() for tensor in kept.values()) <= tokens + others
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from mhla_hf.ops.triton import launching
-from mhla_hf.ops.triton.launching import as_rows
+from mhla_hf.ops.triton.launching import AlignedRows, as_rows
 
 from .triton_checks import DEVICES
 
@@ -24,10 +24,10 @@ def tokens(width: int = 16, offset: int = 0, dtype: torch.dtype = torch.bfloat16
 
 def test_rows_are_aligned_by_strides_and_address():
     """Multiples of 16 bytes, though not of 16 elements."""
-    assert as_rows(tokens(width=24)).aligned and as_rows(tokens(width=24, offset=8)).aligned
-    assert as_rows(tokens(width=20, dtype=torch.float32)).aligned
+    for aligned in (tokens(width=24), tokens(width=24, offset=8), tokens(width=20, dtype=torch.float32)):
+        assert isinstance(as_rows(aligned), AlignedRows)
     for other in (tokens(width=20), tokens(offset=4), tokens(width=18, dtype=torch.float32)):
-        assert as_rows(other).aligned is None
+        assert not isinstance(as_rows(other), AlignedRows)
     assert as_rows(None) is None
 
 

@@ -46,10 +46,12 @@ from .launching import (
     matrix_tiles,
     padded,
     repeated,
+    row_count,
     summary_dtype,
     token_tensor,
 )
 from .mixing import Mixing
+from .operators import operator
 from .outer import outer
 
 
@@ -94,7 +96,7 @@ def attend_kernel(
     """output_t = factor · query_tᵀ summary_b(t), divided by plain_t · key_sum_b(t) + eps.
 
     heads is the number of heads of `summary`, REPEATS the query heads that share one; for a group of lines from
-    `first_line` on, `summary` is `[lines, M, WIDTH, COLUMNS]` and `key_sum` `[lines, M, PLAIN]`. With `key_sum`, the
+    `first_line` on, `summary` is `[lines, M', WIDTH, COLUMNS]` and `key_sum` `[lines, M', PLAIN]`. With `key_sum`, the
     divisor is written to `denominator`, and `plain` is the query where it is None. Without it, the divisor is
     `divisor` + eps, `[B, T, H]`, or 1 where that is None.
     """
@@ -139,7 +141,7 @@ def attend_kernel(
         store_rows(outputs, tokens, present, column, result, COLUMNS)
 
 
-@torch.library.custom_op("mhla_hf::block_attention", mutates_args=())
+@operator("block_attention")
 def block_attention(
     query: Tensor,
     key: Tensor,
@@ -173,14 +175,14 @@ def block_attention(
     batch, _, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[-1], table.shape[-2:]
     dtype = summary_dtype(query.dtype)
-    weights = Mixing(mixing, batch, groups)
+    weights = Mixing(mixing, batch, groups, query.dtype)
     repeats = weights.repeats
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
     plain_width = width if normalizer_query is None else normalizer_query.shape[-1]
     programs, _, options = matrix_tiles(query, groups * repeats, columns, table, dtype)
     divisor = None if divisor is None else divisor.contiguous()
-    for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * dtype.itemsize):
+    for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * dtype.itemsize):
         # Summaries are means over the slots: their size does not grow with the blocks'.
         summaries, sums, _ = outer(
             key, value, table, groups, lines, factor=1 / slots, dtype=dtype, total=divides, plain=normalizer_key
@@ -196,7 +198,7 @@ def block_attention(
     return output, denominator
 
 
-@block_attention.register_fake
+@torch.library.register_fake("mhla_hf::block_attention")
 def _(query, key, value, normalizer_query, normalizer_key, divisor, mixing, table, divides, eps):
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
     return output, query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
@@ -218,7 +220,7 @@ def _backward(ctx, gradient, _):
     return *(None if tensor is None else part for part, tensor in zip(gradients, inputs)), None, None, None
 
 
-block_attention.register_autograd(_backward, setup_context=_context)
+torch.library.register_autograd("mhla_hf::block_attention", _backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.block_attention)

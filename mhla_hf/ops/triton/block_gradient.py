@@ -44,9 +44,11 @@ from .launching import (
     padded,
     product_flops,
     repeated,
+    row_count,
     token_tensor,
 )
 from .mixing import Mixing, count_mixed_heads
+from .operators import operator
 from .outer import outer
 
 
@@ -61,7 +63,7 @@ def apply_kernel(
 ):  # fmt: skip
     """result_t = factor · scale_t · rows_tᵀ matrix_b(t), plus weight_t · vector_b(t).
 
-    Matrices `[lines, M, ...]` and `vectors` `[lines, M, VECTOR]` are those of a group of lines from `first_line` on.
+    Matrices `[lines, M', ...]` and `vectors` `[lines, M', VECTOR]` are those of a group of lines from `first_line` on.
     TRANSPOSE: matrices are COLUMNS × WIDTH. With `vectors`, the weighted vector is added to the result,
     or written to `second` if that is given. weight_t is 1 without `weight`. Otherwise it is the gradient of a
     denominator, written to `weight` `[B, T, H]`, where rows are output gradients and `scale` is one over the
@@ -147,7 +149,7 @@ def apply(
 
     Args:
         rows: `[B, T, H, D]`.
-        matrices: Of the group, float32 `[L, M, D, E]`, dense; with `transpose`, `[L, M, E, D]`.
+        matrices: Of the group, float32 `[L, M', D, E]`, dense; with `transpose`, `[L, M', E, D]`.
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
         groups: Heads of the matrices in a batch entry, a divisor of H.
         lines: The first line of the group and its number of lines, L.
@@ -155,7 +157,7 @@ def apply(
         transpose: Multiply with the transposed matrices.
         factor: Factor of the products.
         scale: float32 `[B, T, H]`; 1 if not given.
-        vectors: Of the group, float32 `[L, M, P]`, dense.
+        vectors: Of the group, float32 `[L, M', P]`, dense.
         second: To be written if given, `[B, T, H, P]`, dense: the weighted vectors, which otherwise are added to the
             result (P = E).
         outputs: `[B, T, H, D]`: weight_t = -scale_t rows_t · outputs_t. Not needed where one program has all E
@@ -216,7 +218,7 @@ def block_gradients(
     """
     batch, _, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[-1], table.shape[-2:]
-    weights = Mixing(mixing, batch, groups)
+    weights = Mixing(mixing, batch, groups, query.dtype)
     repeats = weights.repeats
     mixed_heads, many = groups * repeats, float(slots)
     scale = None
@@ -231,7 +233,7 @@ def block_gradients(
         for tokens in (query, key, value, normalizer_query, normalizer_key)
     )
     assert grad_query is not None and grad_key is not None and grad_value is not None
-    for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * 4):
+    for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * 4):
         row_lines = repeated(lines, repeats)
         summaries, sums, _ = outer(
             key, value, table, groups, lines, factor=1 / slots, dtype=torch.float32, total=divides,
@@ -267,7 +269,7 @@ def block_gradients(
     )
 
 
-@torch.library.custom_op("mhla_hf::block_attention_backward", mutates_args=())
+@operator("block_attention_backward", differentiable=False)
 def block_attention_backward(
     gradient: Tensor,
     output: Tensor | None,
@@ -301,7 +303,7 @@ def block_attention_backward(
     )
 
 
-@block_attention_backward.register_fake
+@torch.library.register_fake("mhla_hf::block_attention_backward")
 def _(
     gradient, output, denominator, query, key, value, normalizer_query, normalizer_key, divisor, mixing, table,
     divides, eps,

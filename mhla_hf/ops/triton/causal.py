@@ -47,11 +47,13 @@ from .device_functions import (
     head_rows,
     load_matrix,
     load_rows,
+    matrix_of_block,
     slot_tokens,
     store_rows,
     token_product,
 )
-from .launching import as_rows, launch, padded, summary_dtype, token_tensor
+from .launching import as_rows, launch, padded, row_count, summary_dtype, token_tensor
+from .operators import operator
 from .outer import outer
 
 
@@ -75,6 +77,9 @@ def triton_causal_mhla_attention(
     divides = operands.entry.divides
     pair: tuple[torch.Tensor | None, torch.Tensor | None] = operands.pair if divides else (None, None)
     first, blocks = first_blocks(layout), layout.num_blocks
+    rows = row_count(blocks)
+    # Empty blocks are a document of their own.
+    others = None if first is None else F.pad(first, (0, rows - blocks), value=blocks)
     table = layout.token_table(query.device)
     if blocks == 1:
         # A chunk that is not full: with empty slots after it, most lengths share what is compiled.
@@ -82,7 +87,7 @@ def triton_causal_mhla_attention(
     with torch.autocast(query.device.type, enabled=False):
         own = mixing.own(blocks, first).reshape(-1, len(mixing.weights), blocks)
         output, *_ = causal_attention(
-            query.to(value.dtype), key.to(value.dtype), value, *pair, *mixing.earlier_weights(blocks, first), own,
+            query.to(value.dtype), key.to(value.dtype), value, *pair, *mixing.earlier_weights(rows, others), own,
             table, first, divides, operands.eps,
         )  # fmt: skip
     return output
@@ -132,7 +137,7 @@ def causal_attend_kernel(
     rows = load_rows(head_rows(query, batch, head), tokens, present, column, WIDTH)
     own = diagonal + batch * mixing_stride_batch + head * mixing_stride_head
     weight = tl.load(own + block * mixing_stride_diagonal)
-    matrix = line // PREFIX_REPEATS * num_blocks + block
+    matrix = matrix_of_block(line // PREFIX_REPEATS, block, num_blocks)
     own_prefix = prefix + matrix * (WIDTH * VALUE)
     if BLOCK_INNER < BLOCK_WIDTH:
         result = row_matrix_product(
@@ -180,7 +185,7 @@ def causal_attend_kernel(
     store_rows(outputs, tokens, present, value_column, result, VALUE)
 
 
-@torch.library.custom_op("mhla_hf::causal_attention", mutates_args=())
+@operator("causal_attention")
 def causal_attention(
     query: Tensor,
     key: Tensor,
@@ -203,7 +208,8 @@ def causal_attention(
         value: `[B, T, G, V]`, of the same dtype.
         normalizer_query: Queries of the normaliser where there is one and they differ, `[B, T, H, P]`.
         normalizer_key: Keys of the normaliser, given together with them, `[B, T, G, P]`.
-        window: Weights of earlier chunks, float32; see [`mhla_hf.ops.band.StoredMixing.earlier_weights`].
+        window: Weights of earlier chunks among M' = `row_count(M)`, float32; see
+            [`mhla_hf.ops.band.StoredMixing.earlier_weights`].
         carry: Given together with them, float32.
         own: m_ii, float32 `[B or 1, H or 1, M]`.
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`, T where a slot is empty.
@@ -223,8 +229,8 @@ def causal_attention(
     )  # fmt: skip
     assert first_bad is not None
     limit = limits(first_bad.unflatten(0, (batch, groups)), starts, slots)
-    prefix = mixed_prefix(summary, window, carry, batch, heads).to(summary_dtype(value.dtype))
-    prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads)
+    prefix = mixed_prefix(summary, window, carry, batch, heads, value.dtype).to(summary_dtype(value.dtype))
+    prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads, value.dtype)
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
     plain_width = width if normalizer_key is None else normalizer_key.shape[-1]
@@ -241,7 +247,7 @@ def causal_attention(
     return output, denominator, limit
 
 
-@causal_attention.register_fake
+@torch.library.register_fake("mhla_hf::causal_attention")
 def _(query, key, value, normalizer_query, normalizer_key, window, carry, own, table, starts, divides, eps):
     return (
         query.new_empty(*query.shape[:-1], value.shape[-1]),
@@ -263,7 +269,7 @@ def _backward(ctx, gradient, *_):
     return *gradients, None, None, None, None
 
 
-causal_attention.register_autograd(_backward, setup_context=_context)
+torch.library.register_autograd("mhla_hf::causal_attention", _backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.causal_attention)

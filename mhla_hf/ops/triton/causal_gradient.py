@@ -42,11 +42,13 @@ from .device_functions import (
     head_rows,
     load_matrix,
     load_rows,
+    matrix_of_block,
     slot_tokens,
     store_rows,
     token_product,
 )
-from .launching import as_rows, dense_like, launch, padded, token_tensor
+from .launching import as_rows, dense_like, launch, multiplied_for, padded, token_tensor
+from .operators import operator
 from .outer import outer
 
 
@@ -92,7 +94,7 @@ def query_gradient_kernel(
     own_weight = tl.load(
         diagonal + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal
     )
-    matrix = line // PREFIX_REPEATS * num_blocks + block
+    matrix = matrix_of_block(line // PREFIX_REPEATS, block, num_blocks)
     own_prefix = prefix + matrix * (WIDTH * VALUE)
     if BLOCK_INNER < BLOCK_VALUE:
         from_prefix = row_matrix_product(
@@ -208,7 +210,7 @@ def key_gradient_kernel(
     )
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    matrix = line * num_blocks + block
+    matrix = matrix_of_block(line, block, num_blocks)
     stop = tl.minimum(tl.load(limit + (batch * heads + head) * num_blocks + block), slots)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     block_table = table + batch * table_stride_batch + block * slots
@@ -356,38 +358,43 @@ def pair_gradients(
     return _rows_of_tokens(grad_queries, query, table), _rows_of_tokens(grad_keys, key, table), grad_own
 
 
-def mixed_prefix(summary: Tensor, window: Tensor, carry: Tensor, batch: int, heads: int) -> Tensor:
+def mixed_prefix(
+    summary: Tensor, window: Tensor, carry: Tensor, batch: int, heads: int, tokens: torch.dtype
+) -> Tensor:
     """The prefix of every chunk, Σ_{b<i} m_ib S_b, or the same of z.
 
     Args:
-        summary: S `[B · G, M, K, V]`, or z `[B · G, M, P]`; float32.
+        summary: S `[B · G, M', K, V]`, or z `[B · G, M', P]`; float32.
         window: See [`mhla_hf.ops.band.StoredMixing.earlier_weights`], like `carry`.
         carry: Given together with it.
         batch: B.
         heads: H.
+        tokens: Dtype of the tokens.
 
     Returns:
-        `[B, S, M, ...]`, dense.
+        `[B, S, M', ...]`, dense.
     """
     summary = summary.unflatten(0, (batch, -1))
     if window.shape[1] != 1:
         summary = repeat_heads(summary, heads, 1)
-    return run_mix_chunks(summary.flatten(3), window, carry).view(summary.shape)
+    with multiplied_for(tokens, summary.device):
+        return run_mix_chunks(summary.flatten(3), window, carry).view(summary.shape)
 
 
 def mixed_prefix_backward(
-    gradient: Tensor, summary: Tensor, window: Tensor, carry: Tensor, batch: int
+    gradient: Tensor, summary: Tensor, window: Tensor, carry: Tensor, batch: int, tokens: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of S or z `[B, G, M, ...]`, `window` and `carry`, from that of [`mixed_prefix`] `[B · S, M, ...]`."""
+    """Gradients of S or z `[B, G, M', ...]`, `window`, `carry`, from that of [`mixed_prefix`] `[B · S, M', ...]`."""
     gradient, summary = gradient.unflatten(0, (batch, -1)), summary.unflatten(0, (batch, -1))
     groups, prefixes = summary.shape[1], gradient.shape[1]
     summary = repeat_heads(summary, prefixes, 1).flatten(3)
-    result, of_window, of_carry = run_mix_chunks_backward(gradient.flatten(3), summary, window, carry)
+    with multiplied_for(tokens, summary.device):
+        result, of_window, of_carry = run_mix_chunks_backward(gradient.flatten(3), summary, window, carry)
     result = result.view(gradient.shape)
     return result if groups == prefixes else result.unflatten(1, (groups, -1)).sum(2), of_window, of_carry
 
 
-@torch.library.custom_op("mhla_hf::causal_attention_backward", mutates_args=())
+@operator("causal_attention_backward", differentiable=False)
 def causal_attention_backward(
     gradient: Tensor,
     output: Tensor,
@@ -413,8 +420,8 @@ def causal_attention_backward(
         key, value, table, groups,
         factor=1 / slots, dtype=torch.float32, total=divides, plain=normalizer_key, finite=True,
     )  # fmt: skip
-    prefix = mixed_prefix(summary, window, carry, batch, heads)
-    prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads)
+    prefix = mixed_prefix(summary, window, carry, batch, heads, value.dtype)
+    prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads, value.dtype)
     grad_query, grad_own = query_gradient(
         gradient, output.contiguous(), query, key, value, prefix, None if has_pair else prefix_sum, scale,
         weight=weight, **shared,
@@ -424,10 +431,12 @@ def causal_attention_backward(
         query, gradient, table, heads if is_per_head(own) else groups, factor=float(slots), dtype=torch.float32,
         scale=scale, total=divides, plain=normalizer_query, weight=weight if divides else None, limit=limit,
     )  # fmt: skip
-    grad_summary, grad_window, grad_carry = mixed_prefix_backward(grad_prefix, summary, window, carry, batch)
+    grad_summary, grad_window, grad_carry = mixed_prefix_backward(
+        grad_prefix, summary, window, carry, batch, value.dtype
+    )
     grad_sum = None
     if grad_prefix_sum is not None and key_sum is not None:
-        grad_sum, *of_sums = mixed_prefix_backward(grad_prefix_sum, key_sum, window, carry, batch)
+        grad_sum, *of_sums = mixed_prefix_backward(grad_prefix_sum, key_sum, window, carry, batch, value.dtype)
         grad_window, grad_carry = grad_window + of_sums[0], grad_carry + of_sums[1]
     del summary, grad_prefix
     grad_key = key_gradient(
@@ -437,8 +446,14 @@ def causal_attention_backward(
     grad_value = key_gradient(key, query, gradient, grad_summary, transpose=False, scale=scale, **shared)
     grad_normalizer_query, grad_normalizer_key = query.new_empty(0), query.new_empty(0)
     if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None and grad_sum is not None:
+        blocks = table.shape[-2]
         grad_normalizer_query, grad_normalizer_key, more = pair_gradients(
-            normalizer_query, normalizer_key, prefix_sum, grad_sum, weight=weight, **shared
+            normalizer_query,
+            normalizer_key,
+            prefix_sum[:, :, :blocks],
+            grad_sum[:, :, :blocks],
+            weight=weight,
+            **shared,
         )
         grad_own += more
     return (
@@ -447,7 +462,7 @@ def causal_attention_backward(
     )  # fmt: skip
 
 
-@causal_attention_backward.register_fake
+@torch.library.register_fake("mhla_hf::causal_attention_backward")
 def _(
     gradient, output, denominator, limit, query, key, value, normalizer_query, normalizer_key, window, carry, own,
     table,

@@ -34,6 +34,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .device_functions import COUNTS, head_rows
 from .launching import as_rows, ceil_divide, dense_like, launch, padded
+from .operators import operator
 
 
 # Elements of a summary that a program mixes for the next block, and slots of the ring that it reads at a time.
@@ -219,7 +220,8 @@ def decode_kernel(
             tl.store(new_state.upcoming + upcoming_row + flat, summed, mask=within)
 
 
-def run_decode(
+@operator("decode_token", writes=("summaries",))
+def decode_token(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -290,12 +292,6 @@ def run_decode(
         SHARE_ELEMENTS=SHARE_ELEMENTS, DIVIDES=divides, num_warps=4,
     )  # fmt: skip
     return output, *new_state, new_num_left, new_position
-
-
-# In place of `torch.library.custom_op`, which takes 60 µs longer for an operator that writes to an argument.
-torch.library.define("mhla_hf::decode_token", torch.library.infer_schema(run_decode, mutates_args=("summaries",)))
-torch.library.impl("mhla_hf::decode_token", ("cpu", "cuda"))(run_decode)
-decode_token = torch.ops.mhla_hf.decode_token.default
 
 
 @torch.library.register_fake("mhla_hf::decode_token")

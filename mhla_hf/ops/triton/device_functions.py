@@ -22,13 +22,23 @@ COUNTS = (
 )  # fmt: skip
 
 
+# Summaries have room for a multiple of so many blocks: 16 bytes of bfloat16, see [`mixing.Mixing`].
+ROW_UNIT = tl.constexpr(8)
+
+
+@triton.jit
+def matrix_of_block(line, block, num_blocks):
+    """Place of a block's matrix among `[lines, M', ...]`; M' is `launching.row_count(num_blocks)`."""
+    return line * ((num_blocks + ROW_UNIT - 1) // ROW_UNIT * ROW_UNIT) + block
+
+
 @triton.jit
 def place_of_program(parts, num_blocks, first_line, lines, heads, REPEATS: tl.constexpr):
     """Batch entry, head of the rows, block and part of the block of this program, and its matrix.
 
     Launches run over a group of *lines*: `lines` of them from `first_line` on. A line is a head of a batch entry,
     batch · heads + head, and has a matrix for each block; REPEATS heads of the rows share it. The matrix returned is
-    counted within the group, whose matrices are `[lines, num_blocks, ...]`.
+    counted within the group, see [`matrix_of_block`].
 
     Lines run fastest: heads lie side by side in the row of a token, so programs that run at the same time read
     neighbouring bytes. Parts come next, since those of a block read the same rows, and blocks last.
@@ -38,15 +48,15 @@ def place_of_program(parts, num_blocks, first_line, lines, heads, REPEATS: tl.co
     row_line, rest = program % row_lines, program // row_lines
     part, block = rest % parts, (rest // parts).to(tl.int64)
     place = (first_line * REPEATS + row_line).to(tl.int64)
-    matrix = row_line // REPEATS * num_blocks + block
+    matrix = matrix_of_block(row_line // REPEATS, block, num_blocks)
     return place // (heads * REPEATS), place % (heads * REPEATS), block, part, matrix
 
 
 @triton.jit
 def row_strides(rows):
-    """Strides of batch entry, token and head of [`launching.Rows`], in elements."""
+    """Strides of batch entry, token and head of rows, in elements."""
     UNIT: tl.constexpr = 128 // rows.data.dtype.element_ty.primitive_bitwidth
-    if rows.aligned is not None:
+    if len(rows) == 5:
         # Rounded off to a multiple of 16 bytes, which the compiler takes note of.
         strides = (
             rows.stride_batch // UNIT * UNIT, rows.stride_token // UNIT * UNIT, rows.stride_head // UNIT * UNIT

@@ -25,8 +25,9 @@ from .fused_products import (
     inverse_norm,
     rotary_table,
 )
-from .launching import line_groups, repeated, summary_dtype
+from .launching import line_groups, repeated, row_count, summary_dtype
 from .mixing import Mixing
+from .operators import operator
 
 
 def fused_mhla_attention(
@@ -98,7 +99,8 @@ def fused_mhla_attention(
     return output
 
 
-def run_fused(
+@operator("fused_attention")
+def fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -147,14 +149,14 @@ def run_fused(
     batch, num_tokens, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
     dtype = summary_dtype(query.dtype)
-    weights = Mixing(mixing, batch, groups)
+    weights = Mixing(mixing, batch, groups, query.dtype)
     repeats = weights.repeats
     query_inverse = inverse_norm(query, None if query_norm is None else query_eps)
     key_inverse = inverse_norm(key, None if key_norm is None else key_eps)
     key_features = Features(key_norm, key_inverse, rotary, scaling, feature_eps)
     query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)
     output = query.new_empty(batch, num_tokens, heads, columns)
-    for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * dtype.itemsize):
+    for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * dtype.itemsize):
         # Summaries are means over the slots: their size does not grow with the blocks'.
         summaries = fused_outer(
             key, value, key_features, feature_map, table, groups, lines, factor=1 / slots, dtype=dtype, total=divides
@@ -165,12 +167,6 @@ def run_fused(
             output, factor=float(slots), eps=eps, gate=gate, output_weight=output_norm, output_eps=output_eps,
         )  # fmt: skip
     return output, query_inverse, key_inverse
-
-
-# In place of `torch.library.custom_op`, which takes several times longer for a call.
-torch.library.define("mhla_hf::fused_attention", torch.library.infer_schema(run_fused, mutates_args=()))
-torch.library.impl("mhla_hf::fused_attention", ("cpu", "cuda"))(run_fused)
-fused_attention = torch.ops.mhla_hf.fused_attention.default
 
 
 @torch.library.register_fake("mhla_hf::fused_attention")

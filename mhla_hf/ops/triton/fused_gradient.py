@@ -66,8 +66,10 @@ from .launching import (
     padded,
     product_precision,
     repeated,
+    row_count,
 )
 from .mixing import Mixing
+from .operators import operator
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -79,7 +81,7 @@ def fused_gradient_kernel(
 ):  # fmt: skip
     """The gradient of norm(x_t) where that of ψ(x_t) is factor · scale_t · matrix_b(t) outputs_t.
 
-    For a group of lines from `first_line` on, `matrices` are `[lines, M, WIDTH, VALUE]` and `vectors` `[lines, M,
+    For a group of lines from `first_line` on, `matrices` are `[lines, M', WIDTH, VALUE]` and `vectors` `[lines, M',
     WIDTH]`; REPEATS heads of the rows share one.
 
     Without `scale`, scale_t and the weight of vector_b(t) are 1, and there may be no vectors. With it, rows are
@@ -147,8 +149,8 @@ def feature_gradient(
     Args:
         rows: Projected queries or keys x, `[B, T, H, K]`.
         outputs: Values, or gradients of outputs, `[B, T, H, V]`.
-        matrices: Gradients of summaries, or mixed summaries, `[L, M, K, V]`, dense.
-        vectors: float32 `[L, M, K]`, dense: added to the gradient of φ(x_t), or see `scale`.
+        matrices: Gradients of summaries, or mixed summaries, `[L, M', K, V]`, dense.
+        vectors: float32 `[L, M', K]`, dense: added to the gradient of φ(x_t), or see `scale`.
         features: See [`Features`].
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         table: Token of each slot, int32 `[M, N]`.
@@ -292,7 +294,8 @@ def output_gradient_kernel(
         tl.store(weight_gradient + row * VALUE + value_column, total, mask=value_column < VALUE)
 
 
-def run_fused_backward(
+@operator("fused_attention_backward", differentiable=False)
+def fused_attention_backward(
     gradient: Tensor,
     query_inverse: Tensor,
     key_inverse: Tensor,
@@ -322,7 +325,7 @@ def run_fused_backward(
     """
     batch, num_tokens, heads, width = query.shape
     groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
-    weights = Mixing(mixing, batch, groups)
+    weights = Mixing(mixing, batch, groups, query.dtype)
     repeats = weights.repeats
     mixed_heads, many = groups * repeats, float(slots)
     query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)
@@ -339,7 +342,7 @@ def run_fused_backward(
         grad_gate = None if gate is None else dense_like(gate)
         if output_norm is not None:
             shares = query.new_empty(batch * heads * blocks, columns, dtype=torch.float32)
-    for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * 4):
+    for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * 4):
         row_lines = repeated(lines, repeats)
         summaries, sums = fused_outer(
             key, value, key_features, feature_map, table, groups, lines,
@@ -386,22 +389,6 @@ def run_fused_backward(
     )
     grad_norms = grad_query_norm, grad_key_norm, grad_output_norm
     return grad_query, grad_key, grad_value, grad_gate, weights.gradient(), *grad_norms
-
-
-# In place of `torch.library.custom_op`, which takes several times longer for a call.
-torch.library.define(
-    "mhla_hf::fused_attention_backward", torch.library.infer_schema(run_fused_backward, mutates_args=())
-)
-torch.library.impl("mhla_hf::fused_attention_backward", ("cpu", "cuda"))(run_fused_backward)
-fused_attention_backward = torch.ops.mhla_hf.fused_attention_backward.default
-
-
-def _second_derivative(ctx, *gradients):
-    raise RuntimeError("The fused kernels of MHLA have no second derivatives; backend='torch' has.")
-
-
-# Operators by `torch.library.define` have second derivatives of zero otherwise.
-torch.library.register_autograd("mhla_hf::fused_attention_backward", _second_derivative)
 
 
 @torch.library.register_fake("mhla_hf::fused_attention_backward")

@@ -19,7 +19,7 @@ their addresses are known: so the slots' entries in the table are read one tile 
 as gates, is loaded one tile ahead explicitly.
 
 Shape letters: B batch, T tokens, H heads of the rows, G heads of the summaries (H or a divisor), K and V widths,
-M blocks, N slots of a block.
+M blocks, M' of them with empty ones (`launching.row_count`), N slots of a block.
 """
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
@@ -53,6 +53,7 @@ from .launching import (
     as_rows,
     ceil_divide,
     column_tile,
+    empty_summaries,
     is_padded,
     launch,
     multiplies_from_shared_memory,
@@ -266,9 +267,9 @@ def fused_outer_kernel(
 ):  # fmt: skip
     """The sums of the head of this file.
 
-    heads is the number of heads of `products`, for a group of lines from `first_line` on `[lines, M, WIDTH, VALUE]`;
+    heads is the number of heads of `products`, for a group of lines from `first_line` on `[lines, M', WIDTH, VALUE]`;
     each sums REPEATS heads of the rows. `scale` and `weight` are `[B, T, heads · REPEATS]`, or None for 1; `sums` are
-    `[lines, M, WIDTH]`, or None for none.
+    `[lines, M', WIDTH]`, or None for none.
     """
     COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
     batch, head, block, column_tile, matrix = place_of_program(COLUMN_TILES, num_blocks, first_line, lines, heads, 1)
@@ -342,14 +343,14 @@ def fused_outer(
         weight: float32 `[B, T, H]`; 1 if not given.
 
     Returns:
-        The products `[L, M, K, V]`, and the sums, float32 `[L, M, K]`; None if not `total`.
+        The products `[L, M', K, V]`, and the sums, float32 `[L, M', K]`, zero for empty blocks; None if not `total`.
     """
     width, columns = rows.shape[3], value.shape[3]
     tile = column_tile(width, columns)
     # Scales take registers, and so do the masks of padded rows.
     most_tokens = 32 if reads_wide_tiles(rows) and scale is None and not is_padded(width) else 16
-    products = rows.new_empty(lines[1], table.shape[0], width, columns, dtype=dtype)
-    sums = rows.new_empty(products.shape[:3], dtype=torch.float32) if total else None
+    products = empty_summaries(rows, lines[1], table.shape[0], width, columns, dtype=dtype)
+    sums = empty_summaries(rows, lines[1], table.shape[0], width, dtype=torch.float32) if total else None
     launch(
         fused_outer_kernel, lines[1] * table.shape[0] * ceil_divide(columns, tile),
         as_rows(rows), as_rows(value), scale, weight, features, table, products, sums,
@@ -368,7 +369,7 @@ def fused_attend_kernel(
 ):  # fmt: skip
     """The output of the head of this file, without norm, divisor or gate where its tensor is None.
 
-    heads is the number of heads of `matrices`, for a group of lines from `first_line` on `[lines, M, WIDTH, VALUE]`;
+    heads is the number of heads of `matrices`, for a group of lines from `first_line` on `[lines, M', WIDTH, VALUE]`;
     REPEATS heads of the rows share one. One program holds all columns of a head's output, for its norm.
     """
     batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, heads, REPEATS)
@@ -434,8 +435,8 @@ def fused_attend(
 
     Args:
         query: Projected rows, `[B, T, H, K]`.
-        matrices: Mixed summaries, or gradients of summaries, `[L, M, K, V]`, dense.
-        vectors: Mixed sums, float32 `[L, M, K]`, dense; None does not divide.
+        matrices: Mixed summaries, or gradients of summaries, `[L, M', K, V]`, dense.
+        vectors: Mixed sums, float32 `[L, M', K]`, dense; None does not divide.
         features: See [`Features`].
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         table: Token of each slot, int32 `[M, N]`.

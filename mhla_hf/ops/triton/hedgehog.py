@@ -48,6 +48,7 @@ from .launching import (
     product_flops,
     product_precision,
 )
+from .operators import operator
 
 
 LOG2_E = 1 / math.log(2)
@@ -329,7 +330,7 @@ def _projection(
     return Projection(weight.contiguous(), norm, inverse_norm, rotary, scaling, feature_eps or None)
 
 
-@torch.library.custom_op("mhla_hf::hedgehog_features", mutates_args=())
+@operator("hedgehog_features")
 def compute_features(
     tokens: Tensor,
     weight: Tensor,
@@ -347,13 +348,13 @@ def compute_features(
     return features(tokens, _projection(weight, norm, inverse, rotary, scaling, feature_eps)), inverse
 
 
-@compute_features.register_fake
+@torch.library.register_fake("mhla_hf::hedgehog_features")
 def _(tokens, weight, norm, *others):
     inverse = tokens.new_empty((0,) if norm is None else tokens.shape[:2], dtype=torch.float32)
     return tokens.new_empty(*tokens.shape[:-1], 2 * tokens.shape[-1]), inverse
 
 
-@torch.library.custom_op("mhla_hf::hedgehog_features_backward", mutates_args=())
+@operator("hedgehog_features_backward", differentiable=False)
 def hedgehog_features_backward(
     gradient: Tensor,
     inverse: Tensor,
@@ -371,7 +372,7 @@ def hedgehog_features_backward(
     return grad_tokens, grad_weight, tokens.new_empty(0) if grad_norm is None else grad_norm
 
 
-@hedgehog_features_backward.register_fake
+@torch.library.register_fake("mhla_hf::hedgehog_features_backward")
 def _(gradient, inverse, tokens, weight, norm, *others):
     return dense_like(tokens), dense_like(weight), tokens.new_empty(0) if norm is None else dense_like(norm)
 
@@ -389,7 +390,7 @@ def _backward(ctx, gradient, _):
     return *gradients, None if saved[3] is None else norm, *([None] * 4)
 
 
-compute_features.register_autograd(_backward, setup_context=_context)
+torch.library.register_autograd("mhla_hf::hedgehog_features", _backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.hedgehog_features)

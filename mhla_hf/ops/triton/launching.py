@@ -10,13 +10,16 @@ no tensor and no address, nor the lines of a group, for which Triton must not sp
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 
 from ..backends import tf32_is_allowed
+from .device_functions import ROW_UNIT
 
 
 # Programs below which the slots of a block are shared out: a few for each multiprocessor of a large GPU.
@@ -33,20 +36,34 @@ class Rows(NamedTuple):
         stride_batch: Stride of a batch entry.
         stride_token: Stride of a token.
         stride_head: Stride of a head.
-        aligned: 1 where every row of every head starts at a multiple of 16 bytes, so that loads may be that wide.
-            Triton finds this out only for strides that are multiples of 16 elements. Then each stride has half of 16
-            bytes added, which kernels round off: the compiler sees a multiple of 16 bytes, and recompiles nothing
-            for a stride that is a multiple of more.
     """
 
     data: torch.Tensor
     stride_batch: int
     stride_token: int
     stride_head: int
-    aligned: int | None
 
 
-def as_rows(tokens: torch.Tensor | None) -> Rows | None:
+class AlignedRows(NamedTuple):
+    """[`Rows`] of which every one starts at a multiple of 16 bytes, so that loads may be that wide.
+
+    Triton finds this out only for strides that are multiples of 16 elements. Here each stride has half of 16 bytes
+    added, which kernels round off: the compiler sees a multiple of 16 bytes, and recompiles nothing for a stride that
+    is a multiple of more.
+
+    Attributes:
+        aligned: 1; kernels know these rows by their fifth field. Without it, None would be one of a tuple's members,
+            and Triton 3.6 compares no such tuple with None.
+    """
+
+    data: torch.Tensor
+    stride_batch: int
+    stride_token: int
+    stride_head: int
+    aligned: int = 1
+
+
+def as_rows(tokens: torch.Tensor | None) -> Rows | AlignedRows | None:
     """Rows of `[B, T, H, D]`, copied only where the last axis is not dense; None stays None."""
     if tokens is None:
         return None
@@ -56,9 +73,9 @@ def as_rows(tokens: torch.Tensor | None) -> Rows | None:
         batch, token, head, _ = tokens.stride()
     unit = 16 // tokens.element_size()
     if (batch | token | head) % unit or tokens.data_ptr() % 16:
-        return Rows(tokens, batch, token, head, None)
+        return Rows(tokens, batch, token, head)
     half = unit // 2
-    return Rows(tokens, batch + half, token + half, head + half, 1)
+    return AlignedRows(tokens, batch + half, token + half, head + half)
 
 
 # Plans kept, over all kernels. Beyond that, all are rebuilt: sizes have been many, and most will not come back.
@@ -70,9 +87,6 @@ def _metadata(argument: Any) -> Any:
     """Everything of a tensor, or of a tuple with tensors, that a compilation can depend on."""
     if argument is None:
         return None
-    if isinstance(argument, Rows):
-        data, *strides = argument
-        return data.dtype, argument.aligned or data.data_ptr() % 16 == 0, *strides
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     return tuple(map(_metadata, argument)) if isinstance(argument, tuple) else argument
@@ -96,8 +110,8 @@ def launch(
         kernel: Made by `triton.jit`. Its parameters are tensors first, then the two of `lines` if it takes them, which
             have to be in its `do_not_specialize`, then everything else.
         programs: How many programs run.
-        *tensors: Tensors, [`Rows`] and other tuples with tensors in them, and None, in the order of its parameters.
-            The first one is there, on the device of all.
+        *tensors: Tensors, [`Rows`], [`AlignedRows`] and other tuples with tensors in them, and None, in the order of
+            its parameters. The first one is there, on the device of all.
         lines: The first line of a group and its number of lines, see [`line_groups`].
         **keywords: All other arguments, hashable, and Triton's options such as `num_warps`. No tensors.
     """
@@ -206,12 +220,14 @@ def warps(width: int, columns: int) -> int:
     return 8 if padded(width) * padded(columns) > 64 * 64 else 4
 
 
-def stages(precision: str, from_shared_memory: bool) -> int:
+def stages(precision: str, from_shared_memory: bool, width: int) -> int:
     """Stages of the compiler's pipeline: with three, the next rows are on their way while these are multiplied.
 
-    Where a program has no room for them, another one on the multiprocessor has to fill the gap.
+    Where a program has no room for them, another one on the multiprocessor has to fill the gap. Measured on an H100.
     """
-    return 3 if precision in ("bf16", "fp16") and from_shared_memory else 2
+    if not from_shared_memory or precision not in ("bf16", "fp16"):
+        return 2
+    return 1 if padded(width) > 128 else 2 if is_padded(width) else 3
 
 
 def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
@@ -247,6 +263,57 @@ def summary_dtype(tokens: torch.dtype) -> torch.dtype:
     of their own rounding, but gradients, where terms cancel, would have up to three times theirs.
     """
     return torch.bfloat16 if tokens == torch.bfloat16 else torch.float32
+
+
+def row_count(blocks: int) -> int:
+    """Blocks that summaries have room for, those beyond the layout's being empty; see [`mixing.Mixing`]."""
+    return ceil_divide(blocks, ROW_UNIT.value) * ROW_UNIT.value
+
+
+class _TF32:
+    """Has torch multiply float32 matrices through TF32 while any thread is within, and as before afterwards.
+
+    There is no such choice for a single product.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.within, self.before = Lock(), 0, ""
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.within == 0:
+                # torch raises an error where its older and its newer setting contradict each other.
+                with suppress(RuntimeError):
+                    self.before = torch.get_float32_matmul_precision()
+                    torch.set_float32_matmul_precision("high")
+            self.within += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.within -= 1
+            if self.within == 0 and self.before:
+                torch.set_float32_matmul_precision(self.before)
+                self.before = ""
+
+
+_tf32 = _TF32()
+
+
+def empty_summaries(tokens: torch.Tensor, lines: int, blocks: int, *widths: int, dtype: torch.dtype) -> torch.Tensor:
+    """Summaries `[lines, M', *widths]` to write for M blocks, of which those beyond these are zero."""
+    rows = row_count(blocks)
+    summaries = tokens.new_empty(lines, rows, *widths, dtype=dtype)
+    if rows > blocks:
+        summaries[:, blocks:] = 0
+    return summaries
+
+
+@contextmanager
+def multiplied_for(tokens: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Has torch multiply summaries as kernels do: not in autocast's type, and float32 as beside tokens of a type."""
+    through_tf32 = device.type == "cuda" and not multiplies_exactly(tokens) and not tf32_is_allowed()
+    with torch.autocast(device.type, enabled=False), _tf32 if through_tf32 else nullcontext():
+        yield
 
 
 def multiplies_from_shared_memory(device: torch.device) -> bool:
@@ -318,6 +385,9 @@ def matrix_tiles(
         # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
         fewest = 16 if rows.dtype == torch.float32 else 32
         tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
+    elif matrices == torch.bfloat16 and from_shared_memory and padded(width) > 128:
+        # One program then has all registers of a multiprocessor, but reads the rows once.
+        columns_tile = min(padded(columns), 2 * MAX_TILE // padded(width))
     programs = heads // groups * sizes["num_blocks"] * ceil_divide(columns, columns_tile)
     # Over all lines: groups are so large that there is no need.
     splits, share = split_slots(sizes["slots"], tokens_tile, batch * groups * programs)
@@ -335,6 +405,6 @@ def matrix_tiles(
         "BLOCK_TOKENS": tokens_tile,
         "PRECISION": precision,
         "num_warps": warps(width, columns_tile),
-        "num_stages": stages(precision, from_shared_memory),
+        "num_stages": stages(precision, from_shared_memory, width),
     }
     return MatrixTiles(programs * splits, columns_tile, options)

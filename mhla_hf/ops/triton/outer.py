@@ -9,7 +9,7 @@ contiguous nor of one size. Sums are in float32. Widths that are no power of two
 kernel only.
 
 Shape letters: B batch, T tokens, H heads, G heads of the products (H or a divisor), K and V widths, P width of the
-plain rows, M blocks, N slots of a block.
+plain rows, M blocks, M' of them with empty ones (`launching.row_count`), N slots of a block.
 """
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
@@ -36,6 +36,7 @@ from .launching import (
     as_rows,
     ceil_divide,
     column_tile,
+    empty_summaries,
     is_padded,
     launch,
     multiplies_exactly,
@@ -61,10 +62,11 @@ def outer_kernel(
     """The sums above over one share of a block's slots.
 
     heads is the number of heads of the products; each sums REPEATS heads of the rows. For a group of lines from
-    `first_line` on, `products` is `[splits, lines, M, LEFT, RIGHT]`, with `split_stride` = lines · M matrices a split.
+    `first_line` on, `products` is `[splits, lines, M', LEFT, RIGHT]`, with `split_stride` = lines · M' matrices in a
+    split.
     `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left` where it is None, and nothing is summed where
     `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of which LIMIT_REPEATS heads of the rows share one.
-    With `first_bad` `[parts, lines, M]`, a part for each share and column tile, numbers that are not finite count as
+    With `first_bad` `[parts, lines, M']`, a part for each share and column tile, numbers that are not finite count as
     zero and the first slot that has one is written there, or `slots`.
     """
     COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
@@ -134,8 +136,8 @@ class Sums(NamedTuple):
     """Sums over the tokens of each block of a group of L lines.
 
     Attributes:
-        products: `[L, M, K, V]`.
-        sums: float32 `[L, M, P]`; None if they are not wanted.
+        products: `[L, M', K, V]`, zero for empty blocks.
+        sums: float32 `[L, M', P]`, likewise; None if they are not wanted.
         first_bad: The first slot of each block whose rows are not all finite, int32 `[L, M]`, N where all are; None
             if it is not wanted.
     """
@@ -204,22 +206,22 @@ def outer(
     splits, share = 1, sizes["slots"]
     if lines[1] == all_lines:
         splits, share = split_slots(sizes["slots"], tile, tiles * all_lines * blocks)
-    matrices = lines[1], blocks
     # Of the same type, so that nothing is recompiled: bfloat16 shares together err less than a sum that is rounded.
-    products = left.new_empty(splits, *matrices, width, value, dtype=dtype)
-    sums = left.new_empty(splits, *matrices, plain_width, dtype=torch.float32) if total else None
-    first_bad = left.new_empty(splits * tiles, *matrices, dtype=torch.int32) if finite else None
+    products = empty_summaries(left, splits * lines[1], blocks, width, value, dtype=dtype)
+    sums = empty_summaries(left, splits * lines[1], blocks, plain_width, dtype=torch.float32) if total else None
+    first_bad = left.new_empty(splits * tiles, lines[1], products.shape[1], dtype=torch.int32) if finite else None
     launch(
         outer_kernel, lines[1] * blocks * splits * tiles,
         as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table, products, sums, first_bad,
-        lines=lines, **sizes, factor=factor, splits=splits, split_slots=share, split_stride=lines[1] * blocks,
-        heads=num_heads, REPEATS=heads // num_heads, LEFT=width, RIGHT=value, PLAIN=plain_width,
-        BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
+        lines=lines, **sizes, factor=factor, splits=splits, split_slots=share,
+        split_stride=lines[1] * products.shape[1], heads=num_heads, REPEATS=heads // num_heads, LEFT=width,
+        RIGHT=value, PLAIN=plain_width, BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile,
+        BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
         LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
-        num_warps=warps(width, value_tile), num_stages=stages(precision, from_shared_memory),
+        num_warps=4 if from_shared_memory else warps(width, value_tile),
+        num_stages=stages(precision, from_shared_memory, width),
     )  # fmt: skip
-    return Sums(
-        products[0] if splits == 1 else products.sum(0),
-        sums if sums is None else sums[0] if splits == 1 else sums.sum(0),
-        first_bad if first_bad is None else first_bad[0] if len(first_bad) == 1 else first_bad.amin(0),
-    )
+    if splits > 1:
+        products = products.unflatten(0, (splits, -1)).sum(0)
+        sums = None if sums is None else sums.unflatten(0, (splits, -1)).sum(0)
+    return Sums(products, sums, None if first_bad is None else first_bad[..., :blocks].amin(0))
