@@ -326,6 +326,7 @@ def measure_operator(
     shapes: Sequence[str] | None = None,
     contestants: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
+    normalizers: Sequence[str] = ("none", "query"),
 ) -> dict[str, Any]:
     """Measure time and memory of attention at the sizes of models, forward alone and with the backward pass.
 
@@ -334,6 +335,7 @@ def measure_operator(
         shapes: Names of `SHAPES`; None for those that suit the device.
         contestants: Names of `OPERATORS`; None for all.
         progress: Called with the name of each case before it is measured.
+        normalizers: Normalisers of MHLA and linear attention.
 
     Returns:
         A report for JSON: `machine`, `options` and `results`, a row for each shape, direction, contestant and
@@ -344,7 +346,7 @@ def measure_operator(
     """
     device, dtype = options.place()
     names = choose_cases("contestants", OPERATORS, contestants or OPERATORS, device)
-    keys = [(name, each) for name in names for each in ((None,) if "softmax" in name else ("none", "query"))]
+    keys = [(name, each) for name in names for each in ((None,) if "softmax" in name else normalizers)]
     results: list[dict[str, Any]] = []
     for title in choose_cases("shapes", SHAPES, shapes, device, options.quick):
         shape = SHAPES[title]

@@ -91,7 +91,8 @@ def _compare(dtype: torch.dtype, layout: BlockLayout, width: int, normalizer: st
         leaves = [x.to(kind, copy=True).requires_grad_() for x in (*tokens, weights)]
         leaves[3] = weights.detach().clone().requires_grad_()
         output = _attention(*leaves, layout=layout, normalizer=normalizer, causal=causal, backend=backend)
-        results.append([output.detach(), *torch.autograd.grad(output.double().square().sum() / layout.num_tokens, leaves)])
+        loss = output.double().square().sum() / layout.num_tokens
+        results.append([output.detach(), *torch.autograd.grad(loss, leaves)])
     errors = [relative_error(a, b) for a, b in zip(*results)]
     name = f"{str(dtype)[6:]}, heads of {width}, {layout.num_blocks} blocks of {layout.grid}, {normalizer}"
     return Outcome(name, max(errors) < LIMITS[dtype], " ".join(f"{error:.1e}" for error in errors))
@@ -228,13 +229,13 @@ def run_checks(names: list[str], report: Report) -> bool:
     for name in names:
         if report.is_late(name):
             continue
-        start = time.perf_counter()
+        start = time.monotonic()
         try:
             for outcome in CHECKS[name]():
                 _add(report, name, outcome)
         except Exception as error:  # What fails is a result, and others go on.
             _add(report, name, Outcome(name, False, failure_reason(error)), traceback=traceback.format_exc())
-        report.show(f"    {name} took {time.perf_counter() - start:.1f} s")
+        report.took(name, start)
         free_memory(DEVICE)
     return all(row["status"] != "failed" for row in report.results)
 

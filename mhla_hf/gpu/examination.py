@@ -50,18 +50,23 @@ def examine_kernels(report: Report) -> bool:
         if ON_GPU:
             start = time.monotonic()
             failures = compile_in_parallel(_run_part, COMPILATION_SECONDS)
-            report.content["compilation"] = {"seconds": time.monotonic() - start, "failures": failures}
+            report.content["compilation_failures"] = failures
+            report.took("compilation", start)
+        start = time.monotonic()
         for row in check_kernels(DEVICE):
             errors = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
             kind = f"{row['dtype']}, heads of {row['width']} × {row['repeats']}, {row['normalizer']}"
             name = f"{row['family']}, {row['direction']}, {kind}"
             _add(report, "small inputs", name, row["status"], "; ".join(filter(None, (row["reason"], errors))))
+        report.took("small inputs", start)
         run_checks(list(CHECKS), report)
         if ON_GPU:
+            start = time.monotonic()
             report.content["bytes_per_second"] = copy_rates()
             for size in SIZES:
                 if not report.is_late(f"times of {size}"):
                     _time(report, size)
+            report.took("times", start)
     finally:
         os.environ.pop(SELF_TEST_VARIABLE) if before is None else os.environ.update({SELF_TEST_VARIABLE: before})
     return all(row["status"] != "failed" for row in report.results)
@@ -79,10 +84,9 @@ def _add(report: Report, check: str, name: str, status: str, detail: str, **figu
 def _time(report: Report, size: str) -> None:
     """Times of one size, forward and with the backward pass, with the `query` normaliser."""
     options = BenchOptions(device=DEVICE.type, seconds=CASE_SECONDS)
-    rows = measure_operator(options, [size], [_KERNELS, *_PEERS])["results"]
+    rows = measure_operator(options, [size], [_KERNELS, *_PEERS], normalizers=["query"])["results"]
     for direction in ("forward", "fwd+bwd"):
-        of_direction = (row for row in rows if row["direction"] == direction and row["normalizer"] != "none")
-        found = {row["contestant"]: row for row in of_direction}
+        found = {row["contestant"]: row for row in rows if row["direction"] == direction}
         reasons = [f"{name}: {row['reason']}" for name, row in found.items() if row["reason"]]
         own = found[_KERNELS]
         figures: dict[str, Any] = {}

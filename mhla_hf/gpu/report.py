@@ -59,6 +59,12 @@ class Report:
         self.write()
         return True
 
+    def took(self, part: str, start: float) -> None:
+        """Notes and shows how long a part took since `start`, by `time.monotonic`."""
+        seconds = time.monotonic() - start
+        self.content.setdefault("seconds", {})[part] = round(seconds, 1)
+        self.show(f"    {part} took {seconds:.1f} s")
+
     def add(self, row: dict[str, Any], line: str) -> None:
         """Adds a row, writes the file and shows a line."""
         self.results.append(row)

@@ -18,6 +18,8 @@ from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_er
 pytest.importorskip("triton")
 
 from mhla_hf.ops.triton import launching
+from mhla_hf.ops.triton.block import block_attention
+from mhla_hf.ops.triton.block_gradient import block_attention_backward
 
 
 LAYOUTS = [
@@ -273,12 +275,11 @@ def test_operators_are_what_torch_expects(rotated, device):
     inputs = cast(make_inputs(layout, rotated=rotated), device)
     mixing = inputs["mixing"]
     table = layout.token_table(torch.device(device))
-    operators = torch.ops.mhla_hf
     tokens = [inputs[name] for name in ("query", "key", "value")]
     for divides in (True, False):
         pair = [inputs.get(name) if divides else None for name in ("normalizer_query", "normalizer_key")]
         divisor = None if divides else (torch.rand(2, 12, 3, device=device) + 1).requires_grad_()
-        torch.library.opcheck(operators.block_attention, (*tokens, *pair, divisor, mixing, table, divides, 1e-6))
+        torch.library.opcheck(block_attention, (*tokens, *pair, divisor, mixing, table, divides, 1e-6))
 
 
 @pytest.mark.slow
@@ -290,8 +291,8 @@ def test_gradients_have_the_type_of_their_tensors(device):
     pair = inputs["normalizer_query"], inputs["normalizer_key"]
     tokens = [inputs[name].to(torch.bfloat16) for name in ("query", "key", "value")]
     table = layout.token_table(torch.device(device))
-    output, denominator = torch.ops.mhla_hf.block_attention(*tokens, *pair, None, inputs["mixing"], table, True, 1e-6)
-    gradients = torch.ops.mhla_hf.block_attention_backward(
+    output, denominator = block_attention(*tokens, *pair, None, inputs["mixing"], table, True, 1e-6)
+    gradients = block_attention_backward(
         output, None, denominator, *tokens, *pair, None, inputs["mixing"], table, True, 1e-6
     )
     assert [gradient.dtype for gradient in gradients[:5]] == [torch.bfloat16] * 3 + [torch.float32] * 2

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from mhla_hf.ops.backends import _log_once
 from mhla_hf.ops.band import StoredMixing
-from mhla_hf.ops.triton.causal import limits
+from mhla_hf.ops.triton.causal import causal_attention, limits
 from mhla_hf.ops.triton.launching import row_count
 from tests import GOLDEN
 
@@ -247,7 +247,7 @@ def test_operator_is_what_torch_expects(blocks, device, monkeypatch):
     weights = *mixing.earlier_weights(row_count(blocks)), mixing.own(blocks)[None]
     weights = [tensor.requires_grad_() for tensor in weights]
     arguments = *(inputs[name] for name in TOKENS), *weights, layout.token_table(torch.device(device))
-    torch.library.opcheck(torch.ops.mhla_hf.causal_attention, (*arguments, None, True, 1e-6))
+    torch.library.opcheck(causal_attention, (*arguments, None, True, 1e-6))
 
 
 @pytest.mark.slow

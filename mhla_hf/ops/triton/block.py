@@ -141,7 +141,7 @@ def attend_kernel(
         store_rows(outputs, tokens, present, column, result, COLUMNS)
 
 
-@operator("block_attention")
+@operator("mhla_hf::block_attention")
 def block_attention(
     query: Tensor,
     key: Tensor,

@@ -40,7 +40,6 @@ from .launching import (
     launch,
     line_groups,
     matrix_tiles,
-    multiplies_from_shared_memory,
     padded,
     product_flops,
     repeated,
@@ -170,9 +169,6 @@ def apply(
     vector_width = columns if vectors is None else vectors.shape[-1]
     programs, tile, options = matrix_tiles(rows, groups, columns, table, matrices.dtype)
     from_products = weight is not None and columns <= tile
-    if from_products and options["PRECISION"] == "bf16x2" and multiplies_from_shared_memory(rows.device):
-        # Queries beside the products take more than the half of a multiprocessor's registers that 8 warps can share.
-        options["num_warps"] = 4
     launch(
         apply_kernel, lines[1] * programs, as_rows(rows), None if from_products else as_rows(outputs),
         as_rows(queries) if from_products else None, matrices, vectors, scale, table, result, second, weight,
@@ -269,7 +265,7 @@ def block_gradients(
     )
 
 
-@operator("block_attention_backward", differentiable=False)
+@operator("mhla_hf::block_attention_backward", differentiable=False)
 def block_attention_backward(
     gradient: Tensor,
     output: Tensor | None,

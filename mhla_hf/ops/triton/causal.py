@@ -185,7 +185,7 @@ def causal_attend_kernel(
     store_rows(outputs, tokens, present, value_column, result, VALUE)
 
 
-@operator("causal_attention")
+@operator("mhla_hf::causal_attention")
 def causal_attention(
     query: Tensor,
     key: Tensor,

@@ -394,7 +394,7 @@ def mixed_prefix_backward(
     return result if groups == prefixes else result.unflatten(1, (groups, -1)).sum(2), of_window, of_carry
 
 
-@operator("causal_attention_backward", differentiable=False)
+@operator("mhla_hf::causal_attention_backward", differentiable=False)
 def causal_attention_backward(
     gradient: Tensor,
     output: Tensor,

@@ -220,7 +220,7 @@ def decode_kernel(
             tl.store(new_state.upcoming + upcoming_row + flat, summed, mask=within)
 
 
-@operator("decode_token", writes=("summaries",))
+@operator("mhla_hf::decode_token", writes=("summaries",))
 def decode_token(
     query: Tensor,
     key: Tensor,

@@ -99,7 +99,7 @@ def fused_mhla_attention(
     return output
 
 
-@operator("fused_attention")
+@operator("mhla_hf::fused_attention")
 def fused_attention(
     query: Tensor,
     key: Tensor,

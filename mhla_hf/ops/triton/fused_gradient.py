@@ -294,7 +294,7 @@ def output_gradient_kernel(
         tl.store(weight_gradient + row * VALUE + value_column, total, mask=value_column < VALUE)
 
 
-@operator("fused_attention_backward", differentiable=False)
+@operator("mhla_hf::fused_attention_backward", differentiable=False)
 def fused_attention_backward(
     gradient: Tensor,
     query_inverse: Tensor,

@@ -330,7 +330,7 @@ def _projection(
     return Projection(weight.contiguous(), norm, inverse_norm, rotary, scaling, feature_eps or None)
 
 
-@operator("hedgehog_features")
+@operator("mhla_hf::hedgehog_features")
 def compute_features(
     tokens: Tensor,
     weight: Tensor,
@@ -354,7 +354,7 @@ def _(tokens, weight, norm, *others):
     return tokens.new_empty(*tokens.shape[:-1], 2 * tokens.shape[-1]), inverse
 
 
-@operator("hedgehog_features_backward", differentiable=False)
+@operator("mhla_hf::hedgehog_features_backward", differentiable=False)
 def hedgehog_features_backward(
     gradient: Tensor,
     inverse: Tensor,

@@ -404,7 +404,7 @@ def matrix_tiles(
         "BLOCK_COLUMNS": columns_tile,
         "BLOCK_TOKENS": tokens_tile,
         "PRECISION": precision,
-        "num_warps": warps(width, columns_tile),
+        "num_warps": 4 if precision == "bf16x2" and from_shared_memory else warps(width, columns_tile),
         "num_stages": stages(precision, from_shared_memory, width),
     }
     return MatrixTiles(programs * splits, columns_tile, options)
