@@ -77,7 +77,8 @@ def outer_kernel(
     plain_column = tl.arange(0, BLOCK_PLAIN)
     tile_slot = tl.arange(0, BLOCK_TOKENS)
     accumulator = tl.zeros((BLOCK_LEFT, BLOCK_RIGHT), tl.float32)
-    total = tl.zeros((BLOCK_PLAIN,), tl.float32)
+    # One sum for each 16th token: adding them up takes a barrier, which is left for the end.
+    total = tl.zeros((16, BLOCK_PLAIN), tl.float32)
     block_table = table + batch * table_stride_batch + block * slots
     first = split * split_slots
     stop = tl.minimum(first + split_slots, slots)
@@ -120,14 +121,14 @@ def outer_kernel(
                 if weight is not None:
                     row_weight = tl.load(weight + per_token, mask=present, other=0.0)
                     plain_rows *= row_weight[:, None]
-                total += tl.sum(plain_rows, axis=0)
+                total += tl.sum(tl.reshape(plain_rows, (BLOCK_TOKENS // 16, 16, BLOCK_PLAIN)), axis=0)
     split_matrix = split.to(tl.int64) * split_stride + matrix
     inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
     pointers = products + split_matrix * (LEFT * RIGHT) + left_column[:, None] * RIGHT + right_column[None, :]
     tl.store(pointers, (accumulator * factor).to(products.dtype.element_ty), mask=inside)
     if sums is not None:
         if column_tile == 0:
-            tl.store(sums + split_matrix * PLAIN + plain_column, total, mask=plain_column < PLAIN)
+            tl.store(sums + split_matrix * PLAIN + plain_column, tl.sum(total, axis=0), mask=plain_column < PLAIN)
     if first_bad is not None:
         tl.store(first_bad + part.to(tl.int64) * split_stride + matrix, found_bad)
 
