@@ -30,6 +30,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 Tensors = tuple[Any, ...]
+Attention = Callable[[Inputs], torch.Tensor]
 
 
 @cache
@@ -43,58 +44,70 @@ def _path_modules(
     return HeadNorms(*norms), PairwiseRotary(*tables), output_norm
 
 
-def fused_path(inputs: Inputs, shape: OperatorShape, normalizer: str, *, backend: str) -> torch.Tensor:
+def fused_path(shape: OperatorShape, normalizer: str, backend: str, inputs: Inputs) -> Attention:
     """Attention with ReLU as the feature map, with output norm and gate, `[B, T, H, V]`.
 
     Args:
-        inputs: Projected queries, keys and values; the latter are the gate's projection as well.
         shape: Attention in both directions.
         normalizer: `"query"` or `"none"`.
         backend: `"triton"` for the fused kernels, `"torch"` for plain torch.
+        inputs: Of the same type and device as projected queries, keys and values will be; the latter are the gate's
+            projection as well.
     """
     norms, rotary, output_norm = _path_modules(shape, inputs.value.dtype, inputs.value.device)
-    query, key, value = inputs[:3]
-    gate = value.detach().requires_grad_(value.requires_grad)
-    if backend == "triton":
-        call = Call(query, key, value, shape.layout(), gate=gate, rotary=rotary, norms=norms, backend=backend)
-        config = MHLAConfig(normalizer=normalizer, eps=EPS, backend=backend)
-        return fused_attention(config, call, inputs.mixing, output_norm)
-    query, key = (tokens.relu() for tokens in norms.apply(query, key))
-    output = mhla_attention(
-        rotary(query),
-        rotary(key),
-        value,
-        inputs.mixing,
-        shape.layout(),
-        normalizer_query=query,
-        normalizer_key=key,
-        normalizer=normalizer,
-        eps=EPS,
-        backend=backend,
-    )
-    return output_norm(output) * F.silu(gate)
+    layout = shape.layout()
+    config = MHLAConfig(normalizer=normalizer, eps=EPS, backend=backend)
+    options: dict[str, Any] = {"normalizer": normalizer, "eps": EPS, "backend": backend}
+
+    def attention(inputs: Inputs) -> torch.Tensor:
+        query, key, value = inputs[:3]
+        gate = value.detach().requires_grad_(value.requires_grad)
+        if backend == "triton":
+            call = Call(query, key, value, layout, gate=gate, rotary=rotary, norms=norms, backend=backend)
+            return fused_attention(config, call, inputs.mixing, output_norm)
+        query, key = (tokens.relu() for tokens in norms.apply(query, key))
+        output = mhla_attention(
+            rotary(query),
+            rotary(key),
+            value,
+            inputs.mixing,
+            layout,
+            normalizer_query=query,
+            normalizer_key=key,
+            **options,
+        )
+        return output_norm(output) * F.silu(gate)
+
+    return attention
 
 
-@cache
-def _hedgehog_layer(shape: OperatorShape, normalizer: str, backend: str, device: torch.device) -> MHLA:
-    config = MHLAConfig(
-        blocks=shape.layout().blocks, feature_map="hedgehog", rope="before_feature_map", mixing_heads="per_head",
-        normalizer=normalizer, eps=EPS, backend=backend,
-    )  # fmt: skip
-    hidden_size = shape.heads * shape.width
-    return MHLA(config, hidden_size=hidden_size, num_heads=shape.heads, head_dim=shape.width).to(device)
-
-
-def hedgehog_path(inputs: Inputs, shape: OperatorShape, normalizer: str, *, backend: str) -> torch.Tensor:
+def hedgehog_path(shape: OperatorShape, normalizer: str, backend: str, inputs: Inputs) -> Attention:
     """A layer with hedgehog features and mixing weights of each head, as recoveries make it.
 
     Arguments and result are those of [`fused_path`]; there is no output norm and no gate.
     """
-    norms, rotary = _path_modules(shape, inputs.value.dtype, inputs.value.device)[:2]
-    layer = _hedgehog_layer(shape, normalizer, backend, inputs.value.device)
-    mixing = inputs.mixing.expand(shape.heads, -1, -1)
+    device = inputs.value.device
+    norms, rotary = _path_modules(shape, inputs.value.dtype, device)[:2]
+    config = MHLAConfig(
+        blocks=shape.layout().blocks, feature_map="hedgehog", rope="before_feature_map", mixing_heads="per_head",
+        normalizer=normalizer, eps=EPS, backend=backend,
+    )  # fmt: skip
+    layer = MHLA(config, hidden_size=shape.heads * shape.width, num_heads=shape.heads, head_dim=shape.width).to(device)
     options = {"grid": shape.grid, "norms": norms, "rotary": rotary}
-    return torch.func.functional_call(layer, {"mixing": mixing}, inputs[:3], options)
+
+    def attention(inputs: Inputs) -> torch.Tensor:
+        mixing = inputs.mixing.expand(shape.heads, -1, -1)
+        return torch.func.functional_call(layer, {"mixing": mixing}, inputs[:3], options)
+
+    return attention
+
+
+@cache
+def _attention(shape: OperatorShape, normalizer: str, kind: str, backend: str) -> Attention:
+    if kind == "operator":
+        return partial(attend, f"mhla-{backend}", shape=shape, normalizer=normalizer)
+    path = {"fused": fused_path, "hedgehog": hedgehog_path}[kind]
+    return path(shape, normalizer, backend, _inputs(shape))
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,10 @@ class KernelCase:
         """Random inputs, the same for each case of a shape."""
         return _inputs(self.shape)
 
+    def attention(self, backend: str = "triton") -> Attention:
+        """Its attention as a function of inputs, by `"triton"` or `"torch"`."""
+        return _attention(self.shape, self.normalizer, self.kind, backend)
+
     def run(self, inputs: Inputs | None = None, *, backend: str = "triton", trains: bool | None = None) -> Tensors:
         """Runs the case.
 
@@ -133,11 +150,8 @@ class KernelCase:
         Returns:
             The output, and the gradients of query, key, value and mixing if there is a backward pass.
         """
-        paths: dict[str, Callable[..., torch.Tensor]] = {"fused": fused_path, "hedgehog": hedgehog_path}
-        path = paths.get(self.kind, partial(attend, f"mhla-{backend}"))
-        options = {"backend": backend} if self.kind in paths else {}
         return run_operator(
-            lambda inputs: path(inputs, self.shape, self.normalizer, **options),
+            self.attention(backend),
             self.inputs if inputs is None else inputs,
             self.trains if trains is None else trains,
         )

@@ -96,6 +96,7 @@ class Usage:
         stack: Bytes of a thread's stack; spilled registers lie there.
         local: Further bytes of local memory.
         shared: Bytes of shared memory.
+        overtaken: Buffers of shared memory that copies may overwrite while wgmma still reads them.
         loads: Number of instructions that load from global memory, by the bytes that each moves.
         stores: The same of stores.
     """
@@ -104,6 +105,7 @@ class Usage:
     stack: int
     local: int
     shared: int
+    overtaken: int
     loads: dict[int, int]
     stores: dict[int, int]
 
@@ -225,7 +227,32 @@ def inspect(compiled: Any) -> Usage:
         resources = run_tool("cuobjdump", "-res-usage", file.name)
         code = run_tool("nvdisasm", "-c", file.name)
     used = [int(re.search(rf"{name}:(\d+)", resources).group(1)) for name in ("REG", "STACK", "LOCAL")]
-    return Usage(*used, compiled.metadata.shared, moved_bytes(code, "LDG", "LDGSTS"), moved_bytes(code, "STG"))
+    overtaken = overtaken_buffers(compiled.asm["ttgir"], compiled.metadata.num_stages)
+    loads, stores = moved_bytes(code, "LDG", "LDGSTS"), moved_bytes(code, "STG")
+    return Usage(*used, compiled.metadata.shared, overtaken, loads, stores)
+
+
+def overtaken_buffers(code: str, stages: int) -> int:
+    """Number of buffers that copies of a pipelined loop may overwrite while products before them still run.
+
+    Products that the loop does not wait for in the same round read the buffers of one round more: as many as stages.
+    """
+    products = re.findall(r"warp_group_dot_wait .*pendings = (\d+)", code)
+    if not any(map(int, products)):
+        return 0
+    sizes = {
+        name: int(size) for name, size in re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", code)
+    }
+    views = dict(re.findall(r"(%\w+) = ttg\.memdesc_(?:index|subview) (%\w+)\[", code))
+    views |= dict(re.findall(r"(%\w+) = ttg\.memdesc_trans (%\w+) ", code))
+    found = set()
+    for name in re.findall(r"ttng\.warp_group_dot (%\w+), (%\w+),.*isAsync = true", code):
+        for operand in name:
+            while operand in views:
+                operand = views[operand]
+            if sizes.get(operand, stages) < stages:
+                found.add(operand)
+    return len(found)
 
 
 def run_tool(name: str, *arguments: str) -> str:

@@ -73,6 +73,8 @@ def complaints(capability: int, launch: dict[str, Any], *, measured: bool) -> li
     frame = 40 if (capability, kernel) in SPILLING else FRAME
     if usage["stack"] > frame or usage["local"]:
         found.append(f"spills {usage['stack'] + usage['local']} bytes")
+    if usage["overtaken"]:
+        found.append("overwrites rows while they are multiplied")
     if usage["shared"] > PROCESSORS[capability].shared_of_program:
         found.append(f"takes {usage['shared']} bytes of shared memory")
     if usage["loads"].get("2", 0) + usage["stores"].get("2", 0) > VECTORS and kernel not in NARROW:

@@ -172,8 +172,7 @@ def _tiles(
     quartered = is_padded(width) and (exact or tokens == torch.float32)
     largest = MAX_TILE // 4 if quartered else MAX_TILE // 2 if halved else MAX_TILE
     columns_tile = min(padded(columns), largest // padded(width))
-    # Rows of a tile meet all of the chunk up to their tile's end: small ones meet less that they must not see.
-    if not full or wide or (is_padded(width) and not from_shared_memory) or exact:
+    if (full and wide) or (is_padded(width) and not from_shared_memory) or exact:
         most_tokens = 16
     elif quartered or row_bytes > 128 or not from_shared_memory:
         most_tokens = 32
@@ -182,5 +181,5 @@ def _tiles(
     return (
         columns_tile,
         min(token_tile(slots, width), most_tokens),
-        4 if not full or (row_bytes * columns_tile <= 128 * 64 and not exact) else 8,
+        4 if row_bytes * columns_tile <= 128 * 64 and not exact else 8,
     )
