@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -24,8 +25,11 @@ from .kernel_cases import CASES
 from .kernel_compilation import PROCESSORS
 
 
+# Tiles and warps are those that were fastest with this release on an H100. For others registers are allotted otherwise:
+# kernels have to run there, and may spill some. Smaller tiles, which spill nothing, were slower by half.
+TUNED_FOR = "3.6.", 90
 # A frame of a few registers on the stack is no spilling to speak of.
-FRAME = 16
+FRAME, FRAME_OF_OTHERS = 16, 128
 # Kernels that spill up to 40 bytes for now.
 SPILLING = {(90, "query_gradient_kernel")}
 CAUSAL = {"causal_attend_kernel", "query_gradient_kernel", "key_gradient_kernel"}
@@ -70,7 +74,8 @@ def complaints(capability: int, launch: dict[str, Any], *, measured: bool) -> li
     """What a launch does badly; how many programs fit is judged at the sizes that are `measured`."""
     kernel, usage = launch["kernel"], launch["usage"]
     found = []
-    frame = 40 if (capability, kernel) in SPILLING else FRAME
+    is_tuned = version("triton").startswith(TUNED_FOR[0]) and capability == TUNED_FOR[1]
+    frame = FRAME_OF_OTHERS if not is_tuned else 40 if (capability, kernel) in SPILLING else FRAME
     if usage["stack"] > frame or usage["local"]:
         found.append(f"spills {usage['stack'] + usage['local']} bytes")
     if usage["overtaken"]:
@@ -80,7 +85,7 @@ def complaints(capability: int, launch: dict[str, Any], *, measured: bool) -> li
     if usage["loads"].get("2", 0) + usage["stores"].get("2", 0) > VECTORS and kernel not in NARROW:
         found.append("moves two bytes at a time")
     trains = "training" in launch["stage"]
-    judged = measured and capability == 90 and not (kernel in HALVED and "hedgehog" in launch["case"])
+    judged = measured and is_tuned and not (kernel in HALVED and "hedgehog" in launch["case"])
     least = PROGRAMS.get(kernel, (1, 1))[trains] if judged else 1
     if launch["programs_at_a_time"] < least:
         found.append(f"leaves room for {launch['programs_at_a_time']} programs, not {least}")
@@ -93,7 +98,7 @@ def complaints(capability: int, launch: dict[str, Any], *, measured: bool) -> li
 )
 @pytest.mark.parametrize("capability", sorted(PROCESSORS))
 def test_kernels_use_a_gpu_well(capability, cases):
-    """No spills, wide loads, enough programs: in half precision, and in float32 through TF32."""
+    """No spills, wide loads, enough programs, no rows overwritten: in half precision, and float32 through TF32."""
     launches = compilations(capability, "--json", *cases)
     names = {launch["kernel"] for launch in launches}
     assert names >= {"outer_kernel", "attend_kernel", "apply_kernel", "decode_kernel", *CAUSAL}
