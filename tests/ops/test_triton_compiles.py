@@ -25,8 +25,8 @@ from .kernel_cases import CASES
 from .kernel_compilation import PROCESSORS
 
 
-# Tiles and warps are those that were fastest with this release on an H100. For others registers are allotted otherwise:
-# kernels have to run there, and may spill some. Smaller tiles, which spill nothing, were slower by half.
+# Tiles and warps are those that were fastest with this release on an H100. Others allot registers otherwise: there,
+# kernels have to run, and may spill some. Smaller tiles, which spill nothing, were slower by half.
 TUNED_FOR = "3.6.", 90
 # A frame of a few registers on the stack is no spilling to speak of.
 FRAME, FRAME_OF_OTHERS = 16, 128
