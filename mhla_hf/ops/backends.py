@@ -47,8 +47,8 @@ MIN_CAPABILITY = (8, 0)
 _TESTED_WIDTHS = ((16, 8), (32, 24), (64, 40), (128, 72), (256, 144))
 
 
-# Microseconds that the host needs for one call by kernels and in plain torch, by family: forward passes, beside an H100
-# and with torch 2.11 (`host_milliseconds` of `python -m benchmarks.kernels time`). Nothing here may depend on whether
+# Microseconds that the host needs for one call by kernels and in plain torch, by family: forward passes beside an H100
+# with torch 2.11 (`host_milliseconds` of `python -m benchmarks.kernels time`). Nothing here may depend on whether
 # gradients are recorded: checkpointing computes the same output with and without.
 HOST_TIMES = {"block": (1060.0, 1110.0), "causal": (1000.0, 1400.0)}
 # Bytes that plain torch reads and writes for each channel of a query, and in a microsecond: those of an H100, whose
