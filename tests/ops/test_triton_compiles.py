@@ -31,7 +31,7 @@ TUNED_FOR = "3.6.", 90
 # A frame of a few registers on the stack is no spilling to speak of.
 FRAME, FRAME_OF_OTHERS = 16, 128
 # Kernels that spill up to 40 bytes for now.
-SPILLING = {(90, "query_gradient_kernel")}
+SPILLING = {(90, "query_gradient_kernel"), (90, "causal_attend_kernel")}
 CAUSAL = {"causal_attend_kernel", "query_gradient_kernel", "key_gradient_kernel"}
 # Loads of two bytes that a kernel may have: a vector has fewer numbers than there are threads.
 VECTORS = 2
