@@ -485,7 +485,9 @@ def causal_flops(query, key, value, window, carry, table) -> int:
 
 def _summary_flops(query, key, value, window, carry, table) -> int:
     heads = key[2] if window[1] == 1 else query[2]
-    mixed = mixing_flops((query[0], heads, table[-2], query[3] * value[-1]), window, carry)
+    # A matrix of all blocks has empty ones, too, which do not count.
+    columns = window[-1] if len(carry) > 1 else table[-2]
+    mixed = mixing_flops((query[0], heads, table[-2], query[3] * value[-1]), (columns,), carry)
     return 2 * query[0] * query[1] * key[2] * query[3] * value[-1] + mixed
 
 
