@@ -92,11 +92,13 @@ def complaints(capability: int, launch: dict[str, Any], *, measured: bool) -> li
     return [f"{launch['case']}, {launch['stage']}: {kernel} {text} ({launch['constants']})" for text in found]
 
 
+# All widths and types, minutes for each, where kernels are tuned; elsewhere the sizes that are measured, of all widths.
+COMPILED = [(capability, SIZES) for capability in sorted(PROCESSORS)]
+COMPILED += [(TUNED_FOR[1], (name,)) for name in WIDTH_CASES]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [SIZES, *((name,) for name in CASES if name not in SIZES)], ids=lambda names: names[-1]
-)
-@pytest.mark.parametrize("capability", sorted(PROCESSORS))
+@pytest.mark.parametrize("capability, cases", COMPILED, ids=[f"{number}-{names[-1]}" for number, names in COMPILED])
 def test_kernels_use_a_gpu_well(capability, cases):
     """No spills, wide loads, enough programs, no rows overwritten: in half precision, and float32 through TF32."""
     launches = compilations(capability, "--json", *cases)
