@@ -92,7 +92,7 @@ def complaints(capability: int, launch: dict[str, Any], *, measured: bool) -> li
     return [f"{launch['case']}, {launch['stage']}: {kernel} {text} ({launch['constants']})" for text in found]
 
 
-# All widths and types, minutes for each, where kernels are tuned; elsewhere the sizes that are measured, of all widths.
+# All widths and types, minutes for each, where kernels are tuned; elsewhere the sizes that are measured.
 COMPILED = [(capability, SIZES) for capability in sorted(PROCESSORS)]
 COMPILED += [(TUNED_FOR[1], (name,)) for name in WIDTH_CASES]
 
