@@ -219,7 +219,7 @@ def outer(
         RIGHT=value, PLAIN=plain_width, BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile,
         BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
         LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
-        num_warps=4 if from_shared_memory else warps(width, value_tile),
+        num_warps=4 if from_shared_memory and precision in ("bf16", "fp16", "bf16x2") else warps(width, value_tile),
         # Triton 3.6 gives rows that are both multiplied and summed one buffer too few, and overwrites them while wgmma
         # still reads them.
         num_stages=1 if total and plain is None and scale is None else stages(precision, from_shared_memory, width),
