@@ -63,11 +63,10 @@ def outer_kernel(
 
     heads is the number of heads of the products; each sums REPEATS heads of the rows. For a group of lines from
     `first_line` on, `products` is `[splits, lines, M', LEFT, RIGHT]`, with `split_stride` = lines · M' matrices in a
-    split.
-    `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left` where it is None, and nothing is summed where
-    `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of which LIMIT_REPEATS heads of the rows share one.
-    With `first_bad` `[parts, lines, M']`, a part for each share and column tile, numbers that are not finite count as
-    zero and the first slot that has one is written there, or `slots`.
+    split. `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left` where it is None, and nothing is
+    summed where `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of which LIMIT_REPEATS heads of the
+    rows share one. With `first_bad` `[parts, lines, M']`, a part for each share and column tile, numbers that are not
+    finite count as zero and the first slot that has one is written there, or `slots`.
     """
     COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
     batch, head, block, part, matrix = place_of_program(splits * COLUMN_TILES, num_blocks, first_line, lines, heads, 1)
