@@ -198,7 +198,8 @@ def test_groups_of_lines_change_nothing(options, group, device, monkeypatch, fus
     work_in_groups(monkeypatch, group)
     with buffers_full_of_nan():
         actual = outputs_and_gradients(layer, tokens, arguments)
-    assert torch.equal(actual["output"], whole["output"])
+    # On a GPU, the library of products chooses an algorithm by how many there are.
+    assert device == "cuda" or torch.equal(actual["output"], whole["output"])
     for name, reference in expected.items():
         size = max(1.0, reference.abs().max().item())
         torch.testing.assert_close(actual[name].double(), reference, rtol=1e-5, atol=1e-5 * size)

@@ -135,8 +135,9 @@ def test_groups_of_lines_change_nothing(lines, case, device, monkeypatch):
     with buffers_full_of_nan():
         actual = output_and_gradients(inputs, layout, normalizer=normalizer, backend="triton")
     assert_same(on("cpu", actual), exact, 1e-5)
-    for name, tensor in actual.items():
-        assert name == "gradient of mixing" or torch.equal(tensor, expected[name]), name
+    if device == "cpu":  # On a GPU, the library of products chooses an algorithm by how many there are.
+        for name, tensor in actual.items():
+            assert name == "gradient of mixing" or torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.slow
@@ -144,19 +145,16 @@ def test_groups_of_lines_change_nothing(lines, case, device, monkeypatch):
 @pytest.mark.parametrize("lines", [1, 4])
 def test_groups_of_lines_of_padded_rows(lines, device, monkeypatch):
     """Whose tables, and mixing weights, are different for each batch entry."""
-    inputs = cast(make_inputs(BlockLayout((20,), blocks=(1,)), blocks=5), device)
-    valid = torch.ones(2, 20, dtype=torch.bool, device=device)
+    inputs = make_inputs(BlockLayout((20,), blocks=(1,)), blocks=5)
+    valid = torch.ones(2, 20, dtype=torch.bool)
     valid[0, :3] = valid[1, 13:] = False
-    layout = SequenceLayout(valid, 4)
-    results = []
-    for override in (None, lines):
-        if override is not None:
-            work_in_groups(monkeypatch, override)
-        tokens = [inputs[name] for name in ("query", "key", "value")]
-        output = mhla_attention(*tokens, inputs["mixing"], layout, backend="triton")
-        results.append([output, *torch.autograd.grad(output.square().sum(), [*tokens, inputs["mixing"]])])
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected)
+    expected = output_and_gradients(inputs, SequenceLayout(valid, 4), backend="torch")
+    inputs, layout = cast(inputs, device), SequenceLayout(valid.to(device), 4)
+    results = [output_and_gradients(inputs, layout, backend="triton")]
+    work_in_groups(monkeypatch, lines)
+    results.append(output_and_gradients(inputs, layout, backend="triton"))
+    for actual in results:
+        assert_same(on("cpu", actual), expected, 1e-5)
 
 
 def test_groups_fit_their_memory():

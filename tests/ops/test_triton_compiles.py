@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from .kernel_cases import CASES
 from .kernel_compilation import PROCESSORS
 
 
+# Kernels are tuned for this Triton and later ones. What earlier ones make of them is bounded, but no more.
+IS_TUNED = tuple(map(int, version("triton").split(".")[:2])) >= (3, 6)
 # A frame of a few registers on the stack is no spilling to speak of.
-FRAME = 16
+FRAME = 16 if IS_TUNED else 80
 # Kernels that spill up to 40 bytes for now.
 SPILLING = {(90, "query_gradient_kernel")}
 CAUSAL = {"causal_attend_kernel", "query_gradient_kernel", "key_gradient_kernel"}
@@ -72,7 +75,7 @@ def complaints(capability: int, launch: dict[str, Any], *, measured: bool) -> li
     """What a launch does badly; how many programs fit is judged at the sizes that are `measured`."""
     kernel, usage = launch["kernel"], launch["usage"]
     found = []
-    frame = 40 if (capability, kernel) in SPILLING else FRAME
+    frame = max(40, FRAME) if (capability, kernel) in SPILLING else FRAME
     if usage["stack"] > frame or usage["local"]:
         found.append(f"spills {usage['stack'] + usage['local']} bytes")
     if usage["overtaken"]:
@@ -83,7 +86,7 @@ def complaints(capability: int, launch: dict[str, Any], *, measured: bool) -> li
     if usage["loads"].get("2", 0) + usage["stores"].get("2", 0) > VECTORS and not may_be_narrow:
         found.append("moves two bytes at a time")
     trains = "training" in launch["stage"]
-    judged = measured and capability == 90 and not (kernel in HALVED and "hedgehog" in launch["case"])
+    judged = IS_TUNED and measured and capability == 90 and not (kernel in HALVED and "hedgehog" in launch["case"])
     least = PROGRAMS.get(kernel, (1, 1))[trains] if judged else 1
     if launch["programs_at_a_time"] < least:
         found.append(f"leaves room for {launch['programs_at_a_time']} programs, not {least}")

@@ -51,7 +51,6 @@ from .fused_products import (
     fused_options,
     fused_outer,
     normed_rows,
-    reads_wide_tiles,
     rotary_rows,
     rotate,
     row_warps,
@@ -64,7 +63,6 @@ from .launching import (
     launch,
     line_groups,
     padded,
-    product_precision,
     repeated,
     row_count,
 )
@@ -163,14 +161,12 @@ def feature_gradient(
         factor: Factor of the products.
         eps: Added to the divisors.
     """
-    # Features and their gradient are at hand together where there is a divisor.
-    most_tokens = 32 if reads_wide_tiles(rows) and scale is None else 16
     columns = matrices.shape[3]
     launch(
         fused_gradient_kernel, lines[1] * table.shape[0] * rows.shape[2] // heads,
         as_rows(rows), as_rows(outputs), features, table, matrices, vectors, result, scale, weight,
-        lines=lines, **fused_options(rows, columns, table, map_name, heads, padded(columns), most_tokens),
-        factor=factor, eps=eps, PRECISION=product_precision(rows.dtype, matrices.dtype),
+        lines=lines, factor=factor, eps=eps,
+        **fused_options(rows, columns, table, map_name, heads, padded(columns), matrices.dtype),
     )  # fmt: skip
 
 
@@ -355,8 +351,7 @@ def fused_attention_backward(
                 as_rows(query), as_rows(gradient), as_rows(gate), output_norm, query_features, table, mixed,
                 mixed_sums, inner_gradient, grad_gate, shares,
                 lines=row_lines, factor=many, eps=eps, output_eps=output_eps,
-                **fused_options(query, columns, table, feature_map, mixed_heads, padded(columns), 16),
-                PRECISION=product_precision(query.dtype, mixed.dtype),
+                **fused_options(query, columns, table, feature_map, mixed_heads, padded(columns), mixed.dtype),
             )  # fmt: skip
         feature_gradient(
             query, inner_gradient, mixed, mixed_sums, query_features, feature_map, table, mixed_heads, row_lines,

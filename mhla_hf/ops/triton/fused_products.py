@@ -34,6 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .device_functions import (
     COUNTS,
+    add_product,
     denominators,
     dense_head_rows,
     factors,
@@ -42,7 +43,6 @@ from .device_functions import (
     load_matrix,
     load_rows,
     place_of_program,
-    product,
     row_product,
     store_rows,
     to_tf32,
@@ -54,11 +54,11 @@ from .launching import (
     ceil_divide,
     column_tile,
     empty_summaries,
-    is_padded,
     launch,
     multiplies_from_shared_memory,
     padded,
     product_precision,
+    row_precision,
     warps,
 )
 
@@ -134,12 +134,13 @@ def fits_fused_kernels(width: int, value: int, rotary: bool, dtype: torch.dtype)
 
 
 def fused_options(
-    rows: Tensor, columns: int, table: Tensor, map_name: str, heads: int, tile: int, most_tokens: int
+    rows: Tensor, columns: int, table: Tensor, map_name: str, heads: int, tile: int, matrices: torch.dtype
 ) -> dict[str, Any]:
     """Arguments that all fused kernels share.
 
-    A multiprocessor has 65,536 registers: two programs of 256 threads find room, and one loads while the other
-    multiplies, if each thread has 128. The compiler would take more for bfloat16 tokens, without need.
+    Where products read both factors from shared memory, four warps have registers enough, and two or three programs
+    fit on a multiprocessor: one loads while another multiplies. Elsewhere one factor goes through registers, which
+    takes eight warps; the compiler would give bfloat16 more than half of the registers then, without need.
 
     Args:
         rows: `[B, T, H, K]`.
@@ -148,7 +149,7 @@ def fused_options(
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
         heads: Heads of the matrices in a batch entry.
         tile: Columns of a matrix that a program takes.
-        most_tokens: Limit of the tokens that it reads at a time, so many that nothing spills.
+        matrices: Dtype of the factors that rows meet.
     """
     width, slots = rows.shape[3], table.shape[1]
     options = {
@@ -161,19 +162,22 @@ def fused_options(
         "VALUE": columns,
         "BLOCK_WIDTH": padded(width),
         "BLOCK_VALUE": tile,
-        "BLOCK_TOKENS": min(padded(slots), most_tokens),
+        # With more, most kernels spill registers.
+        "BLOCK_TOKENS": 16,
         "FEATURE_MAP": map_name,
+        "PRECISION": product_precision(rows.dtype, matrices),
         "num_warps": warps(width, tile),
         "num_stages": 3,
     }
     if rows.dtype == torch.bfloat16:
-        options["maxnreg"] = 128
+        if multiplies_from_shared_memory(rows.device):
+            options |= {"PRECISION": row_precision(rows.dtype, matrices, False), "num_warps": 4}
+            if matrices == torch.float32:
+                # Two halves of each factor, and more rows on their way would spill registers.
+                options["num_stages"] = 2
+        else:
+            options["maxnreg"] = 128
     return options
-
-
-def reads_wide_tiles(rows: Tensor) -> bool:
-    """Whether 32 tokens at a time find room in registers and shared memory beside float32 factors."""
-    return rows.dtype == torch.bfloat16 and multiplies_from_shared_memory(rows.device)
 
 
 def row_warps(size: int) -> int:
@@ -302,7 +306,7 @@ def fused_outer_kernel(
                 if PRECISION == "tf32":
                     values = to_tf32(values)
             turned = rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH)
-            result += product(tl.trans(turned), values, PRECISION)
+            result = add_product(result, tl.trans(turned), values, PRECISION)
     pointers = products + matrix * (WIDTH * VALUE) + column[:, None] * VALUE + value_column[None, :]
     result = (result * factor).to(products.dtype.element_ty)
     tl.store(pointers, result, mask=(column < WIDTH)[:, None] & (value_column < VALUE)[None, :])
@@ -347,15 +351,13 @@ def fused_outer(
     """
     width, columns = rows.shape[3], value.shape[3]
     tile = column_tile(width, columns)
-    # Scales take registers, and so do the masks of padded rows.
-    most_tokens = 32 if reads_wide_tiles(rows) and scale is None and not is_padded(width) else 16
     products = empty_summaries(rows, lines[1], table.shape[0], width, columns, dtype=dtype)
     sums = empty_summaries(rows, lines[1], table.shape[0], width, dtype=torch.float32) if total else None
     launch(
         fused_outer_kernel, lines[1] * table.shape[0] * ceil_divide(columns, tile),
         as_rows(rows), as_rows(value), scale, weight, features, table, products, sums,
-        lines=lines, **fused_options(rows, columns, table, map_name, heads, tile, most_tokens), factor=factor,
-        PRECISION=product_precision(rows.dtype, rows.dtype if scale is None else dtype),
+        lines=lines, factor=factor,
+        **fused_options(rows, columns, table, map_name, heads, tile, rows.dtype if scale is None else dtype),
     )  # fmt: skip
     return products, sums
 
@@ -449,12 +451,10 @@ def fused_attend(
         output_weight: Weight of the RMSNorm of each head's output, `[V]`; None for no norm.
         output_eps: Of that norm.
     """
-    half = query.dtype == matrices.dtype == torch.bfloat16
-    most_tokens = 32 if half or reads_wide_tiles(query) else 16
     columns = matrices.shape[3]
     launch(
         fused_attend_kernel, lines[1] * table.shape[0] * query.shape[2] // heads,
         as_rows(query), as_rows(gate), output_weight, features, table, matrices, vectors, output,
-        lines=lines, **fused_options(query, columns, table, map_name, heads, padded(columns), most_tokens),
-        factor=factor, eps=eps, output_eps=output_eps, PRECISION=product_precision(query.dtype, matrices.dtype),
+        lines=lines, factor=factor, eps=eps, output_eps=output_eps,
+        **fused_options(query, columns, table, map_name, heads, padded(columns), matrices.dtype),
     )  # fmt: skip

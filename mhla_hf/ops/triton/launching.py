@@ -377,6 +377,8 @@ def matrix_tiles(
     sizes = table_sizes(table, rows)
     exact, from_shared_memory = multiplies_exactly(rows.dtype), multiplies_from_shared_memory(rows.device)
     columns_tile, tokens_tile = column_tile(width, columns), token_tile(sizes["slots"], width)
+    precision = row_precision(rows.dtype, matrices, exact)
+    halves = precision == "bf16x2" and from_shared_memory
     if exact:
         # Both halves of the factors have to find room.
         columns_tile = columns_tile if from_shared_memory else min(columns_tile, MAX_TILE // 2 // padded(width))
@@ -385,13 +387,14 @@ def matrix_tiles(
         # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
         fewest = 16 if rows.dtype == torch.float32 else 32
         tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
+    elif halves:
+        tokens_tile = token_tile(sizes["slots"], 128)
     elif matrices == torch.bfloat16 and from_shared_memory and padded(width) > 128:
         # One program then has all registers of a multiprocessor, but reads the rows once.
         columns_tile = min(padded(columns), 2 * MAX_TILE // padded(width))
     programs = heads // groups * sizes["num_blocks"] * ceil_divide(columns, columns_tile)
     # Over all lines: groups are so large that there is no need.
     splits, share = split_slots(sizes["slots"], tokens_tile, batch * groups * programs)
-    precision = row_precision(rows.dtype, matrices, exact)
     options = {
         **sizes,
         "splits": splits,
@@ -404,7 +407,7 @@ def matrix_tiles(
         "BLOCK_COLUMNS": columns_tile,
         "BLOCK_TOKENS": tokens_tile,
         "PRECISION": precision,
-        "num_warps": 4 if precision == "bf16x2" and from_shared_memory else warps(width, columns_tile),
-        "num_stages": stages(precision, from_shared_memory, width),
+        "num_warps": 4 if halves else warps(width, columns_tile),
+        "num_stages": 1 if halves and padded(width) > 128 else stages(precision, from_shared_memory, width),
     }
     return MatrixTiles(programs * splits, columns_tile, options)

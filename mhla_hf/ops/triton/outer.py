@@ -198,9 +198,15 @@ def outer(
     value_tile, tile = column_tile(width, value), token_tile(sizes["slots"], max(width, value))
     few_registers = (exact or halves or left.dtype == torch.float32) and not from_shared_memory
     wide = padded(width) > (64 if plain is not None else 128)
-    limits = few_registers, exact, is_padded(width), few_registers and wide
-    if any(limits) or halves:
+    narrowed = is_padded(width) or (halves and padded(width) > 128)
+    limits = few_registers, exact or halves, narrowed, few_registers and wide
+    if any(limits):
         tile = min(tile, 16 if sum(limits) > 1 else 32)
+    num_stages = 3 if halves and from_shared_memory and narrowed else stages(precision, from_shared_memory, width)
+    if total and plain is None and scale is None:
+        # Triton 3.6 gives rows that are both multiplied and summed one buffer too few, and overwrites them while wgmma
+        # still reads them.
+        num_stages = 1
     tiles = ceil_divide(value, value_tile)
     # The slots of a block are shared out only where there is one group.
     splits, share = 1, sizes["slots"]
@@ -219,9 +225,7 @@ def outer(
         BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
         LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
         num_warps=4 if from_shared_memory and precision in ("bf16", "fp16", "bf16x2") else warps(width, value_tile),
-        # Triton 3.6 gives rows that are both multiplied and summed one buffer too few, and overwrites them while wgmma
-        # still reads them.
-        num_stages=1 if total and plain is None and scale is None else stages(precision, from_shared_memory, width),
+        num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
         products = products.unflatten(0, (splits, -1)).sum(0)
