@@ -207,6 +207,8 @@ def outer(
         # Triton 3.6 gives rows that are both multiplied and summed one buffer too few, and overwrites them while wgmma
         # still reads them.
         num_stages = 1
+    # The search for numbers that are not finite takes registers, too.
+    takes_four_warps = from_shared_memory and precision in ("bf16", "fp16", "bf16x2") and not finite
     tiles = ceil_divide(value, value_tile)
     # The slots of a block are shared out only where there is one group.
     splits, share = 1, sizes["slots"]
@@ -224,7 +226,7 @@ def outer(
         RIGHT=value, PLAIN=plain_width, BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile,
         BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
         LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
-        num_warps=4 if from_shared_memory and precision in ("bf16", "fp16", "bf16x2") else warps(width, value_tile),
+        num_warps=4 if takes_four_warps else warps(width, value_tile),
         num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
