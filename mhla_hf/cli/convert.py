@@ -184,6 +184,8 @@ def models_command(
 ) -> None:
     """List the supported models.
 
+    Types of transformers are listed by their `model_type`, with the kind of model and what differs there.
+
     Examples:
 
         mhla-hf models

@@ -196,7 +196,7 @@ class _Benchmark:
     dtype: str | None = option(f"{common.listed(common.DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.")
     device: Device = "auto"
     seconds: float = option("Approximate time for all runs of one size.", default=5.0)
-    quick: bool = option("Measure one size in a tenth of the time, to see that it works.", "--quick", default=False)
+    quick: bool = option("Measure one size in a tenth of the time, as a smoke test.", "--quick", default=False)
 
 
 _BENCHMARK = options_of(_Benchmark)

@@ -221,7 +221,7 @@ class _Hub:
 class _Sizes:
     height: int | None = option(f"Height in pixels. {_GRID}", panel=_SAMPLES)
     width: int | None = option(f"Width in pixels. {_GRID}", panel=_SAMPLES)
-    num_frames: int | None = option("Frames of a video. Default: those of that grid.", panel=_SAMPLES)
+    num_frames: int | None = option("Frames of a video. Default: those of the model's token grid.", panel=_SAMPLES)
     steps: int | None = option("Denoising steps of a sample. Default: 8.", panel=_SAMPLES)
 
 

@@ -38,7 +38,7 @@ class _Run:
         "Folder of videos or images with captions or classes; for text a folder of .txt, .md, .rst or .py files, a "
         ".jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original."
     )
-    prompts: Path | None = option("Text file with one prompt a line, for --data generated.")
+    prompts: Path | None = option("Text file with one prompt per line, for --data generated.")
     recipe: str | None = option(
         "YAML file, or name of a recipe: fast is ReLU, which is faster and recovers less; paper has the settings of "
         "the paper. Default: that of the model's family."
@@ -126,7 +126,9 @@ def _figure(name: str, value: float | None) -> str | None:
 class _Calibration:
     force: bool = option("Calibrate even if already trained or calibrated.", "--force", default=False)
     overwrite: Overwrite = False
-    fit_steps: int = option("Steps of feature maps and mixing weights for each layer; 0 for none.", default=300, min=0)
+    fit_steps: int = option(
+        "Training steps per layer for feature maps and mixing weights; 0 for none.", default=300, min=0
+    )
 
 
 _CALIBRATION = [*common.PROBE_OPTIONS, *options_of(_Calibration)]

@@ -258,7 +258,7 @@ def effective_mixing(config: MHLAConfig, parameter: torch.Tensor) -> torch.Tenso
 
 
 def initial_decay(half_life: float | None) -> float:
-    """Return the logit of the decay of a tail that halves over so many blocks."""
+    """Return the logit of the decay of a tail that halves over `half_life` blocks."""
     # log(g / (1 - g)) for g = 2^(-1 / half-life).
     return -math.log(math.expm1(math.log(2) / (HALF_LIFE if half_life is None else half_life)))
 

@@ -54,9 +54,9 @@ Progress = Callable[[int, int], None]
 
 FIT_STEPS = 300
 """Steps of the fit of a layer's own weights, where nothing else is said."""
-# One batch in so many is held out, or one sample where there are fewer batches.
+# One batch in N is held out, or one sample if there are fewer batches.
 _HELD_OUT = 4
-# Temperatures are few numbers: so many calls are enough for them, and so many for all else that has a closed form.
+# Calls that are enough to fit temperatures, which are few numbers, and everything else that has a closed form.
 _TEMPERATURE_CALLS, _CLOSED_FORM_CALLS = 16, 128
 # One to fit and one to measure the error.
 _LEAST_BATCHES = 2

@@ -75,7 +75,7 @@ class RecoveryData:
         cache: Folder to keep them in.
         seed: Seed of their order.
         progress: Show progress.
-        prompts: Text file with one prompt a line, for samples of the original.
+        prompts: Text file with one prompt per line, for samples of the original.
     """
 
     directory: ModelDirectory

@@ -33,7 +33,7 @@ FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 TRANSFORMERS = (*TEXT, "vision")
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
-_MHLA_RATE = "Peak rate of the parameters that MHLA adds. Default: the same."
+_MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the same."
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
@@ -53,16 +53,18 @@ def _side(help: str) -> int | None:
 class DataOptions(Options):
     """Amount and size of the data."""
 
-    samples: int = option(2048, "Samples to train on, if there are so many.", minimum=1, maximum=MOST_SAMPLES)
-    held_out: int = option(96, "Samples to measure on; a fifth of all at most.", minimum=1, maximum=MOST_SAMPLES)
+    samples: int = option(2048, "Maximum number of samples to train on.", minimum=1, maximum=MOST_SAMPLES)
+    held_out: int = option(
+        96, "Samples held out for measurement; at most a fifth of all.", minimum=1, maximum=MOST_SAMPLES
+    )
     max_length: int | None = option(
         None,
-        "Tokens of a row, or most tokens of a passage. Default: 512 for language models, 128 for encoders.",
+        "Tokens per row, or at most per passage. Default: 512 for language models, 128 for encoders.",
         minimum=2,
         maximum=LONGEST_TEXT,
         families=TEXT,
     )
-    text_field: str = option("text", "Field with the text, in JSONL files and data sets.", families=TEXT)
+    text_field: str = option("text", "Field that holds the text, in JSONL files and data sets.", families=TEXT)
     height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos.")
     width: int | None = _side("Width in pixels. Default: the model's own, 832 for videos.")
     num_frames: int | None = option(
@@ -74,23 +76,23 @@ class DataOptions(Options):
 class CalibrateOptions(Options):
     """Calibration of each layer, in closed form and by a short training of what MHLA adds."""
 
-    batches: int = _count(24, "Batches that are run.", minimum=2)
-    batch_size: int = _count(16, "Samples of a batch.", maximum=MOST_IN_BATCH)
-    fit_steps: int = _count(300, "Steps of the training of feature maps and mixing weights, a layer.", minimum=0)
+    batches: int = _count(24, "Number of batches to run.", minimum=2)
+    batch_size: int = _count(16, "Batch size.", maximum=MOST_IN_BATCH)
+    fit_steps: int = _count(300, "Training steps per layer for feature maps and mixing weights.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchOptions(Options):
     """Training of each layer on the output of the one it replaced, from recorded activations."""
 
-    steps: int = _count(600, "Optimizer steps of a layer, on average: layers that matter more get more.")
-    batches: int = _count(160, "Batches whose activations are kept.")
-    batch_size: int = _count(1, "Samples of a batch.", maximum=MOST_IN_BATCH)
+    steps: int = _count(600, "Average optimizer steps per layer; layers that matter more get more.")
+    batches: int = _count(160, "Number of batches to record activations of.")
+    batch_size: int = _count(1, "Batch size.", maximum=MOST_IN_BATCH)
     optimizer: str = option("muon", "Optimizer of the projections' matrices.", choices=("muon", "adam"))
-    learning_rate: float = option(6e-3, "Peak rate of the layer's projections.", above=0)
-    mhla_learning_rate: float = option(2e-2, "Peak rate of the parameters that MHLA adds.", above=0)
+    learning_rate: float = option(6e-3, "Peak learning rate of the layer's projections.", above=0)
+    mhla_learning_rate: float = option(2e-2, "Peak learning rate of the parameters that MHLA adds.", above=0)
     cache: str = option(
-        "auto", "Where activations are kept; auto takes memory where they fit, else the disk.", choices=TRANSFER_CACHES
+        "auto", "Where to keep activations; auto uses memory if they fit, else the disk.", choices=TRANSFER_CACHES
     )
 
 
@@ -98,12 +100,12 @@ class MatchOptions(Options):
 class BlocksOptions(Options):
     """Training of the blocks with MHLA, one after the other, on what the blocks before now give them."""
 
-    steps: int = _count(230, "Optimizer steps of a block, on average: blocks that matter more get more.")
-    batches: int = _count(320, "Batches whose hidden states are kept.")
-    batch_size: int = _count(1, "Samples of a batch.", maximum=MOST_IN_BATCH)
+    steps: int = _count(230, "Average optimizer steps per block; blocks that matter more get more.")
+    batches: int = _count(320, "Number of batches to record hidden states of.")
+    batch_size: int = _count(1, "Batch size.", maximum=MOST_IN_BATCH)
     optimizer: str = option("muon", "Optimizer of the matrices.", choices=("muon", "adam"))
-    learning_rate: float = option(1e-3, "Peak rate.", above=0)
-    mhla_learning_rate: float = option(4e-3, "Peak rate of the parameters that MHLA adds.", above=0)
+    learning_rate: float = option(1e-3, "Peak learning rate.", above=0)
+    mhla_learning_rate: float = option(4e-3, "Peak learning rate of the parameters that MHLA adds.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +113,14 @@ class DistillOptions(Options):
     """Training of the whole model on the original's prediction."""
 
     steps: int = _count(90, "Optimizer steps.")
-    batch_size: int = _count(4, "Samples of a step.", maximum=MOST_IN_BATCH)
-    learning_rate: float = option(2e-4, "Peak rate.", above=0)
+    batch_size: int = _count(4, "Batch size.", maximum=MOST_IN_BATCH)
+    learning_rate: float = option(2e-4, "Peak learning rate.", above=0)
     mhla_learning_rate: float | None = option(None, _MHLA_RATE, above=0)
-    ratio: float = option(1.0, "Weight of the distance to the original; the rest is the data's.", above=0, maximum=1)
+    ratio: float = option(
+        1.0, "Weight of the distance to the original; the rest is the loss on data.", above=0, maximum=1
+    )
     temperature: float | None = option(
-        None, "Temperature of the distributions compared. Default: 1.", above=0, families=TRANSFORMERS
+        None, "Temperature of both distributions. Default: 1.", above=0, families=TRANSFORMERS
     )
 
 
@@ -125,8 +129,8 @@ class FinetuneOptions(Options):
     """Training of the whole model on the data by its own objective; for diffusion models and language models."""
 
     steps: int = _count(2000, "Optimizer steps.")
-    batch_size: int = _count(8, "Samples of a step.", maximum=MOST_IN_BATCH)
-    learning_rate: float = option(2e-5, "Peak rate.", above=0)
+    batch_size: int = _count(8, "Batch size.", maximum=MOST_IN_BATCH)
+    learning_rate: float = option(2e-5, "Peak learning rate.", above=0)
     mhla_learning_rate: float | None = option(None, _MHLA_RATE, above=0)
 
 

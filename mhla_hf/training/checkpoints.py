@@ -215,7 +215,7 @@ def save_checkpoint(
         position: Where the run stands.
         files: Unsharded tensors by file (`WEIGHTS`, `MOMENTS`, `AVERAGES`) and name, in the main process.
         state: Further plain JSON to keep.
-        total_limit: Keep at most so many up to this one; None keeps all. Later ones, which a run that went back has
+        total_limit: Checkpoints to keep, up to this one; None keeps all. Later ones, which a run that went back has
             not reached again, are left alone.
         accelerator: The processes, all of which call this; None for one alone.
 

@@ -90,15 +90,21 @@ class TrainingConfig(Options):
     max_steps: int = option(1000, "Fine-tuning steps.", minimum=0)
     batch_size: int = option(1, "Samples per process and micro-step.", minimum=1)
     gradient_accumulation_steps: int = option(1, "Micro-steps per optimizer step.", minimum=1)
-    dataloader_num_workers: int = option(0, "Processes that make batches ahead.", minimum=0, maximum=1024)
+    dataloader_num_workers: int = option(0, "Worker processes that load batches.", minimum=0, maximum=1024)
 
     learning_rate: float = option(1e-4, "Peak learning rate.", above=0)
-    mhla_learning_rate: float | None = option(None, "Peak rate of MHLA parameters. Default: learning_rate.", above=0)
+    mhla_learning_rate: float | None = option(
+        None, "Peak learning rate of the parameters that MHLA adds. Default: learning_rate.", above=0
+    )
     transfer_optimizer: str = option(
         "muon", "Optimizer of matching, for the matrices of projections; the rest has Adam.", choices=("muon", "adam")
     )
-    transfer_learning_rate: float | None = option(None, "Peak rate of matching. Default: learning_rate.", above=0)
-    distill_learning_rate: float | None = option(None, "Peak rate of distillation. Default: learning_rate.", above=0)
+    transfer_learning_rate: float | None = option(
+        None, "Peak learning rate of matching. Default: learning_rate.", above=0
+    )
+    distill_learning_rate: float | None = option(
+        None, "Peak learning rate of distillation. Default: learning_rate.", above=0
+    )
     distill_ratio: float = option(
         1.0,
         "Weight of the distance to the original in distillation; the rest is the loss on data.",
@@ -121,7 +127,7 @@ class TrainingConfig(Options):
     )
 
     flow_shift: float | None = option(
-        None, "Shift of noise levels to noise. Default: the scheduler's.", above=0, advanced=True, families=_FLOW
+        None, "Timestep shift of the noise schedule. Default: the scheduler's.", above=0, advanced=True, families=_FLOW
     )
     logit_mean: float | None = option(
         None, "Mean of the logit-normal noise levels. Default: 0.", advanced=True, families=_FLOW
@@ -141,14 +147,14 @@ class TrainingConfig(Options):
     seed: int = option(0, "Seed of data order, noise and new parameters.", minimum=0, maximum=2**32 - 1)
 
     resume: str | None = option(None, "'latest', 'previous' (the one before it), or the name of a checkpoint.")
-    checkpointing_steps: int = option(500, "Save a checkpoint every so many steps; 0 switches it off.", minimum=0)
-    checkpoints_total_limit: int | None = option(None, "Keep at most so many checkpoints.", minimum=1)
+    checkpointing_steps: int = option(500, "Save a checkpoint every N steps; 0 switches it off.", minimum=0)
+    checkpoints_total_limit: int | None = option(None, "Maximum number of checkpoints to keep.", minimum=1)
     report_to: str = option("none", "Tracker to report to.", choices=TRACKERS)
 
     validation_prompts: tuple[str, ...] = option(
         (), "Caption or class of a validation sample; may be repeated.", families=tuple(FAMILIES)
     )
-    validation_steps: int = option(500, "Make validation samples every so many fine-tuning steps.", minimum=1)
+    validation_steps: int = option(500, "Make validation samples every N fine-tuning steps.", minimum=1)
     validation_inference_steps: int = option(20, "Denoising steps of a validation sample.", minimum=1, advanced=True)
     validation_guidance: float = option(4.0, "Guidance scale of validation samples.", minimum=0, advanced=True)
     validation_negative_prompt: str = option("", "Negative prompt of the samples.", advanced=True, families=_TEXT)
@@ -230,7 +236,7 @@ class CacheConfig(Options):
     )
     num_samples: int | None = option(
         None,
-        "Use at most so many videos or images; for 'digits' and 'generated' how many to make (256).",
+        "Maximum number of videos or images; for 'digits' and 'generated', how many to make (256).",
         minimum=1,
         maximum=MOST_SAMPLES,
     )
@@ -242,7 +248,7 @@ class CacheConfig(Options):
         advanced=True,
         families=_TEXT,
     )
-    prompts: str | None = option(None, "Text file with one prompt a line, for data='generated'.", families=_TEXT)
+    prompts: str | None = option(None, "Text file with one prompt per line, for data='generated'.", families=_TEXT)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,7 +22,7 @@ COUNTS = (
 )  # fmt: skip
 
 
-# Summaries have room for a multiple of so many blocks: 16 bytes of bfloat16, see [`mixing.Mixing`].
+# Summaries have room for a multiple of this number of blocks: 16 bytes of bfloat16, see [`mixing.Mixing`].
 ROW_UNIT = tl.constexpr(8)
 
 

@@ -181,7 +181,7 @@ def fused_options(
 
 
 def row_warps(size: int) -> int:
-    """Warps of a program that holds one row of so many channels."""
+    """Warps of a program that holds one row of `size` channels."""
     return 4 if size <= 4096 else 8
 
 

@@ -187,7 +187,7 @@ def hedgehog_features_kernel(
 
 
 def token_options(rows: torch.Tensor, most_tokens: int) -> dict[str, Any]:
-    """Arguments that the kernels of this file share, for rows `[B, T, H, K]` and tiles of so many tokens at most."""
+    """Arguments shared by the kernels of this file, for rows `[B, T, H, K]` in tiles of `most_tokens` tokens at most."""
     _, num_tokens, heads, width = rows.shape
     return {
         "num_tokens": num_tokens,

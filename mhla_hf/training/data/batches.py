@@ -498,7 +498,7 @@ class Latents(BatchSource):
         """The held-out samples before noise is added.
 
         Args:
-            batch_size: Samples of a batch.
+            batch_size: Batch size.
             draws: Noise draws of each sample.
         """
         return evaluation_batches(self.held_out_samples, self.objective, batch_size=batch_size, draws_per_sample=draws)

@@ -169,7 +169,7 @@ def read_prompts(path: str | Path) -> list[str]:
         reason = shorten_text(str(error), 300)
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
-        raise ValueError(f"prompts: {path} must be a text file with one prompt a line ({reason})")
+        raise ValueError(f"prompts: {path} must be a text file with one prompt per line ({reason})")
     return prompts
 
 
@@ -191,7 +191,7 @@ def drawn_samples(
     """
     if (config.prompts is None) is not bool(num_classes):
         raise ValueError(
-            "prompts, a text file with one prompt a line, must be given for data='generated' of models that take "
+            "prompts, a text file with one prompt per line, must be given for data='generated' of models that take "
             "text, and only for them"
         )
     conditions = range(num_classes) if config.prompts is None else read_prompts(config.prompts)

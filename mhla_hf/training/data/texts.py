@@ -177,7 +177,7 @@ def tokenize(corpus: TextCorpus, tokenizer: Any, *, packed: bool, length: int, s
         tokenizer: The model's own.
         packed: Rows of exactly `length` tokens, with the tokenizer's end of text between documents, for language
             models. Otherwise passages of at most `length` tokens with the tokenizer's special tokens, each once.
-        length: Tokens of a row, or most tokens of a passage.
+        length: Tokens per row, or at most per passage.
         samples: Rows or passages wanted; reading stops when they are there.
 
     Raises:
@@ -343,9 +343,9 @@ def text_batches(
         model: The converted model; rows for causal attention, passages otherwise.
         directory: Where its tokenizer is.
         data: A folder of .txt, .md, .rst or .py files, a JSONL or parquet file, or the id of a data set.
-        samples: Rows or passages to train on, if there are so many.
+        samples: Maximum number of rows or passages to train on.
         held_out: Rows or passages to hold out, a fifth of all at most.
-        length: Tokens of a row, or most tokens of a passage. `None`: 512 for language models, 128 for encoders, or
+        length: Tokens per row, or at most per passage. `None`: 512 for language models, 128 for encoders, or
             what the model takes if that is less.
         text_field: The field with the text, in JSONL files and data sets.
         seed: Seed of their order.

@@ -45,9 +45,9 @@ _IDENTITY = (
     *("learning_rate", "mhla_learning_rate", "transfer_learning_rate", "train", "warmup_steps", "max_grad_norm"),
     *("mixed_precision", "seed", "lr_schedule", "weight_decay", "transfer_optimizer"),
 )
-# Records that a projection is fitted to in the end, and which of them are held out: one in so many.
+# Records that a projection is fitted to in the end, and which of them are held out: one in N.
 _FITTED_RECORDS, _HELD_OUT = 128, 4
-# At least so many draws of noise, however few samples.
+# Draws of noise, at least, however few samples.
 _LEAST_RECORDS = 128
 # Inputs with an entry for every token of every sample, in the order they are looked for.
 _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "pixel_values")
