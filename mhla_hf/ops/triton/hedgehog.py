@@ -187,7 +187,7 @@ def hedgehog_features_kernel(
 
 
 def token_options(rows: torch.Tensor, most_tokens: int) -> dict[str, Any]:
-    """Arguments shared by the kernels of this file, for rows `[B, T, H, K]` in tiles of `most_tokens` tokens at most."""
+    """Arguments that these kernels share, for rows `[B, T, H, K]` in tiles of at most `most_tokens` tokens."""
     _, num_tokens, heads, width = rows.shape
     return {
         "num_tokens": num_tokens,
