@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: options of conversion and recovery, as a small YAML file or the default of the model's family.
 
-A recipe is checked in full before anything is loaded. `docs/recovery.md` describes its fields, which are those of the
+A recipe is checked in full before anything is loaded. `docs/stages.md` describes its fields, which are those of the
 classes here.
 """
 
@@ -53,7 +53,7 @@ def _side(help: str) -> int | None:
 class DataOptions(Options):
     """Amount and size of the data."""
 
-    samples: int = option(2048, "Samples to train on, if there are so many.", minimum=1, maximum=MOST_SAMPLES)
+    samples: int = option(2048, "Maximum number of samples to train on.", minimum=1, maximum=MOST_SAMPLES)
     held_out: int = option(96, "Samples to measure on; a fifth of all at most.", minimum=1, maximum=MOST_SAMPLES)
     max_length: int | None = option(
         None,
@@ -75,7 +75,7 @@ class CalibrateOptions(Options):
     """Calibration of each layer, in closed form and by a short training of what MHLA adds."""
 
     batches: int = _count(24, "Batches that are run.", minimum=2)
-    batch_size: int = _count(16, "Samples of a batch.", maximum=MOST_IN_BATCH)
+    batch_size: int = _count(16, "Samples per batch.", maximum=MOST_IN_BATCH)
     fit_steps: int = _count(300, "Steps of the training of feature maps and mixing weights, a layer.", minimum=0)
 
 
@@ -85,7 +85,7 @@ class MatchOptions(Options):
 
     steps: int = _count(600, "Optimizer steps of a layer, on average: layers that matter more get more.")
     batches: int = _count(160, "Batches whose activations are kept.")
-    batch_size: int = _count(1, "Samples of a batch.", maximum=MOST_IN_BATCH)
+    batch_size: int = _count(1, "Samples per batch.", maximum=MOST_IN_BATCH)
     optimizer: str = option("muon", "Optimizer of the projections' matrices.", choices=("muon", "adam"))
     learning_rate: float = option(6e-3, "Peak rate of the layer's projections.", above=0)
     mhla_learning_rate: float = option(2e-2, "Peak rate of the parameters that MHLA adds.", above=0)
@@ -100,7 +100,7 @@ class BlocksOptions(Options):
 
     steps: int = _count(230, "Optimizer steps of a block, on average: blocks that matter more get more.")
     batches: int = _count(320, "Batches whose hidden states are kept.")
-    batch_size: int = _count(1, "Samples of a batch.", maximum=MOST_IN_BATCH)
+    batch_size: int = _count(1, "Samples per batch.", maximum=MOST_IN_BATCH)
     optimizer: str = option("muon", "Optimizer of the matrices.", choices=("muon", "adam"))
     learning_rate: float = option(1e-3, "Peak rate.", above=0)
     mhla_learning_rate: float = option(4e-3, "Peak rate of the parameters that MHLA adds.", above=0)

@@ -141,14 +141,14 @@ class TrainingConfig(Options):
     seed: int = option(0, "Seed of data order, noise and new parameters.", minimum=0, maximum=2**32 - 1)
 
     resume: str | None = option(None, "'latest', 'previous' (the one before it), or the name of a checkpoint.")
-    checkpointing_steps: int = option(500, "Save a checkpoint every so many steps; 0 switches it off.", minimum=0)
-    checkpoints_total_limit: int | None = option(None, "Keep at most so many checkpoints.", minimum=1)
+    checkpointing_steps: int = option(500, "Save a checkpoint every N steps; 0 switches it off.", minimum=0)
+    checkpoints_total_limit: int | None = option(None, "Maximum number of checkpoints to keep.", minimum=1)
     report_to: str = option("none", "Tracker to report to.", choices=TRACKERS)
 
     validation_prompts: tuple[str, ...] = option(
         (), "Caption or class of a validation sample; may be repeated.", families=tuple(FAMILIES)
     )
-    validation_steps: int = option(500, "Make validation samples every so many fine-tuning steps.", minimum=1)
+    validation_steps: int = option(500, "Make validation samples every N fine-tuning steps.", minimum=1)
     validation_inference_steps: int = option(20, "Denoising steps of a validation sample.", minimum=1, advanced=True)
     validation_guidance: float = option(4.0, "Guidance scale of validation samples.", minimum=0, advanced=True)
     validation_negative_prompt: str = option("", "Negative prompt of the samples.", advanced=True, families=_TEXT)
@@ -230,7 +230,7 @@ class CacheConfig(Options):
     )
     num_samples: int | None = option(
         None,
-        "Use at most so many videos or images; for 'digits' and 'generated' how many to make (256).",
+        "Maximum number of videos or images; for 'digits' and 'generated' how many to make (256).",
         minimum=1,
         maximum=MOST_SAMPLES,
     )

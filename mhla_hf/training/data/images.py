@@ -335,7 +335,7 @@ def image_batches(
         model: The model.
         directory: Where its image processor is.
         data: A folder of images, with or without folders in it, or `digits`: the scans that scikit-learn has.
-        samples: Images to train on, if there are so many.
+        samples: Maximum number of images to train on.
         held_out: Images to hold out, a fifth of all at most.
         seed: Seed of their order.
 

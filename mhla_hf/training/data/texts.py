@@ -343,7 +343,7 @@ def text_batches(
         model: The converted model; rows for causal attention, passages otherwise.
         directory: Where its tokenizer is.
         data: A folder of .txt, .md, .rst or .py files, a JSONL or parquet file, or the id of a data set.
-        samples: Rows or passages to train on, if there are so many.
+        samples: Maximum number of rows or passages to train on.
         held_out: Rows or passages to hold out, a fifth of all at most.
         length: Tokens of a row, or most tokens of a passage. `None`: 512 for language models, 128 for encoders, or
             what the model takes if that is less.
