@@ -36,8 +36,8 @@ version_tests := tests/integrations/transformers tests/conversion/test_transform
 
 help:
 	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
-	@echo "make reproduce  run the experiments of docs/results.md on the CPU, about 40 minutes on two cores, into RESULTS=$(RESULTS)"
-	@echo "make reproduce-recovery  run the recoveries of docs/recovery.md and of the overview, about 40 minutes more"
+	@echo "make reproduce  run the experiments of docs/results on the CPU, about 40 minutes on two cores, into RESULTS=$(RESULTS)"
+	@echo "make reproduce-recovery  run the recoveries of docs/results/recovery.md and of the overview, about 40 minutes more"
 	@echo "make test       install into $(VENV) and run the fast tests"
 	@echo "make test-all   run the slow tests too, with coverage; TESTS=tests/app runs those of one folder"
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
@@ -69,16 +69,16 @@ $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(bin)/python
 demo: $(VENV)/.installed-demo
 	$(bin)/mhla-hf demo $(DEMO)
 
-# The overview and the page of results lie elsewhere in the repository, but beside the other files of own RESULTS.
+# The overview and the pages of results lie elsewhere in the repository, but beside the other files of own RESULTS.
 in_place := $(filter benchmarks/results,$(patsubst %/,%,$(RESULTS)))
 overview := $(if $(in_place),docs/images,$(RESULTS))/overview.png
-results_page := $(if $(in_place),docs,$(RESULTS))/results.md
+results_pages := $(if $(in_place),docs/results,$(RESULTS)/pages)
 
 reproduce: $(VENV)/.installed-dev
 	$(bin)/python -m benchmarks.experiments run --device cpu --jobs $(WORKERS) --work $(WORK)/experiments --output $(RESULTS)
 	$(bin)/python -m benchmarks.quality_dit --device cpu --jobs $(WORKERS) --work $(WORK)/quality_dit --output $(RESULTS)
 	$(bin)/python -m benchmarks.overview --results $(RESULTS) --image $(overview)
-	$(bin)/python -m benchmarks.experiments write --results $(RESULTS) --page $(results_page)
+	$(bin)/python -m benchmarks.experiments write --results $(RESULTS) --pages $(results_pages)
 
 # BEFORE: another checkout, for a column beside this one's.
 size:

@@ -6,7 +6,7 @@
 
 MHLA, MHLA with a softmax window beside it, and linear attention (MHLA with one block) go through the default recipe
 of their family, alike in everything else, with several seeds. `--variants` names others for the demo's Wan, with ReLU,
-shared mixing weights or a window of blocks, which docs/choosing.md compares. Of the classifier the accuracy is
+shared mixing weights or a window of blocks, which docs/models.md compares. Of the classifier the accuracy is
 measured before and after, and of the encoder similarity and retrieval by its embeddings. Figures and a plot go to
 `benchmarks/results/`. Each job runs on one thread; CPU seconds are those of all its stages. Earlier results are kept,
 so an interrupted run resumes; with `--work` it resumes from that directory, and measures again what it does not hold.

@@ -49,7 +49,8 @@ def load_pipeline(
         mhla: Options. A dict is laid over the model's own defaults, or over the stored options of an MHLA checkpoint;
             an `MHLAConfig` is taken as it is. Of a pipeline with several denoisers (Wan 2.2) also a dict of options
             by component, `{"transformer": {...}, "transformer_2": {...}}`; a component that is not named, or named
-            with `None`, is loaded as it was saved. So is the softmax one beside an MHLA one, unless it is named.
+            with `None`, is loaded as it was saved. If a checkpoint has one MHLA denoiser, the other one stays softmax
+            unless it is named.
         **kwargs: As for `DiffusionPipeline.from_pretrained`: `torch_dtype`, `variant`, `revision`, `token`,
             `device_map`, `quantization_config`, components by name, ... Files are loaded from safetensors unless
             `use_safetensors` says otherwise: `None` also reads .bin files, with `torch.load(weights_only=True)`.

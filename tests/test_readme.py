@@ -81,7 +81,7 @@ def test_a_book_is_read_in_constant_memory():
     (block,) = [block for page in TEXTS for block in _blocks(page, "python") if block.startswith(TAKES)]
     assert len([line for line in block.splitlines() if line and not line.startswith("#")]) <= 20
     names: dict[str, Any] = {}
-    exec(compile(block, "docs/language_models.md", "exec"), names)
+    exec(compile(block, "docs/use.md", "exec"), names)
     assert names["cache"].get_seq_length() == 2**20
     assert names["sizes"] == {722608}
     assert names["output"].logits.isfinite().all()

@@ -4,7 +4,7 @@
 python -m benchmarks.experiments run                        # all of them, at the size for a CPU
 python -m benchmarks.experiments run rank blocks --jobs 2
 python -m benchmarks.experiments run language --setting gpu
-python -m benchmarks.experiments write                      # tables of docs/results.md, from benchmarks/results
+python -m benchmarks.experiments write                      # tables of docs/results, from benchmarks/results
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mhla_hf.utils.files import atomic_file
 
-from .documentation import PAGE, RESULTS, beside, tables, with_tables
+from .documentation import PAGES, RESULTS, beside, tables, with_tables
 from .experiment import SETTINGS
 from .registry import experiment_names, find_experiment
 from .runner import run_case, run_experiment, write_report
@@ -35,9 +35,9 @@ def main(arguments: list[str] | None = None) -> None:
     run.add_argument("--jobs", type=int, help="cases at a time; default: one for each core, on a GPU one")
     run.add_argument("--device", help="default: a GPU if there is one")
     run.add_argument("--quiet", action="store_true", help="show no progress")
-    write = commands.add_parser("write", help="write the tables of docs/results.md")
+    write = commands.add_parser("write", help="write the tables of docs/results")
     write.add_argument("--results", type=Path, default=RESULTS, help="directory of the JSON files")
-    write.add_argument("--page", type=Path, default=PAGE, help="file to write; default: docs/results.md itself")
+    write.add_argument("--pages", type=Path, default=PAGES, help="directory to write; default: docs/results itself")
     case = commands.add_parser("case")
     for name in ("text", "file", "device", "threads"):
         case.add_argument(name)
@@ -45,10 +45,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.command == "case":
         run_case(options.text, Path(options.file), options.device, int(options.threads))
     elif options.command == "write":
-        text = with_tables(PAGE.read_text(encoding="utf-8"), tables(options.results))
-        with atomic_file(options.page) as temporary:
-            temporary.write_text(beside(text, options.page, options.results), encoding="utf-8")
-        print(f"wrote {options.page}")
+        sections = tables(options.results)
+        options.pages.mkdir(parents=True, exist_ok=True)
+        for page in sorted(PAGES.glob("*.md")):
+            text, written = with_tables(page.read_text(encoding="utf-8"), sections), options.pages / page.name
+            with atomic_file(written) as temporary:
+                temporary.write_text(beside(text, written, options.results), encoding="utf-8")
+        print(f"wrote {options.pages}")
     else:
         try:
             for name in options.names:

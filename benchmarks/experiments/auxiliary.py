@@ -66,7 +66,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
 
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """The table of `docs/results.md`."""
+    """The table of `docs/results/classifier.md`."""
     summary = in_order(report["summary"], NAMES)
     base = summary["softmax"]["parameters"]
     rows = [

@@ -179,7 +179,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
 
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of `docs/results.md`."""
+    """The tables of `docs/results/classifier.md`."""
     trained, steps = _ordered(report)
     rows = []
     for name, row in trained.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of `docs/results.md`, made from the JSON files of the experiments."""
+"""Tables of the pages in `docs/results`, made from the JSON files of the experiments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .registry import experiment_names, find_experiment
 
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
 def tables(results: Path = RESULTS) -> dict[str, str]:
@@ -52,7 +52,7 @@ def with_tables(text: str, sections: Mapping[str, str]) -> str:
 def beside(text: str, page: Path, results: Path) -> str:
     """Text of the page with its links to plots and JSON files leading from `page` to `results`."""
     found = Path(os.path.relpath(results.resolve(), page.resolve().parent)).as_posix()
-    return text.replace("](../benchmarks/results/", f"]({found}/")
+    return text.replace("](../../benchmarks/results/", f"]({found}/")
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
@@ -72,7 +72,7 @@ def _source(report: Mapping[str, Any]) -> str:
         f"*`python -m benchmarks.experiments run {name}` on {machine['device']}, {machine['date']}, "
         f"torch {machine['torch']}; {seconds / 60:.0f} minutes of one process with {machine['threads']} "
         f"thread{'s' if machine['threads'] != 1 else ''} each time "
-        f"([JSON](../benchmarks/results/{name}.json)).*"
+        f"([JSON](../../benchmarks/results/{name}.json)).*"
     )
 
 
@@ -83,5 +83,5 @@ def _source_of_quality(report: Mapping[str, Any]) -> str:
     return (
         f"*{means}. `python -m benchmarks.quality_dit` on {machine['device']}, {machine['date']}, torch "
         f"{machine['torch']}; {minutes:.0f} CPU minutes of training "
-        f"([JSON](../benchmarks/results/quality_dit.json)).*"
+        f"([JSON](../../benchmarks/results/quality_dit.json)).*"
     )

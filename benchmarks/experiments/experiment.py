@@ -56,7 +56,7 @@ class Experiment:
         cases: Gives the cases of a setting by label.
         summarize: Turns the results by label into what the report's JSON file holds under `summary`.
         plot: Draws a report, as `runner.run_experiment` returns it, into a PNG file.
-        tables: Gives Markdown tables of a report by the name of their section in `docs/results.md`.
+        tables: Gives Markdown tables of a report by the name of their section in `docs/results`.
     """
 
     title: str

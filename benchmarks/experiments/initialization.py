@@ -87,7 +87,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
 
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """The table of `docs/results.md`."""
+    """The table of `docs/results/classifier.md`."""
     rows = []
     for name, row in in_order(report["summary"], TITLES).items():
         cells = [TITLES[name], percent(row["accuracy"]), spread(row["effective_rank"], "{:.0f}")]

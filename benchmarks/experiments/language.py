@@ -144,7 +144,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
 
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """The table of `docs/results.md`."""
+    """The table of `docs/results/language.md`."""
     options = next(iter(report["cases"].values()))["options"]
     context, longest = options["context"], options["longest"]
     on_gpu = report["machine"]["cuda"] is not None

@@ -96,7 +96,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
 
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """The table of `docs/results.md`."""
+    """The table of `docs/results/classifier.md`."""
     header = [
         "attention",
         "rank",

@@ -22,7 +22,7 @@ _BLOCKS = {"blocks": [5, 5]}
 _TEXT = {"block_size": 16, "grid": [128]}
 _FAILURES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "classifier, sound": (_CLASSIFIER, {"mhla": _BLOCKS}, ()),
-    "mixing weights frozen at equal ones": (
+    "frozen uniform mixing weights": (
         _CLASSIFIER,
         {"mhla": {**_BLOCKS, "mixing_init": "uniform"}, "frozen_mixing": True},
         ("uniform-mixing",),
@@ -33,7 +33,7 @@ _FAILURES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"mhla": _BLOCKS, "mixing_learning_rate": 10.0},
         ("exploding-mixing",),
     ),
-    "features of both signs": (
+    "features that can be negative": (
         _CLASSIFIER,
         {"mhla": {**_BLOCKS, "feature_map": "identity"}},
         ("unstable-normalizer",),

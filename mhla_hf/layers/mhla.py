@@ -86,7 +86,7 @@ class AttentionParts:
     Attributes:
         attended: MHLA after output norm and gate, `[B, T, H, V]`.
         window: The softmax window and the weights that tell its share, `[B, T, H, W]`; `None` without one. See
-            [`grid_window_attention`][mhla_hf.layers.window.grid_window_attention].
+            `mhla_hf.layers.window.grid_window_attention`.
         positional: The convolution of the values, `[B, T, H, V]`; `None` without one.
         state: State after these tokens, where the sequence had one to decode from.
     """

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from benchmarks.experiments import runner
-from benchmarks.experiments.documentation import PAGE, tables, with_tables
+from benchmarks.experiments.documentation import PAGES, tables, with_tables
 from benchmarks.experiments.experiment import SETTINGS, Case
 from benchmarks.experiments.registry import experiment_names, find_experiment
 
@@ -51,9 +51,9 @@ def test_finished_cases_are_kept(tmp_path):
     assert stored["seconds"] >= 0 and math.isfinite(stored["seconds"])
 
 
-def test_results_page_shows_the_reports():
-    text = PAGE.read_text(encoding="utf-8")
+def test_results_pages_show_the_reports():
+    texts = [page.read_text(encoding="utf-8") for page in PAGES.glob("*.md")]
     sections = tables()
-    assert with_tables(text, sections) == text
+    assert [with_tables(text, sections) for text in texts] == texts
     for section in sections:
-        assert f"<!-- results: {section} -->" in text
+        assert sum(f"<!-- results: {section} -->" in text for text in texts) == 1

@@ -69,7 +69,7 @@ def causal_defaults(head_dim: int, max_positions: int | None) -> dict[str, Any]:
     A block's summary has 2K·(K + 1) numbers for a head (hedgehog features are twice as wide as keys), a KV cache
     2K·(tokens). With blocks of 2K tokens the state is half as large as a KV cache of the same dtype for texts of as
     many blocks as have weights, and as large for longer ones. Weights by distance with a decaying tail gave the
-    lowest loss, at the trained length and beyond it (docs/results.md, "Tails of mixing weights").
+    lowest loss, at the trained length and beyond it (docs/results/language.md, "Tails of mixing weights").
 
     Args:
         head_dim: K.

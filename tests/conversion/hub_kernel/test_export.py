@@ -191,7 +191,7 @@ def test_its_own_tests_pass(kernel, tmp_path):
 
 @pytest.mark.slow
 def test_commands_of_the_documentation_publish_it_and_the_card_uses_it(kernel, tmp_path):
-    page = (ROOT / "docs" / "share.md").read_text().partition("## As a kernel on the Hub")[2]
+    page = (ROOT / "docs" / "kernels.md").read_text().partition("## As a kernel on the Hub")[2]
     commands = [shlex.split(line) for line in re.findall(r"^hf upload .*$", page.replace("\\\n", " "), re.MULTILINE)]
     assert commands
     card = re.findall(r"```python\n(.*?)```", (kernel / "README.md").read_text(), re.DOTALL)
