@@ -169,10 +169,10 @@ def _tiles(
     # Summaries in bfloat16 take half the room, and so does everything that they are multiplied with.
     full = matrices == torch.float32
     halved = full and (exact or tokens == torch.float32 or wide or not from_shared_memory)
-    quartered = is_padded(width) and (exact or tokens == torch.float32)
+    quartered = (is_padded(width) or wide) and (exact or tokens == torch.float32)
     largest = MAX_TILE // 4 if quartered else MAX_TILE // 2 if halved else MAX_TILE
     columns_tile = min(padded(columns), largest // padded(width))
-    if (full and wide) or (is_padded(width) and not from_shared_memory) or exact:
+    if wide or (is_padded(width) and not from_shared_memory) or exact:
         most_tokens = 16
     elif quartered or row_bytes > 128 or not from_shared_memory:
         most_tokens = 32

@@ -379,6 +379,7 @@ def matrix_tiles(
     columns_tile, tokens_tile = column_tile(width, columns), token_tile(sizes["slots"], width)
     precision = row_precision(rows.dtype, matrices, exact)
     halves = precision == "bf16x2" and from_shared_memory
+    wide_rows = halves and padded(columns) <= 128 < padded(width)
     if exact:
         # Both halves of the factors have to find room.
         columns_tile = columns_tile if from_shared_memory else min(columns_tile, MAX_TILE // 2 // padded(width))
@@ -387,7 +388,7 @@ def matrix_tiles(
         # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
         fewest = 16 if rows.dtype == torch.float32 else 32
         tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
-    elif halves:
+    elif wide_rows:
         tokens_tile = token_tile(sizes["slots"], 128)
     elif matrices == torch.bfloat16 and from_shared_memory and padded(width) > 128:
         # One program then has all registers of a multiprocessor, but reads the rows once.
@@ -408,6 +409,6 @@ def matrix_tiles(
         "BLOCK_TOKENS": tokens_tile,
         "PRECISION": precision,
         "num_warps": 4 if halves else warps(width, columns_tile),
-        "num_stages": 1 if halves and padded(width) > 128 else stages(precision, from_shared_memory, width),
+        "num_stages": 1 if wide_rows else stages(precision, from_shared_memory, width),
     }
     return MatrixTiles(programs * splits, columns_tile, options)
