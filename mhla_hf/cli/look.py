@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 class _Size:
     tokens: int | None = option(
-        "Length of a text; also of an image or video, in place of its size. Default: the longest that the model is made "
-        "for.",
+        "Length of a text; also tokens of an image or video, in place of its size. Default: the model's longest.",
     )
     height: int | None = option("Height in pixels. Default: the model's own.")
     width: int | None = option("Width in pixels. Default: the model's own.")
@@ -44,8 +43,8 @@ def estimate_command(
 ) -> None:
     """Estimate what MHLA can gain, without loading weights.
 
-    Counts the operations of one forward pass, and tells how many of them MHLA can save, and the memory of weights, cache
-    and recovery. MODEL may be one that MHLA does not support.
+    Counts the operations of one forward pass and those that MHLA would save, and the memory of weights, cache and
+    recovery. MODEL may be one that MHLA does not support.
 
     Examples:
 
@@ -79,9 +78,7 @@ def _show_estimate(found: "Estimate") -> None:
         }
         for row in found.bounds()
     ]
-    show_table(
-        bounds, title=f"Operations: {found.operations / 1e12:,.4g} × 10¹², {100 * found.share:.0f} % in softmax"
-    )
+    show_table(bounds, title=f"{found.operations / 1e12:,.3g} TFLOP, {100 * found.share:.0f} % in softmax")
     weights = " or ".join(
         f"{format_bytes(size * found.parameters)} in {name}" for name, size in (("bfloat16", 2), ("float32", 4))
     )
@@ -89,7 +86,7 @@ def _show_estimate(found: "Estimate") -> None:
     if found.kv_bytes is not None:
         state = "" if found.state_bytes is None else f", of MHLA in all layers {format_bytes(found.state_bytes)}"
         say(f"Cache in bfloat16: keys and values {format_bytes(found.kv_bytes)}{state}")
-    names = {"weights": "weights", "training": "to train", "records": "records", "block_records": "of blocks"}
+    names = {"weights": "weights", "training": "training", "records": "records", "block_records": "of blocks"}
     recipes = [
         {
             "recipe": row["recipe"],
@@ -99,9 +96,12 @@ def _show_estimate(found: "Estimate") -> None:
         }
         for row in found.training
     ]
-    show_table(recipes, title="Memory of a recovery in float32, without the activations of a step")
-    if any(row["records"] for row in found.training):
-        say("Records are kept activations, in memory or on the disk; those of blocks are kept in memory.")
+    show_table(recipes, title="Memory of a recovery")
+    if recipes:
+        say(
+            "Weights in float32; training adds gradients and optimizer states; activations of a step are not counted. "
+            "Records are activations that are kept in memory or on the disk, those of blocks in memory."
+        )
     say(found.sentence(), style="bold")
 
 

@@ -135,7 +135,7 @@ class DiffusionModel(Candidate):
         own = self._own_grid(model, patch) if None in latents else patch
         found = tuple(size if side is None else side // each for size, side, each in zip(own, latents, patch))
         if 0 in found:
-            raise ValueError(f"height and width must be at least {pixels * patch[-1]}, the side of one token.")
+            raise ValueError(f"height must be at least {pixels * patch[-1]}, the side of one token, as must width.")
         return found
 
     def _own_grid(self, model: Any, patch: tuple[int, ...]) -> tuple[int, ...]:
@@ -144,9 +144,9 @@ class DiffusionModel(Candidate):
             return mhla_class.reference_grid(self.config, self.directory.vae_compression)
         size = model.config.get("sample_size")
         if len(patch) == 3 or not isinstance(size, int):
-            names = "height, width and num_frames" if len(patch) == 3 else "height and width"
+            others = "width and num_frames" if len(patch) == 3 else "width"
             raise ValueError(
-                f"{names} (or tokens) must be given: the configuration does not tell the size of samples."
+                f"height must be given with {others}, or tokens: the configuration does not tell the size of samples."
             )
         return (size // patch[0], size // patch[1])
 
@@ -306,7 +306,5 @@ def find_grid(candidate: Candidate, **size: int | None) -> tuple[int, ...]:
     for name, value in given.items():
         check_count(name, value, maximum=MAX_TOKENS)
     if "tokens" in given and len(given) > 1:
-        raise ValueError(
-            f"tokens and {shorten_list(name for name in given if name != 'tokens')} cannot both be given."
-        )
+        raise ValueError(f"tokens cannot be given with {shorten_list(name for name in given if name != 'tokens')}.")
     return candidate.grid(on_meta(candidate), **given)

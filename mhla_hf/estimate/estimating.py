@@ -126,9 +126,9 @@ class Estimate:
         start = self.advice.capitalize() if self.refusal is None else advice.get(self.advice, "Keep softmax")
         prompt = "" if self.kv_bytes is None else " of a prompt"
         text = (
-            f"{start}: the products of softmax attention are {100 * self.share:.0f} % of the operations{prompt}, so the "
-            f"model becomes at most {gains['all']:.2f} times as fast with MHLA in all layers, and {gains['2/3']:.2f} times "
-            "with MHLA in two thirds of them."
+            f"{start}: the products of softmax attention are {100 * self.share:.0f} % of the operations{prompt}, so "
+            f"the model becomes at most {gains['all']:.2f} times as fast with MHLA in all layers, and "
+            f"{gains['2/3']:.2f} times with MHLA in two thirds of them."
         )
         if self.tokens <= MEASURED_TOKENS and gains["2/3"] >= LEAST_BOUND:
             text += f" Up to {MEASURED_TOKENS:,} tokens softmax attention was as fast on an H100."
@@ -260,7 +260,9 @@ def count_operations(candidate: Candidate, model: Any, grid: Sequence[int]) -> d
             output = model(**inputs, use_cache=True) if "logits_to_keep" in inputs else base_model(model)(**inputs)
     except Exception as error:  # A library's code raises anything.
         reason = shorten_text(str(error) or type(error).__name__, 200)
-        raise ValueError(f"{candidate.class_name} cannot be run from its configuration alone: {reason}") from error
+        raise ValueError(
+            f"{candidate.class_name} cannot be run on {' × '.join(map(str, grid))} tokens without weights: {reason}"
+        ) from error
     tokens = max(attentions.mixing, default=0)
     mixing = attentions.mixing.pop(tokens, [])
     others = attentions.rest + sum(map(sum, attentions.mixing.values()))
