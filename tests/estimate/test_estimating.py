@@ -7,12 +7,16 @@ import json
 import re
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from benchmarks.estimates import MODELS, PAGE, bounds_row, estimates
 from mhla_hf.bench import BenchOptions
 from mhla_hf.cli.main import app
 from mhla_hf.estimate import estimate, find_candidate, find_grid, measure_block
-from mhla_hf.recovery.recipes import recipe_names
+from mhla_hf.estimate.candidates import on_meta
+from mhla_hf.estimate.estimating import training_memory
+from mhla_hf.recovery.recipes import load_recipe, recipe_names
 from tests import ROOT
 from tests.recovery.test_recipes import DIFFUSERS, TRANSFORMERS
 from tests.tiny import TEXT_DIM, WAN
@@ -127,7 +131,7 @@ def test_linear_attention_has_nothing_to_gain(candidate):
     assert found.sentence().startswith("No gain in speed: its attention is linear already")
 
 
-def test_windows_and_experts(candidate):
+def test_layers_with_a_window_are_no_gain(candidate):
     tokens, window, width = 1024, 64, 32
     mistral = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
     qwen = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
@@ -136,12 +140,18 @@ def test_windows_and_experts(candidate):
         estimate(candidate(mistral), (tokens,))
     found = estimate(candidate(qwen), (tokens,))
     assert (found.layers, found.mixing) == (1, 2 * tokens**2 * width)
-    without = 2 * 2 * tokens * (3 * width**2 + 3 * width * 48) + 2 * width * 64
-    assert found.operations == found.mixing + 4 * tokens * window * width + without
+    linear = 2 * 2 * tokens * (3 * width**2 + 3 * width * 48) + 2 * width * 64
+    assert found.operations == found.mixing + 4 * tokens * window * width + linear
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="this torch has no grouped products")
+def test_operations_of_experts(candidate):
+    tokens, width = 1024, 32
     mixtral = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
-    mixture = estimate(candidate({**mixtral, "num_experts_per_tok": 2}), (tokens,))
-    # Two experts for a token, in place of one MLP, and the router.
-    assert mixture.operations - mixture.mixing == without + 2 * 2 * tokens * (3 * width * 48 + 4 * width)
+    found = estimate(candidate({**mixtral, "num_experts_per_tok": 2}), (tokens,))
+    # Two of four experts for a token, and the router.
+    linear = 2 * 2 * tokens * (3 * width**2 + 2 * 3 * width * 48 + 4 * width) + 2 * width * 64
+    assert found.operations - found.mixing == linear
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -153,8 +163,7 @@ def test_recipes_say_what_they_take(name, candidate):
     else:
         config = TRANSFORMERS[name][1]().to_dict()
     subject = candidate(config)
-    found = estimate(subject, (512,) if subject.directory.is_transformers else None)
-    (row,) = (row for row in found.training if row["recipe"] == name)
+    row = training_memory(subject, on_meta(subject), load_recipe(name))
     text = " ".join((ROOT / "mhla_hf" / "recipes" / f"{name}.yaml").read_text(encoding="utf-8").split("\n# "))
     stated = [float(figure) for figure in re.findall(r"([\d.]+) GB", text)]
     counted = [row[key] / 1e9 for key in ("weights", "training", "records", "block_records") if row[key]]
@@ -213,3 +222,10 @@ def test_the_command(tmp_path):
     assert "LlamaForCausalLM: 512 tokens" in result.stdout and "Memory of a recovery" in result.stdout
     wrong = CliRunner().invoke(app, ["estimate", "dit-s-2-256", "--tokens", "64", "--width", "64"])
     assert wrong.exit_code == 2 and wrong.stderr == "error: --tokens cannot be given with width.\n"
+
+
+@pytest.mark.parametrize("name", ["DiT-XL/2", "FLUX.1-dev", "all-MiniLM-L6-v2"])
+def test_the_page_has_what_is_counted(name):
+    (model,) = (model for model in MODELS if model.name == name)
+    rows = [bounds_row(name, size, found) for size, found in estimates(model)]
+    assert set(rows) <= set(PAGE.read_text(encoding="utf-8").splitlines())
