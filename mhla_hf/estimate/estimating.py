@@ -37,7 +37,7 @@ LEAST_BOUND, CLEAR_BOUND = 1.2, 1.5
 """Bounds with two thirds of the layers MHLA: below the first, keep softmax; from the second on, try a conversion."""
 
 MEASURED_TOKENS = 2048
-"""Up to this length softmax attention was as fast as MHLA on an H100 (benchmarks/README.md)."""
+"""Up to this length softmax attention was faster than MHLA on an H100 (benchmarks/README.md)."""
 
 # Bytes of a parameter that trains in fp32: gradient and two moments of the optimizer; the original value in distill.
 _FP32, _TRAINED, _DISTILLED = 4, 12, 16
@@ -131,7 +131,7 @@ class Estimate:
             f"{gains['2/3']:.2f} times with MHLA in two thirds of them."
         )
         if self.tokens <= MEASURED_TOKENS and gains["2/3"] >= LEAST_BOUND:
-            text += f" Up to {MEASURED_TOKENS:,} tokens softmax attention was as fast on an H100."
+            text += f" Up to {MEASURED_TOKENS:,} tokens softmax attention was faster on an H100."
         if self.refusal is not None:
             return f"{text} MHLA does not support it: {self.refusal}"
         if self.advice != "keep softmax":
