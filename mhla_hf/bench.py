@@ -8,6 +8,7 @@ on the machine falls on all of them.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import math
 import os
@@ -49,6 +50,10 @@ MODELS = (ORDINARY, "mhla-torch", "mhla-triton")
 _SDPA = {"softmax-flash": SDPBackend.FLASH_ATTENTION, "softmax-cudnn": SDPBackend.CUDNN_ATTENTION}
 _INPUT_BYTES, _MOST_INPUTS = 256 << 20, 32
 _REASON_LENGTH = 200
+# What configurations call the width of the text's embeddings; where they have several, the first counts.
+_TEXT_WIDTHS = (
+    "text_dim", "joint_attention_dim", "text_embed_dim", "caption_channels", "cap_feat_dim", "cross_attention_dim",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,18 +144,73 @@ class ModelCase:
         """Kind of its own self-attention."""
         return "linear" if self.preset.startswith("sana") else "softmax"
 
-    def inputs(self, model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+    def inputs(self, model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
         """Random arguments of the model's `forward`."""
-        generator = torch.Generator(device).manual_seed(seed)
-        random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-        inputs = {"hidden_states": random(self.batch, *self.latents)}
-        inputs["timestep"] = torch.full((self.batch,), 500.0, device=device)
-        if self.text:
-            width = model.config.get("text_dim") or model.config.caption_channels
-            inputs["encoder_hidden_states"] = random(self.batch, self.text, width)
-        else:
-            inputs["class_labels"] = torch.randint(1000, (self.batch,), generator=generator, device=device)
-        return inputs
+        return diffusion_inputs(model, self.latents[1:], dtype, device, text=self.text, batch=self.batch, seed=seed)
+
+
+def packs_latents(model: Any) -> bool:
+    """Return whether a diffusion transformer of any class takes latents that its pipeline made a sequence of."""
+    taken = inspect.signature(model.forward).parameters
+    return not taken.keys().isdisjoint(("img_ids", "img_shapes"))
+
+
+def diffusion_inputs(
+    model: Any,
+    latents: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    text: int,
+    batch: int = 1,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Random arguments of the `forward` of a diffusion transformer, by the names that diffusers gives them.
+
+    Args:
+        model: A model of diffusers, supported or not; its configuration tells the widths.
+        latents: Size of the latents, channels left out. Those of a model that [`packs_latents`] are of 2 × 2.
+        dtype: dtype of all but labels and masks.
+        device: Their device.
+        text: Tokens of the text.
+        batch: B.
+        seed: Seed of the numbers, ignored on the meta device.
+    """
+    config, taken = model.config, inspect.signature(model.forward).parameters
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
+    grid = tuple(latents)
+    if packs_latents(model):
+        grid = (*grid[:-2], grid[-2] // 2, grid[-1] // 2)
+    if packs_latents(model) or {"num_frames", "height"} <= taken.keys():
+        hidden_states = random(batch, math.prod(grid), config.in_channels)
+    else:
+        hidden_states = random(batch, config.in_channels, *grid)
+    if type(model).__name__.startswith("CogVideoX"):
+        hidden_states = hidden_states.transpose(1, 2)
+    width = next((config[name] for name in _TEXT_WIDTHS if config.get(name)), 0)
+    axes = len(config.get("axes_dims_rope") or ())
+    known: dict[str, Any] = {
+        next(iter(taken)): hidden_states,
+        "timestep": torch.full((batch,), 500.0, device=device),
+        "guidance": random(batch) if config.get("guidance_embeds") else None,
+        "pooled_projections": random(batch, config.get("pooled_projection_dim") or 0),
+        "img_ids": random(math.prod(grid), axes),
+        "txt_ids": random(text, axes),
+        "img_shapes": [[(1, *grid)]] * batch,
+        "num_frames": grid[0],
+        "height": grid[-2],
+        "width": grid[-1],
+    }
+    if "class_labels" in taken and config.get("num_embeds_ada_norm"):
+        known["class_labels"] = torch.randint(1000, (batch,), generator=generator, device=device)
+    elif "encoder_hidden_states" in taken:
+        known["encoder_hidden_states"] = random(batch, text, width)
+        if getattr(taken.get("encoder_attention_mask"), "default", None) is inspect.Parameter.empty:
+            known["encoder_attention_mask"] = torch.ones(batch, text, dtype=torch.long, device=device)
+    if getattr(model, "use_additional_conditions", False):
+        known["added_cond_kwargs"] = {"resolution": random(batch, 2), "aspect_ratio": random(batch, 1)}
+    return {name: value for name, value in known.items() if name in taken and value is not None}
 
 
 _SMALL_SIZES = {"num_layers": 2, "num_attention_heads": 2}
@@ -441,11 +501,7 @@ def _model_run(
     with torch.device(device):
         mhla = name != ORDINARY and {"backend": name.removeprefix("mhla-")}
         model = from_preset(case.preset, mhla=mhla, **case.sizes).eval()
-    # As `from_pretrained` does, leave in float32 what the class keeps so.
-    kept = fp32_parts(model)
-    for key, parameter in model.named_parameters():
-        if kept.isdisjoint(key.split(".")):
-            parameter.data = parameter.data.to(dtype)
+    cast_model(model, dtype)
     if compile_backend is not None:
         torch.compiler.reset()
         for block in model.blocks if hasattr(model, "blocks") else model.transformer_blocks:
@@ -454,6 +510,14 @@ def _model_run(
     if make_run is not None:
         return make_run(model, inputs)
     return torch.no_grad()(lambda: model(**next(inputs), return_dict=False)[0])
+
+
+def cast_model(model: Any, dtype: torch.dtype) -> None:
+    """Cast a model in place; as `from_pretrained` does, leave in float32 what the class keeps so."""
+    kept = fp32_parts(model)
+    for key, parameter in model.named_parameters():
+        if kept.isdisjoint(key.split(".")):
+            parameter.data = parameter.data.to(dtype)
 
 
 def compare(

@@ -27,7 +27,7 @@ LEVELS = (
     ("recovery", "analysis", "lora_check"),
     ("hub",),
     ("bench", "demo"),
-    ("gpu",),
+    ("gpu", "estimate"),
     ("app",),
     ("cli",),
     ("__init__", "__main__"),

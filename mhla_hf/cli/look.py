@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mhla-hf demo`, `inspect`, `app` and `bench`."""
+"""`mhla-hf estimate`, `demo`, `inspect`, `app` and `bench`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +16,94 @@ from .output import JsonFile, progress_bars, say, show_table, write_report
 
 if TYPE_CHECKING:
     from ..analysis import InspectionReport, LayerInspection
+    from ..estimate import Estimate
+
+
+class _Size:
+    tokens: int | None = option(
+        "Length of a text; also tokens of an image or video, in place of its size. Default: the model's longest.",
+    )
+    height: int | None = option("Height in pixels. Default: the model's own.")
+    width: int | None = option("Width in pixels. Default: the model's own.")
+    num_frames: int | None = option("Frames of a video. Default: the model's own.")
+
+
+_SIZE = options_of(_Size)
+
+
+@with_options(_SIZE, common.HUB)
+def estimate_command(
+    model: str = argument("MODEL", "Directory or Hub id of a pipeline or model, or the name of a preset."),
+    *,
+    component: common.Component = None,
+    measure: bool = option("Time one block, with its own attention and with MHLA.", "--measure", default=False),
+    device: Device = "auto",
+    json_file: JsonFile = None,
+    **options: Any,
+) -> None:
+    """Estimate what MHLA can gain, without loading weights.
+
+    Counts the operations of one forward pass and those that MHLA would save, and the memory of weights, cache and
+    recovery. MODEL may be one that MHLA does not support.
+
+    Examples:
+
+        mhla-hf estimate wan2.1-1.3b --height 720 --width 1280 --num-frames 81
+        mhla-hf estimate Qwen/Qwen3-0.6B --tokens 32768 --measure
+    """
+    from ..bench import BenchOptions
+    from ..estimate import estimate, find_candidate, find_grid, measure_block
+
+    candidate = find_candidate(model, component, **given(options, common.HUB))
+    grid = find_grid(candidate, **given(options, _SIZE))
+    found = estimate(candidate, grid)
+    _show_estimate(found)
+    report = found.to_dict()
+    if measure:
+        report["measured"] = measure_block(candidate, grid, BenchOptions(device=device))
+        show_times(report["measured"])
+    write_report(json_file, report)
+
+
+def _show_estimate(found: "Estimate") -> None:
+    from ..utils.messages import format_bytes, pluralize
+
+    sizes = f"{found.tokens:,} tokens ({' × '.join(f'{size:,}' for size in found.grid)})"
+    say(f"{found.class_name}: {sizes}, {pluralize(found.layers, 'layer')} of softmax self-attention", style="bold")
+    bounds = [
+        {
+            "MHLA layers": f"{row['layers']} ({row['converted']})",
+            "at most": f"{row['mixing_free']:.2f}×",
+            "with MHLA's operations": row["with_mhla"] and f"{row['with_mhla']:.2f}×",
+        }
+        for row in found.bounds()
+    ]
+    show_table(bounds, title=f"{found.operations / 1e12:,.3g} TFLOP, {100 * found.share:.0f} % in softmax")
+    weights = " or ".join(
+        f"{format_bytes(size * found.parameters)} in {name}" for name, size in (("bfloat16", 2), ("float32", 4))
+    )
+    say(f"Weights: {weights} ({found.parameters:,} parameters)")
+    if found.kv_bytes is not None:
+        state = "" if found.state_bytes is None else f", of MHLA in all layers {format_bytes(found.state_bytes)}"
+        say(f"Cache in bfloat16: keys and values {format_bytes(found.kv_bytes)}{state}")
+    names = {"weights": "weights", "training": "training", "records": "records", "block_records": "of blocks"}
+    recipes = [
+        {
+            "recipe": row["recipe"],
+            "MHLA layers": row["layers"],
+            "steps": f"{row['steps']:,}",
+            **{title: format_bytes(row[name]) if row[name] else None for name, title in names.items()},
+        }
+        for row in found.training
+    ]
+    show_table(recipes, title="Memory of a recovery")
+    if recipes:
+        say(
+            "Weights in float32; training adds gradients and optimizer states; activations of a step are not counted. "
+            "Records are activations that are kept in memory or on the disk, those of blocks in memory."
+        )
+    say(found.sentence(), style="bold")
+
 
 _PANELS = {"match_steps": "Training", "prompts": "Generation"}
 _DEMO = [each for each in options_from(DemoConfig, panels=_PANELS) if each.name not in ("output", "progress")]

@@ -141,7 +141,7 @@ COMMANDS = {
         convert.models_command,
     ),
     "Recover and train": (recover.recover_command, recover.calibrate_command, recover.select_layers_command),
-    "Look and measure": (look.demo_command, look.inspect_command, look.app_command),
+    "Look and measure": (look.demo_command, look.estimate_command, look.inspect_command, look.app_command),
     "Share": (share.card_command, share.push_command, share.check_lora_command),
     "Check": (doctor.doctor_command, doctor.env_command),
 }

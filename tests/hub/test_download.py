@@ -124,6 +124,15 @@ def test_offline_and_mistakes(client, hub, pushed, tmp_path):
         assert load(client, pushed) == "loaded []"
 
 
+def test_an_estimate_downloads_configurations_alone(client, hub, pushed):
+    client.clear_cache()
+    start = len(hub.requests)
+    result = client.command("estimate", "user/softmax", "--tokens", "64")
+    assert result.code == 0 and "WanTransformer3DModel: 64 tokens" in result.output, result.errors
+    read = {request.path.rpartition("/")[2] for request in hub.requests[start:] if "/resolve/" in request.path}
+    assert read == {"model_index.json", "config.json"}
+
+
 HOSTILE = {
     "index-above": (
         "index = {'metadata': {}, 'weight_map': dict.fromkeys(tensors, '../outside.safetensors')}; "

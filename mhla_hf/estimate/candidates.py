@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that may become MHLA, known by their configurations alone: built, sized and fed without weights."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..bench import cast_model, diffusion_inputs, packs_latents
+from ..integrations.transformers.configuration import check_sizes, max_positions, towers_of
+from ..integrations.transformers.modules import is_image_model, patch_grid
+from ..layouts import MAX_TOKENS
+from ..models.directory import ModelDirectory
+from ..models.registry import FAMILIES, family_for
+from ..models.weight_files import check_model_config
+from ..presets import PRESETS, from_preset
+from ..utils import locations
+from ..utils.compat.transformers import set_attention
+from ..utils.files import path_inside, read_json
+from ..utils.messages import check_count, shorten_list
+
+
+_CONFIGURATIONS = ["model_index.json", "config.json", "*/config.json"]
+_TEXT_TOKENS = 512
+# Frames, and pixels of a side, that one latent stands for where no VAE tells; of SANA.
+_COMPRESSION, _SANA_COMPRESSION = (4, 8), (1, 32)
+
+
+class Candidate(ABC):
+    """A model as its configuration describes it, whether MHLA supports it or not.
+
+    Args:
+        directory: Its configurations.
+        config: Its configuration: a dict for diffusers, an object for transformers.
+
+    Attributes:
+        name: Directory, Hub id or name of a preset.
+        class_name: Class of the softmax model.
+        is_linear: Whether the model's own attention is linear.
+        window: Width of the sliding window that some layers have, or `None`.
+    """
+
+    is_linear = False
+    window: int | None = None
+
+    def __init__(self, directory: ModelDirectory, config: Any) -> None:
+        self.directory, self.config = directory, config
+        self.name, self.class_name = directory.location, directory.class_name
+
+    @abstractmethod
+    def build(self, mhla: Mapping[str, Any] | None = None, *, one_block: bool = False) -> Any:
+        """Build the model on the current device.
+
+        Args:
+            mhla: Options of its MHLA version; `None` for the softmax model.
+            one_block: Leave out all transformer blocks but the first.
+
+        Raises:
+            ValueError: If it has sizes that no model has, or MHLA does not support it.
+        """
+
+    @abstractmethod
+    def grid(self, model: Any, **given: int) -> tuple[int, ...]:
+        """Return the tokens along each axis of a sample; what is not given is the model's own.
+
+        Args:
+            model: The softmax model.
+            **given: `tokens` (the length of a text, or tokens of an image or video), or `height` and `width` in pixels
+                and `num_frames`.
+
+        Raises:
+            ValueError: If the model does not have what is given, or nothing tells the size.
+        """
+
+    @abstractmethod
+    def inputs(self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """Random arguments of the model's `forward`."""
+
+    @abstractmethod
+    def options(self, grid: Sequence[int]) -> dict[str, Any]:
+        """Options of MHLA for samples of a size, beside the defaults."""
+
+    @abstractmethod
+    def family(self, model: Any) -> str | None:
+        """Family of recipes for the MHLA version of the model; `None` where there is none."""
+
+
+def on_meta(candidate: Candidate, mhla: Mapping[str, Any] | None = None, dtype: Any = torch.bfloat16) -> Any:
+    """Build a model without memory for its weights; see [`Candidate.build`]."""
+    with torch.device("meta"):
+        model = candidate.build(mhla)
+    if dtype is not None:
+        cast_model(model, dtype)
+    return model
+
+
+class DiffusionModel(Candidate):
+    """A transformer of diffusers."""
+
+    def __init__(self, directory: ModelDirectory, config: Any) -> None:
+        super().__init__(directory, config)
+        self.is_linear = self.class_name in FAMILIES and directory.original_attention == "linear"
+
+    def build(self, mhla: Mapping[str, Any] | None = None, *, one_block: bool = False) -> Any:
+        import diffusers
+
+        upstream = getattr(diffusers, self.class_name, None)
+        if upstream is None:
+            raise ValueError(f"{self.class_name} is not in diffusers {diffusers.__version__}.")
+        check_model_config(upstream, self.config, self.name)
+        config = {**self.config, **({"num_layers": 1} if one_block else {})}
+        if mhla is not None:
+            upstream, config["mhla"] = family_for(self.class_name).load_class(), dict(mhla)
+        return upstream.from_config(config).eval()
+
+    def grid(self, model: Any, **given: int) -> tuple[int, ...]:
+        patch = self._patch(model)
+        if tokens := given.get("tokens"):
+            side = next(side for side in range(math.isqrt(tokens), 0, -1) if tokens % side == 0)
+            return (*(1,) * (len(patch) - 2), side, tokens // side)
+        if "num_frames" in given and len(patch) == 2:
+            raise ValueError(f"num_frames is for videos, and {self.class_name} makes images.")
+        frames, pixels = self._compression()
+        latents = [given[name] // pixels if name in given else None for name in ("height", "width")]
+        if len(patch) == 3:
+            latents.insert(0, (given["num_frames"] - 1) // frames + 1 if "num_frames" in given else None)
+        own = self._own_grid(model, patch) if None in latents else patch
+        found = tuple(size if side is None else side // each for size, side, each in zip(own, latents, patch))
+        if 0 in found:
+            raise ValueError(f"height must be at least {pixels * patch[-1]}, the side of one token, as must width.")
+        return found
+
+    def _own_grid(self, model: Any, patch: tuple[int, ...]) -> tuple[int, ...]:
+        if self.class_name in FAMILIES:
+            mhla_class = family_for(self.class_name).load_class()
+            return mhla_class.reference_grid(self.config, self.directory.vae_compression)
+        size = model.config.get("sample_size")
+        if len(patch) == 3 or not isinstance(size, int):
+            others = "width and num_frames" if len(patch) == 3 else "width"
+            raise ValueError(
+                f"height must be given with {others}, or tokens: the configuration does not tell the size of samples."
+            )
+        return (size // patch[0], size // patch[1])
+
+    def _patch(self, model: Any) -> tuple[int, ...]:
+        """Latents that make one token, along each axis."""
+        config, patch = model.config, model.config.get("patch_size") or 1
+        if packs_latents(model):
+            return (2, 2)
+        if isinstance(patch, (tuple, list)):
+            return tuple(patch)
+        is_video = "patch_size_t" in config or "3D" in self.class_name
+        return (config.get("patch_size_t") or 1, patch, patch) if is_video else (patch, patch)
+
+    def _compression(self) -> tuple[int, int]:
+        """Frames, and pixels of a side, that one latent stands for."""
+        found, path = self.directory.vae_compression, self.directory.root / "vae" / "config.json"
+        if found is None and self.directory.index is not None and path.is_file():
+            vae = read_json(path, "the VAE's configuration")
+            stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
+            found = (1, 2 ** (len(stages) - 1)) if isinstance(stages, list) and stages else None
+        return found or (_SANA_COMPRESSION if self.class_name == "SanaTransformer2DModel" else _COMPRESSION)
+
+    def inputs(self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        latents = [size * side for size, side in zip(grid, self._patch(model))]
+        text = model.config.get("max_text_seq_length") or _TEXT_TOKENS
+        # As many queries as keys would count as self-attention.
+        return diffusion_inputs(model, latents, dtype, device, text=text - (text == math.prod(grid)))
+
+    def options(self, grid: Sequence[int]) -> dict[str, Any]:
+        return {"grid": list(grid)}
+
+    def family(self, model: Any) -> str | None:
+        return family_for(self.class_name).name
+
+
+class TransformersModel(Candidate):
+    """A language model, encoder or vision model of transformers."""
+
+    def __init__(self, directory: ModelDirectory, config: Any) -> None:
+        super().__init__(directory, config)
+        text = config.get_text_config()
+        self.window = getattr(text, "sliding_window", None) or getattr(text, "local_attention", None)
+
+    def build(self, mhla: Mapping[str, Any] | None = None, *, one_block: bool = False) -> Any:
+        import transformers
+
+        config = copy.deepcopy(self.config)
+        check_sizes(config.to_dict(), self.name)
+        found = getattr(transformers, self.class_name, None) or transformers.MODEL_MAPPING.get(type(config), None)
+        if found is None:
+            raise ValueError(f"{self.class_name} is not in transformers {transformers.__version__}.")
+        if one_block:
+            config.num_hidden_layers = 1
+            if getattr(config, "layer_types", None):
+                config.layer_types = ["full_attention"]
+        if mhla is not None:
+            config.mhla = dict(mhla)
+            set_attention(config, "mhla")
+            return found(config).eval()
+        model = found(config).eval()
+        for part in (model.config, *towers_of(model.config).values()):
+            # Undeclared too: it is counted, not computed.
+            set_attention(part, "sdpa")
+        return model
+
+    def grid(self, model: Any, **given: int) -> tuple[int, ...]:
+        if is_image_model(self.config):
+            if not given.keys() <= {"height", "width"}:
+                raise ValueError(f"{self.class_name} sees images: give height and width.")
+            return patch_grid(self.config, **given)
+        if not given.keys() <= {"tokens"}:
+            raise ValueError(f"{self.class_name} reads text: give tokens.")
+        length = given.get("tokens") or max_positions(self.config.get_text_config())
+        if length is None:
+            raise ValueError("tokens must be given: the configuration does not tell the longest text.")
+        return (length,)
+
+    def inputs(self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        taken = inspect.signature(model.forward).parameters
+        if is_image_model(self.config):
+            patch = self.config.patch_size
+            sides = [
+                size * side for size, side in zip(grid, patch if isinstance(patch, (list, tuple)) else 2 * [patch])
+            ]
+            pixels = torch.randn(1, self.config.num_channels, *sides, dtype=dtype, device=device)
+            resized = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in taken else {}
+            return {"pixel_values": pixels, **resized}
+        inputs: dict[str, Any] = {"input_ids": torch.zeros(1, *grid, dtype=torch.long, device=device)}
+        if self.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = inputs["input_ids"][:, :1]
+        if "logits_to_keep" in taken:
+            inputs["logits_to_keep"] = 1
+        return inputs
+
+    def options(self, grid: Sequence[int]) -> dict[str, Any]:
+        return {"grid": list(grid)} if is_image_model(self.config) else {}
+
+    def family(self, model: Any) -> str | None:
+        options = model.config.mhla
+        if options is None:
+            # Several towers, each with options of its own.
+            return None
+        return "causal" if options["causal"] else "vision" if is_image_model(self.config) else "encoder"
+
+
+def find_candidate(location: str | Path, component: str | None = None, **hub: Any) -> Candidate:
+    """Read the configuration of a model, whether MHLA supports it or not.
+
+    Args:
+        location: A directory, a Hub id (only configurations are downloaded), or the name of a preset.
+        component: Name of the model in a pipeline; by default its first transformer.
+        **hub: `revision`, `token` and `cache_dir`, for a Hub repository.
+
+    Raises:
+        ValueError: If there is none, or the model is MHLA already.
+    """
+    name = str(location)
+    if name in PRESETS and not Path(name).is_dir():
+        with torch.device("meta"):
+            made = from_preset(name, mhla=False)
+        if PRESETS[name].library == "transformers":
+            return TransformersModel(ModelDirectory(name, Path(), None, {"model": made.to_dict()}, "model"), made)
+        config = {**made.config, "_class_name": type(made).__name__}
+        return DiffusionModel(ModelDirectory(name, Path(), None, {"transformer": config}, "transformer"), config)
+    root = locations.local_directory(location, "model")
+    if root is None:
+        root = locations.download_repository(name, allow_patterns=_CONFIGURATIONS, **hub)
+    index, configs = None, {}
+    if (root / locations.PIPELINE_INDEX).is_file():
+        index = read_json(root / locations.PIPELINE_INDEX, "the pipeline's index")
+        for part, entry in index.items():
+            if isinstance(entry, list) and entry and re.search("Transformer|UNet", str(entry[-1])):
+                path = path_inside(root, part, locations.PIPELINE_INDEX) / "config.json"
+                configs[part] = {"_class_name": entry[-1], **read_json(path, "the model's configuration")}
+        if not configs:
+            raise ValueError(f"{name} has no transformer; it has {shorten_list(index)}.")
+    else:
+        config = read_json(root / "config.json", "the model's configuration")
+        if "_class_name" not in config and "model_type" not in config:
+            raise ValueError(f"{root / 'config.json'} names no class of diffusers and no model_type of transformers.")
+        configs = {"transformer" if "_class_name" in config else "model": config}
+    directory = ModelDirectory(name, root, index, configs, next(iter(configs))).select(component)
+    if directory.is_mhla:
+        raise ValueError(f"{name} is MHLA already: give the model that it was converted from.")
+    if directory.is_transformers:
+        return TransformersModel(directory, directory.load_config())
+    return DiffusionModel(directory, directory.config)
+
+
+def find_grid(candidate: Candidate, **size: int | None) -> tuple[int, ...]:
+    """Return the token grid of a size that a user gives; see [`Candidate.grid`].
+
+    Raises:
+        ValueError: If a number is wrong, or tokens are given with a size in pixels.
+    """
+    given = {name: value for name, value in size.items() if value is not None}
+    for name, value in given.items():
+        check_count(name, value, maximum=MAX_TOKENS)
+    if "tokens" in given and len(given) > 1:
+        raise ValueError(f"tokens cannot be given with {shorten_list(name for name in given if name != 'tokens')}.")
+    return candidate.grid(on_meta(candidate), **given)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations by hand, on small configurations; memory beside what recipes and measured caches say; errors; blocks."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.estimates import MODELS, PAGE, bounds_row, estimates
+from mhla_hf.bench import BenchOptions
+from mhla_hf.cli.main import app
+from mhla_hf.estimate import estimate, find_candidate, find_grid, measure_block
+from mhla_hf.estimate.candidates import on_meta
+from mhla_hf.estimate.estimating import training_memory
+from mhla_hf.recovery.recipes import load_recipe, recipe_names
+from tests import ROOT
+from tests.recovery.test_recipes import DIFFUSERS, TRANSFORMERS
+from tests.tiny import TEXT_DIM, WAN
+
+
+DIT = {
+    "_class_name": "DiTTransformer2DModel", "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 3,
+    "in_channels": 4, "out_channels": 8, "sample_size": 16, "patch_size": 2,
+}  # fmt: skip
+SANA = {
+    "_class_name": "SanaTransformer2DModel", "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2,
+    "num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16, "sample_size": 16,
+    "caption_channels": 16,
+}  # fmt: skip
+FLUX = {
+    "_class_name": "FluxTransformer2DModel", "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1,
+    "num_single_layers": 2, "in_channels": 64, "joint_attention_dim": 32, "pooled_projection_dim": 8,
+    "axes_dims_rope": [4, 6, 6],
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.fixture
+def candidate(tmp_path):
+    def make(config):
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return find_candidate(tmp_path)
+
+    return make
+
+
+def test_operations_of_a_dit(candidate):
+    subject = candidate(DIT)
+    found = estimate(subject, find_grid(subject, height=768, width=768))
+    tokens, width, layers = 48**2, 16, 3
+    assert (found.grid, found.tokens, found.layers) == ((48, 48), tokens, layers)
+    assert found.mixing == layers * 4 * tokens**2 * width
+    # q, k, v, o and an MLP of four times the width; patches of 2 × 2 latents in and out.
+    linear = layers * 2 * tokens * 12 * width**2 + 2 * tokens * width * 4 * (4 + 8)
+    assert found.operations == pytest.approx(found.mixing + linear, rel=1e-3)
+    # A head has 8 × 8 products, and 8 of the normaliser, to sum up a token, to read it and to mix two of 48 blocks.
+    summaries = 2 * width * (8 + 1) * (2 * tokens + 48**2)
+    assert found.mhla_operations == found.operations - found.mixing + layers * summaries
+    assert found.advice == "worth trying"
+    assert find_grid(subject) == (8, 8) and find_grid(subject, tokens=30) == (5, 6)
+
+
+def test_operations_of_wan(candidate):
+    subject = candidate({"_class_name": "WanTransformer3DModel", **WAN})
+    grid = find_grid(subject, height=128, width=160, num_frames=21)
+    found = estimate(subject, grid)
+    tokens, width, layers, text = 6 * 8 * 10, 24, 2, 512
+    assert (grid, found.tokens) == ((6, 8, 10), tokens)
+    assert found.mixing == layers * 4 * tokens**2 * width
+    # Attention and cross-attention to the text, and an MLP of width 32.
+    linear = layers * 2 * (tokens * (6 * width**2 + 2 * width * 32) + text * 2 * width**2)
+    linear += layers * 4 * tokens * text * width
+    linear += 2 * (text * (TEXT_DIM * width + width**2) + tokens * 2 * width * 64)
+    assert found.operations == pytest.approx(found.mixing + linear, rel=0.01)
+    bound = {row["layers"]: row for row in found.bounds()}
+    share = found.mixing / found.operations
+    assert bound["all"]["mixing_free"] == pytest.approx(1 / (1 - share)) and bound["all"]["converted"] == layers
+    assert bound["2/3"]["mixing_free"] == pytest.approx(1 / (1 - share / 2)) and bound["2/3"]["converted"] == 1
+    assert bound["all"]["with_mhla"] == pytest.approx(found.operations / found.mhla_operations)
+    assert find_grid(subject) == (21, 30, 52)
+
+
+def test_operations_and_cache_of_a_llama(candidate):
+    subject = candidate(LLAMA)
+    found = estimate(subject)
+    tokens, width, layers = 4096, 32, 2
+    assert (found.grid, found.layers) == ((tokens,), layers)
+    # Causal: half of the pairs.
+    assert found.mixing == layers * 2 * tokens**2 * width
+    # Keys and values are half as wide; only the last token goes through the head.
+    assert found.operations - found.mixing == layers * 2 * tokens * (3 * width**2 + 3 * width * 48) + 2 * width * 64
+    assert found.parameters == sum(each.numel() for each in subject.build().parameters())
+    assert found.kv_bytes == layers * 2 * tokens * width // 2 * 2
+    assert found.sentence().startswith("Worth trying: the products of softmax attention are ")
+
+
+def test_caches_are_as_large_as_measured(candidate):
+    """At a context where the measured cache has stopped growing."""
+    path = ROOT / "benchmarks" / "results" / "decode-2026-11-26-amd-epyc-dynamic.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    (row,) = (row for row in report["results"] if (row["dtype"], row["context"]) == ("bfloat16", 32768))
+    sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    found = estimate(candidate({**LLAMA, **sizes, "num_key_value_heads": 4, "max_position_embeddings": 32768}))
+    assert found.kv_bytes == row["softmax"]["cache_bytes"] and found.state_bytes == row["mhla"]["cache_bytes"]
+
+
+def test_a_model_without_mhla(candidate):
+    subject = candidate(FLUX)
+    found = estimate(subject, find_grid(subject, height=512, width=768))
+    # The text takes part.
+    tokens, width = 512 + 32 * 48, 32
+    assert (found.grid, found.tokens, found.layers) == ((32, 48), tokens, 3)
+    assert found.mixing == 3 * 4 * tokens**2 * width and found.mhla_operations is None and found.training == []
+    assert "MHLA does not support it: FluxTransformer2DModel has no MHLA version" in found.sentence()
+    assert [row["with_mhla"] for row in found.bounds()] == [None] * 4
+    with pytest.raises(ValueError, match="^height must be given with width, or tokens: the configuration"):
+        find_grid(subject)
+
+
+def test_linear_attention_has_nothing_to_gain(candidate):
+    found = estimate(candidate(SANA))
+    assert (found.tokens, found.mixing, found.bounds(), found.advice) == (256, 0, [], "keep softmax")
+    assert found.sentence().startswith("No gain in speed: its attention is linear already")
+
+
+def test_layers_with_a_window_are_no_gain(candidate):
+    tokens, window, width = 1024, 64, 32
+    mistral = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    qwen = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+    qwen |= {"sliding_window": window, "layer_types": ["full_attention", "sliding_attention"]}
+    with pytest.raises(ValueError, match="MistralForCausalLM has no self-attention"):
+        estimate(candidate(mistral), (tokens,))
+    found = estimate(candidate(qwen), (tokens,))
+    assert (found.layers, found.mixing) == (1, 2 * tokens**2 * width)
+    linear = 2 * 2 * tokens * (3 * width**2 + 3 * width * 48) + 2 * width * 64
+    assert found.operations == found.mixing + 4 * tokens * window * width + linear
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="this torch has no grouped products")
+def test_operations_of_experts(candidate):
+    tokens, width = 1024, 32
+    mixtral = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    found = estimate(candidate({**mixtral, "num_experts_per_tok": 2}), (tokens,))
+    # Two of four experts for a token, and the router.
+    linear = 2 * 2 * tokens * (3 * width**2 + 2 * 3 * width * 48 + 4 * width) + 2 * width * 64
+    assert found.operations - found.mixing == linear
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_say_what_they_take(name, candidate):
+    """The figures at the top of each recipe, rounded to two digits, for the model that it names."""
+    if name in DIFFUSERS:
+        class_name, sizes = DIFFUSERS[name]
+        config = {"_class_name": class_name.removeprefix("MHLA"), **sizes}
+    else:
+        config = TRANSFORMERS[name][1]().to_dict()
+    subject = candidate(config)
+    row = training_memory(subject, on_meta(subject), load_recipe(name))
+    text = " ".join((ROOT / "mhla_hf" / "recipes" / f"{name}.yaml").read_text(encoding="utf-8").split("\n# "))
+    stated = [float(figure) for figure in re.findall(r"([\d.]+) GB", text)]
+    counted = [row[key] / 1e9 for key in ("weights", "training", "records", "block_records") if row[key]]
+    assert stated == pytest.approx(counted, rel=0.05)
+    assert f"{row['steps']:,} optimizer steps" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "message"),
+    [
+        (DIT, {"tokens": 64, "height": 64}, "^tokens cannot be given with height"),
+        (DIT, {"height": 0}, "^height=0 must be a whole number of at least 1"),
+        (DIT, {"height": 8}, "^height must be at least 16"),
+        (DIT, {"num_frames": 5}, "^num_frames is for videos, and DiTTransformer2DModel makes images"),
+        (LLAMA, {"height": 64}, "^LlamaForCausalLM reads text: give tokens"),
+        ({"model_type": "vit"}, {"tokens": 64}, "^vit sees images: give height and width"),
+        ({"_class_name": "NoTransformer2DModel"}, {}, "^NoTransformer2DModel is not in diffusers"),
+        ({"_class_name": "MHLADiTTransformer2DModel"}, {}, "is MHLA already: give the model that it was converted"),
+        ({}, {}, "names no class of diffusers and no model_type of transformers"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_errors(config, size, message, candidate):
+    with pytest.raises(ValueError, match=message):
+        find_grid(candidate(config), **size)
+
+
+def test_size_of_a_pipeline(tmp_path):
+    """An image pipeline's size is that of its VAE, and each of its transformers can be chosen."""
+    for name, config in {"transformer": FLUX, "vae": {"block_out_channels": [8, 8]}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert find_grid(find_candidate(tmp_path), height=64, width=128) == (16, 32)
+    with pytest.raises(ValueError, match="component='transformer_2' is not a component"):
+        find_candidate(tmp_path, "transformer_2")
+
+
+@pytest.mark.parametrize("config", [{"_class_name": "WanTransformer3DModel", **WAN}, SANA, LLAMA])
+def test_one_block_is_timed(config, candidate):
+    subject = candidate(config)
+    report = measure_block(subject, find_grid(subject, tokens=256), BenchOptions(device="cpu", seconds=0.05))
+    assert [row["reason"] for row in report["results"]] == [None, None]
+    assert [row["attention"] for row in report["results"]] == ["linear" if config is SANA else "softmax", "mhla"]
+    assert all(row["milliseconds"] > 0 for row in report["results"])
+
+
+def test_the_command(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    words = ["estimate", str(tmp_path), "--tokens", "512", "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert report["sentence"] in result.stdout and report["mixing"] == 2 * 2 * 512**2 * 32
+    assert "LlamaForCausalLM: 512 tokens" in result.stdout and "Memory of a recovery" in result.stdout
+    wrong = CliRunner().invoke(app, ["estimate", "dit-s-2-256", "--tokens", "64", "--width", "64"])
+    assert wrong.exit_code == 2 and wrong.stderr == "error: --tokens cannot be given with width.\n"
+
+
+@pytest.mark.parametrize("name", ["DiT-XL/2", "FLUX.1-dev", "all-MiniLM-L6-v2"])
+def test_the_page_has_what_is_counted(name):
+    (model,) = (model for model in MODELS if model.name == name)
+    rows = [bounds_row(name, size, found) for size, found in estimates(model)]
+    assert set(rows) <= set(PAGE.read_text(encoding="utf-8").splitlines())
