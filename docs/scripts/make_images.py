@@ -28,6 +28,7 @@ from mhla_hf.training.data.probes import pipeline_batches
 IMAGES = Path(__file__).resolve().parent.parent / "images"
 PALETTE = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2"]
 INK = "#333333"
+DPI = 110
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 TITLES = {
     "softmax": "softmax (original)",
@@ -45,7 +46,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save(figure: Figure, name: str) -> None:
     IMAGES.mkdir(exist_ok=True)
-    figure.savefig(IMAGES / name, dpi=110, facecolor="white")
+    figure.savefig(IMAGES / name, dpi=DPI, facecolor="white")
     # A palette keeps the files small.
     Image.open(IMAGES / name).convert("RGB").quantize(256).save(IMAGES / name, optimize=True)
 
@@ -171,7 +172,7 @@ def draw_summaries(name: str) -> None:
             4.75,
             top + 0.5 + 0.18 * (2 - block),
             f"$m_{{3,{block + 1}}}$ = {weights[block]:.2f}",
-            fontsize=8.5,
+            fontsize=9.5,
             color=INK,
             bbox=LABEL_BOX,
         )
@@ -188,7 +189,7 @@ def draw_summaries(name: str) -> None:
         (7.5, "its mixture"),
         (10.5, "outputs of the\nqueries in block 3"),
     ):
-        axes.text(x, -0.35, text, ha="center", va="bottom", fontsize=9.5, color=INK)
+        axes.text(x, -0.35, text, ha="center", va="bottom", fontsize=10.5, color=INK)
     axes.set(xlim=(-0.2, 11.8), ylim=(6.6, -1.4))
     hide_ticks(axes)
     save(figure, name)
@@ -226,20 +227,38 @@ def draw_attention(name: str, layer: int = 1, head: int = 1) -> None:
     with torch.no_grad():
         pipe.transformer(**probe["transformer"][0])
     hook.remove()
-    (tokens, *_), frame = found, 64
-    figure = new_figure(9.0, 3.3)
-    panels = figure.subplots(1, 3)
-    for axes, (kind, title) in zip(panels, (("original", "softmax"), ("linear", "linear"), ("mhla", "MHLA"))):
+    (tokens, *_), frame, scale = found, 64, 3
+    # Each weight is a square of `scale` pixels: matrices shrunk to fit would show patterns that are not there.
+    width, height = 1040, 790
+    figure = Figure(figsize=(width / DPI, height / DPI))
+    FigureCanvasAgg(figure)
+    queries = slice(2 * frame, 3 * frame)
+    size = (scale * tokens.num_tokens / width, scale * frame / height)
+    titles = (("original", "softmax"), ("mhla", "MHLA"), ("linear", "linear"))
+    for row, (kind, title) in enumerate(titles):
         matrix = tokens.matrix(kind, head=head)
         singular = singular_values(matrix)
         rank, effective = numerical_rank(singular), effective_rank(singular)
-        image = axes.imshow(matrix.clamp_min(1e-5).log10(), vmin=-5, vmax=-1, cmap="magma", interpolation="nearest")
-        axes.set_title(f"{title}\nrank {rank}, effective rank {effective:.0f}", fontsize=10, color=INK)
-        ticks = range(0, tokens.num_tokens, frame)
-        axes.set(xlabel="key token j", xticks=ticks, yticks=ticks)
-        axes.tick_params(labelsize=7)
-    panels[0].set_ylabel("query token t")
-    figure.colorbar(image, ax=list(panels), label="log10 of the weight", fraction=0.02)
+        axes = figure.add_axes((30 / width, 1 - (30 + row * 232 + scale * frame) / height, *size))
+        weights = matrix[queries].clamp_min(1e-5).log10()
+        image = axes.imshow(weights, vmin=-5, vmax=-1, cmap="magma", interpolation="nearest", aspect="auto")
+        words = f"{title}: rank {rank}, effective rank {effective:.0f} of {tokens.num_tokens}"
+        axes.set_title(words, fontsize=11, color=INK, loc="left")
+        for edge in range(frame, tokens.num_tokens, frame):
+            axes.axvline(edge - 0.5, color="white", linewidth=1)
+        axes.set(xticks=[], yticks=[])
+        axes.set_ylabel("queries", fontsize=9)
+    places = [frame * (number + 0.5) for number in range(tokens.num_tokens // frame)]
+    axes.set_xticks(places, [f"keys of frame {number}" for number in range(len(places))])
+    axes.tick_params(length=0, labelsize=9)
+    bar = figure.colorbar(
+        image, cax=figure.add_axes((590 / width, 46 / height, 400 / width, 14 / height)), orientation="horizontal"
+    )
+    bar.set_label("weight", fontsize=9)
+    bar.set_ticks([-5, -4, -3, -2, -1], labels=["≤ 0.00001", "0.0001", "0.001", "0.01", "≥ 0.1"], fontsize=9)
+    figure.text(
+        30 / width, 48 / height, "Queries of frame 2 of a video of 5 frames of 8 × 8 tokens", fontsize=9, color=INK
+    )
     save(figure, name)
 
 
