@@ -50,8 +50,8 @@ def test_both_videos_their_times_and_mixing_weights_appear(page, saved_pipeline)
         # Stacked, and not cut.
         page.wait_for_function(
             """width => {
-              const [matrix, tokens] = [...document.querySelectorAll('#mixing svg')].map(x => x.getBoundingClientRect());
-              return tokens.top >= matrix.bottom && [matrix, tokens].every(x => x.left >= 0 && x.right <= width);
+              const parts = [...document.querySelectorAll('#mixing svg')].map(svg => svg.getBoundingClientRect());
+              return parts[1].top >= parts[0].bottom && parts.every(box => box.left >= 0 && box.right <= width);
             }""",
             arg=PHONE["width"],
         )
