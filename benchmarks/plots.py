@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of the reports of `benchmarks.training` and `benchmarks.decode`."""
+"""Plots of the reports of `mhla-hf bench op`, `benchmarks.training` and `benchmarks.decode`.
+
+python -m benchmarks.plots REPORT.json PLOT.png
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mhla_hf.utils.figures import new_figure, save_figure
+from mhla_hf.utils.files import read_json
 
 
 _STYLES = {"ordinary": ("#444444", "o"), "mhla-torch": ("#1f77b4", "o"), "mhla-triton": ("#0b3d91", "s")}
@@ -21,7 +26,61 @@ def plot_report(report: Mapping[str, Any], path: Path) -> None:
     """
     if all(row.get("reason") is not None for row in report["results"]):
         raise ValueError(f"plot={str(path)!r} would be empty: nothing could be measured.")
-    save_figure({"train": _models, "decode": _decoding}[report["benchmark"]](report), path)
+    plots = {"op": _operator, "train": _models, "decode": _decoding}
+    save_figure(plots[report["benchmark"]](report), path)
+
+
+def _operator(report: Mapping[str, Any]) -> Any:
+    """Bars of softmax's time over MHLA's, by length, where outputs are divided by the normaliser."""
+    rows = [row for row in report["results"] if row["contestant"] == "mhla-torch" and row["normalizer"] == "query"]
+    # Causal shapes have a length of their blocks.
+    kinds = {"images and videos": lambda row: row["chunk"] is None, "causal": lambda row: row["chunk"] is not None}
+    groups = {kind: sorted(filter(chosen, rows), key=lambda row: row["tokens"]) for kind, chosen in kinds.items()}
+    figure = new_figure(10.5, 4.6)
+    counts = [len({row["shape"] for row in group}) for group in groups.values()]
+    for axis, (kind, group) in zip(figure.subplots(1, 2, width_ratios=counts, sharey=True), groups.items()):
+        shapes = {row["shape"]: row["tokens"] for row in group}
+        for offset, (direction, color) in enumerate((("forward", "#1f77b4"), ("fwd+bwd", "#9ecae1"))):
+            ratios = [
+                next(
+                    row["speedup_over_softmax"]
+                    for row in group
+                    if (row["shape"], row["direction"]) == (name, direction)
+                )
+                for name in shapes
+            ]
+            places = [place + 0.4 * (offset - 0.5) for place in range(len(shapes))]
+            label = {"forward": "forward", "fwd+bwd": "forward and backward"}[direction]
+            # From the line of equal times, so that what is slower hangs below it.
+            bars = axis.bar(places, [ratio - 1 for ratio in ratios], 0.4, bottom=1, color=color, label=label)
+            for bar, ratio in zip(bars, ratios):
+                below = ratio < 1
+                axis.annotate(
+                    f"{ratio:.1f}",
+                    (bar.get_x() + bar.get_width() / 2, ratio),
+                    xytext=(0, -3 if below else 3),
+                    textcoords="offset points",
+                    ha="center",
+                    va="top" if below else "bottom",
+                    fontsize=10,
+                )
+        names = [f"{tokens:,}\n{name.removesuffix('-small')}" for name, tokens in shapes.items()]
+        axis.set_xticks(range(len(shapes)), names, fontsize=9)
+        axis.axhline(1, color="#444444", linewidth=1)
+        axis.set(yscale="log", title=kind, xlabel="tokens, shape")
+        axis.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
+        axis.set_yticks([], minor=True)
+        axis.set_ylim(0.5, 50)
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("time of softmax / time of MHLA")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    threads = report["machine"]["threads"]
+    figure.suptitle(
+        f"{_title(report)}, {threads} thread{'s' if threads != 1 else ''}; above 1, MHLA is faster", fontsize=11
+    )
+    return figure
 
 
 def _models(report: Mapping[str, Any]) -> Any:
@@ -82,3 +141,16 @@ def _decoding(report: Mapping[str, Any]) -> Any:
 def _title(report: Mapping[str, Any]) -> str:
     machine, options = report["machine"], report["options"]
     return f"{machine['device']}, {options['dtype']}, torch {machine['torch']}, {machine['date']}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Plots a report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="JSON file that a benchmark wrote")
+    parser.add_argument("plot", type=Path, help="PNG file to write")
+    options = parser.parse_args(arguments)
+    plot_report(read_json(options.report, "the report of a benchmark:"), options.plot)
+
+
+if __name__ == "__main__":
+    main()

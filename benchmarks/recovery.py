@@ -226,6 +226,8 @@ def downstream_means(results: Mapping[str, Any]) -> dict[tuple[str, str, str], d
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
     """Quality against CPU seconds: a panel for each model, a line for each seed."""
+    from matplotlib.ticker import LogFormatter
+
     from mhla_hf.utils.figures import new_figure, save_figure
 
     shown = [model for model in MODELS if any(name.startswith(f"{model}/") for name in results)]
@@ -246,6 +248,8 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
                 axis.plot(seconds, quality, color=COLORS[variant], marker="o", alpha=0.8, label=label)
         quality_name = "1 - cosine to the original" if model in COSINE else "above softmax, %"
         axis.set(title=MODELS[model], xlabel="CPU seconds", ylabel=quality_name, yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.1, 0.3)))
         axis.grid(alpha=0.3, which="both")
         axis.legend(frameon=False)
     save_figure(figure, path)

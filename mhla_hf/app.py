@@ -12,10 +12,11 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -24,7 +25,8 @@ from diffusers.utils import export_to_video
 from torch import nn
 
 from . import __version__
-from .analysis import mixing_figure, mixing_summary, reference_layout
+from .analysis import mixing_summary, reference_layout
+from .analysis.plots import mixing_parts
 from .analysis.statistics import middle_block
 from .conversion import convert_pretrained
 from .demo.config import BLOCKS, GRID, DemoConfig, base_pipeline_directory
@@ -39,6 +41,7 @@ from .recovery.recipes import default_recipe
 from .training.data.probes import PROMPTS, sample_size
 from .training.matching.layers import mhla_layers
 from .utils.destinations import claim_destination
+from .utils.figures import figure_svg
 from .utils.locations import PIPELINE_INDEX, local_directory
 from .utils.machine import choose_device, parse_dtype, synchronize
 from .utils.messages import how_to_install, shorten_text
@@ -70,12 +73,15 @@ _SHOWN_PIXELS, _FRAMES_PER_SECOND = 320, 8
 
 _INTRODUCTION = """# MHLA beside {attention}
 
-**Multi-Head Linear Attention** keeps one summary of keys and values per block of tokens and learns how blocks mix
-them, so its cost grows linearly with the number of tokens. Both models answer the same prompt with the same seed:
-compare how close the right output comes to the left one.
+**Multi-Head Linear Attention (MHLA)** keeps one summary per block of tokens and learns how to mix them, so its cost
+grows linearly with the number of tokens; that of softmax attention grows with the square.
+
+*Generate* makes {output} with the original model and one with MHLA, from the same prompt and seed. The more alike they
+are, the better MHLA stands in for {attention}.
 
 `{name}`, converted from `{original}`{warning}
 """
+_OUTPUTS = {"video": "a video", "image": "an image", "text": "a text"}
 _NOT_RECOVERED = """
 
 **Not recovered.** This model was converted but not trained afterwards; a recovered model (`mhla-hf recover`) is closer
@@ -86,15 +92,49 @@ the weights for block *i*; beside it, the row of the outlined block is drawn on 
 negative."""
 _CSS = """
 .gradio-container main { width: 100%; max-width: 1040px; margin: 0 auto !important; }
-@media (max-width: 640px) {
-  #mixing .layout { align-items: flex-start; overflow-x: auto; }
-  #mixing img { width: 720px; max-width: none; }
-}
+#mixing .mixing { display: flex; flex-wrap: wrap; gap: 16px; padding: 12px; border-radius: 6px; background: #fff; }
+#mixing .mixing div { flex: 1 1 280px; }
+#mixing .mixing div + div { flex: 2 1 280px; }
+#mixing svg { display: block; width: 100%; height: auto; }
 """
-_TIMES = """A forward pass takes **{original:,.0f} ms** with {attention} and **{mhla:,.0f} ms** with MHLA. Linear
-attention saves time on long inputs, of thousands of tokens; `mhla-hf bench op` finds the break-even here."""
-# The videos arrive one after the other; restart them together.
-_SYNCHRONIZE = "() => document.querySelectorAll('video').forEach(v => { v.loop = true; v.currentTime = 0; v.play(); })"
+_TIMES = (
+    "At **{tokens:,} tokens**, a forward pass takes **{original:,.0f} ms** with {attention} and **{mhla:,.0f} ms** "
+    "with MHLA: {ratio}."
+)
+BREAK_EVEN = {
+    ("cpu", "pixels"): "at a length between 256 and 1,024 tokens (measured on one core of an AMD EPYC)",
+    ("cpu", "text"): "at a length between 2,048 and 8,192 tokens (measured with a dynamic cache on one core of an AMD "
+    "EPYC)",
+    ("cuda", "pixels"): "at a length between 1,024 and 31,500 tokens (measured on an H100)",
+}
+"""Where attention with MHLA becomes faster than softmax, by device and output; from `benchmarks/README.md`."""
+_BREAK_EVEN = "By itself, {what} becomes faster than with softmax {length}; `mhla-hf bench op` measures it here."
+# The videos arrive one after the other; restart them together, and let the second one follow the first.
+_SYNCHRONIZE = """() => {
+  const [first, ...others] = document.querySelectorAll('#original video, #mhla video');
+  if (!first) return;
+  const follow = () => others.forEach(video => {
+    if (Math.abs(video.currentTime - first.currentTime) > 0.1) video.currentTime = first.currentTime;
+  });
+  first.ontimeupdate = first.onseeked = follow;
+  first.onpause = () => others.forEach(video => video.pause());
+  first.onplay = () => others.forEach(video => video.play());
+  [first, ...others].forEach(video => { video.loop = true; video.currentTime = 0; video.play(); });
+}"""
+
+
+class Output(NamedTuple):
+    """What a model answers to a request.
+
+    Attributes:
+        value: Pixels `[(F,) H, W, 3]` uint8, or a text.
+        seconds: Median time of a forward pass.
+        tokens: Tokens that attention layers see: of the sample, or of the prompt and the answer.
+    """
+
+    value: Any
+    seconds: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -233,9 +273,7 @@ def request_inputs(comparison: Comparison) -> dict[str, Any]:
     return inputs
 
 
-def generate(
-    comparison: Comparison, side: str, request: Mapping[str, Any], stop: threading.Event
-) -> tuple[Any, float]:
+def generate(comparison: Comparison, side: str, request: Mapping[str, Any], stop: threading.Event) -> Output:
     """Answer a request with one of the two models.
 
     Args:
@@ -243,9 +281,6 @@ def generate(
         side: `"original"` or `"mhla"`.
         request: Values of [`request_inputs`] by name.
         stop: Set to end the work before the next step or token.
-
-    Returns:
-        Pixels `[(F,) H, W, 3]` uint8 or a text, and the median seconds of a forward pass.
     """
     work = _generate_text if comparison.kind == "text" else _generate_pixels
     request = dict(request)
@@ -261,12 +296,14 @@ def generate(
     # The work of a visitor who cancelled ends with its current step.
     with comparison.lock, torch.no_grad():
         ticks.append(time.perf_counter())
-        value = work(comparison, comparison.sides[side], request, tick)
+        value, tokens = work(comparison, comparison.sides[side], request, tick)
     # The median leaves out the time to read the prompt and to warm up.
-    return value, float(np.median(np.diff(ticks)))
+    return Output(value, float(np.median(np.diff(ticks))), tokens)
 
 
-def _generate_pixels(comparison: Comparison, pipeline: Any, request: dict[str, Any], tick: Any) -> np.ndarray:
+def _generate_pixels(
+    comparison: Comparison, pipeline: Any, request: dict[str, Any], tick: Any
+) -> tuple[np.ndarray, int]:
     generator = torch.Generator().manual_seed(request.pop("seed"))
     if "class_labels" in request:
         request["class_labels"] = [request["class_labels"]]
@@ -278,7 +315,13 @@ def _generate_pixels(comparison: Comparison, pipeline: Any, request: dict[str, A
         if tick(pipeline.device):
             raise _Stopped
 
+    seen: list[int] = []
     hooks = [getattr(pipeline, name).register_forward_pre_hook(check) for name in comparison.models]
+    # Both models have the same layers, by name.
+    for name, model in comparison.models.items():
+        attention = getattr(pipeline, name).get_submodule(mhla_layers(model)[0].name)
+        hook = partial(_count_tokens, seen)
+        hooks.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         output = pipeline(**request, generator=generator, output_type="np")
     finally:
@@ -287,10 +330,15 @@ def _generate_pixels(comparison: Comparison, pipeline: Any, request: dict[str, A
     values = output.frames[0] if comparison.kind == "video" else output.images[0]
     pixels = np.rint(np.asarray(values, dtype=np.float32) * 255).clip(0, 255).astype(np.uint8)
     scale = max(1, _SHOWN_PIXELS // max(pixels.shape[-3:-1]))
-    return pixels.repeat(scale, axis=-3).repeat(scale, axis=-2)
+    return pixels.repeat(scale, axis=-3).repeat(scale, axis=-2), seen[-1]
 
 
-def _generate_text(comparison: Comparison, model: Any, request: dict[str, Any], tick: Any) -> str:
+def _count_tokens(seen: list[int], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    seen.append(hidden_states.shape[1])
+
+
+def _generate_text(comparison: Comparison, model: Any, request: dict[str, Any], tick: Any) -> tuple[str, int]:
     tokenizer = comparison.tokenizer
     if tokenizer.chat_template is not None:
         chat = [{"role": "user", "content": request["prompt"]}]
@@ -305,7 +353,24 @@ def _generate_text(comparison: Comparison, model: Any, request: dict[str, Any], 
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     inputs = inputs.to(model.device)
     tokens = model.generate(**inputs, max_new_tokens=request["new_tokens"], stopping_criteria=[stops], **options)
-    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    answer = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return answer, tokens.shape[1]
+
+
+def describe_times(comparison: Comparison, original: Output, mhla: Output) -> str:
+    """Say how long both models took, and from which length attention with MHLA is faster."""
+    ratio = mhla.seconds / original.seconds
+    words = f"{ratio:.1f} times as long" if ratio >= 1 else f"{1 / ratio:.1f} times as fast"
+    words = "about the same" if words.startswith("1.0") else words
+    milliseconds = {"original": 1e3 * original.seconds, "mhla": 1e3 * mhla.seconds}
+    text = _TIMES.format(tokens=mhla.tokens, attention=comparison.attention, ratio=words, **milliseconds)
+    output = "text" if comparison.kind == "text" else "pixels"
+    device = next(iter(next(iter(comparison.models.values())).parameters())).device.type
+    length = BREAK_EVEN.get((device, output))
+    if length is None or comparison.attention.startswith("linear"):
+        return text
+    what = "decoding with MHLA" if output == "text" else "attention with MHLA"
+    return f"{text} {_BREAK_EVEN.format(what=what, length=length)}"
 
 
 def _output(kind: str, side: str, label: str) -> Any:
@@ -333,17 +398,17 @@ def _generate_tab(comparison: Comparison, inputs: Mapping[str, Any]) -> None:
 
     async def compare(progress: Any = gr.Progress(track_tqdm=True), *values: Any) -> AsyncIterator[tuple[Any, ...]]:
         request, stop = dict(zip(inputs, values, strict=True)), threading.Event()
-        seconds, shown = {}, dict.fromkeys(_TITLES)
+        outputs: dict[str, Output] = {}
+        shown: dict[str, Any] = dict.fromkeys(_TITLES)
         try:
             with TemporaryDirectory(prefix="mhla-hf-app-") as folder:
                 for side in _TITLES:
-                    value, seconds[side] = await asyncio.to_thread(generate, comparison, side, request, stop)
+                    outputs[side] = await asyncio.to_thread(generate, comparison, side, request, stop)
+                    shown[side] = value = outputs[side].value
                     if comparison.kind == "video":
                         frames, path = list(value.astype(np.float32) / 255), str(Path(folder) / f"{side}.mp4")
-                        value = export_to_video(frames, path, fps=_FRAMES_PER_SECOND)
-                    shown[side] = value
-                    times = {name: 1e3 * value for name, value in seconds.items()}
-                    text = _TIMES.format(attention=comparison.attention, **times) if len(times) > 1 else ""
+                        shown[side] = export_to_video(frames, path, fps=_FRAMES_PER_SECOND)
+                    text = describe_times(comparison, **outputs) if len(outputs) > 1 else ""
                     yield shown["original"], shown["mhla"], text
         except (ValueError, torch.OutOfMemoryError) as error:
             raise gr.Error(shorten_text(str(error), 300), print_exception=False) from None
@@ -379,17 +444,17 @@ def _mixing_tab(page: Any, comparison: Comparison) -> None:
         head = gr.Dropdown([_ALL_HEADS, *map(str, range(heads))], label="Head", elem_id="head", min_width=180)
         first, last = layout.num_prefix_blocks, layout.num_blocks - 1
         block = gr.Slider(first, last, middle_block(layout), step=1, precision=0, label="Query block", min_width=220)
-    picture = gr.Plot(show_label=False, elem_id="mixing", format="png")
+    picture = gr.HTML(elem_id="mixing")
 
-    def mixing(layer: str, head: str, block: int) -> Any:
+    def mixing(layer: str, head: str, block: int) -> str:
         mhla = layers[layer]
         layout = reference_layout(mhla)
         # Without the weights of later blocks, which causal layers do not use.
         matrix = mixing_summary(mhla).matrix
         if head != _ALL_HEADS and matrix.dim() == 3:
             matrix = matrix[int(head)]
-        matrices: Any = {layer: matrix}
-        return mixing_figure(matrices, layout, block=min(block, layout.num_blocks - 1))
+        parts = mixing_parts(matrix, layout, block=min(block, layout.num_blocks - 1))
+        return f'<div class="mixing">{"".join(f"<div>{figure_svg(part)}</div>" for part in parts)}</div>'
 
     drawing: dict[str, Any] = {"fn": mixing, "inputs": [layer, head, block], "outputs": picture}
     gr.on([layer.input, head.input, block.release], **drawing, api_name="mixing", trigger_mode="always_last")
@@ -402,6 +467,7 @@ def build_page(comparison: Comparison) -> Any:
     inputs = request_inputs(comparison)
     with gr.Blocks(title="MHLA", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         names = {"name": comparison.name, "original": comparison.location, "attention": comparison.attention}
+        names["output"] = _OUTPUTS[comparison.kind]
         gr.Markdown(_INTRODUCTION.format(warning=warning, **names), elem_id="introduction")
         with gr.Tab("Generate"):
             _generate_tab(comparison, inputs)

@@ -129,31 +129,29 @@ def with_deviation(figures: Mapping[str, float | None], form: str) -> str:
 
 
 def plot_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Plots held-out losses, Fréchet distances and classes that are seen: means, and a dot for each seed.
+    """Plots held-out losses and Fréchet distances: means, and a dot for each seed.
 
     Args:
         path: PNG file to write.
         report: As `measure_quality` returns it.
     """
-    figure = new_figure(11, 3.8)
-    classifier, variants = report["classifier"], _variants(report["runs"])
+    figure = new_figure(9, 3.8)
+    variants = _variants(report["runs"])
     panels = {
-        "held_out_loss": ("Held-out loss (lower is better)", None, "{:.3f}"),
+        "held_out_loss": ("Held-out loss (lower is better)", None),
         "frechet_distance": (
             "Fréchet distance of samples (lower is better)",
-            classifier["frechet_distance_of_held_out_digits"],
-            "{:.3f}",
+            report["classifier"]["frechet_distance_of_held_out_digits"],
         ),
-        "class_accuracy": ("Samples of the class asked for", classifier["held_out_accuracy"], "{:.0%}"),
     }
-    for axis, (metric, (title, real, form)) in zip(figure.subplots(1, 3), panels.items()):
+    for axis, (metric, (title, real)) in zip(figure.subplots(1, 2), panels.items()):
         for place, variant in enumerate(variants):
             values = [run[metric] for run in report["runs"] if run["variant"] == variant]
             mean = statistics.fmean(values)
             axis.bar(place, mean, 0.7, color=COLORS[variant], alpha=0.85)
             axis.plot([place] * len(values), values, "o", color="black", markersize=3)
             label = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "color": "white"}
-            axis.annotate(form.format(mean), (place, 0), fontweight="bold", **label)
+            axis.annotate(f"{mean:.3f}", (place, 0), fontweight="bold", **label)
         axis.set_xticks(range(len(variants)), [TITLES[variant] for variant in variants])
         axis.set_title(title, fontsize=11)
         # Room for the legend above the bars.

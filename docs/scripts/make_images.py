@@ -22,12 +22,15 @@ from mhla_hf import BlockLayout, MHLAConfig, convert
 from mhla_hf.analysis import LayerTokens, effective_rank, layer_tokens, numerical_rank, singular_values
 from mhla_hf.demo import base_pipeline_directory
 from mhla_hf.layers import initial_mixing
+from mhla_hf.recovery.report import TITLES as STAGES
 from mhla_hf.training.data.probes import pipeline_batches
+from mhla_hf.utils.files import read_json
 
 
 IMAGES = Path(__file__).resolve().parent.parent / "images"
 PALETTE = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2"]
 INK = "#333333"
+DPI = 110
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 TITLES = {
     "softmax": "softmax (original)",
@@ -35,6 +38,14 @@ TITLES = {
     "mhla_window": "MHLA + window",
     "linear": "linear attention",
 }
+_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_WAYS = ("down", "right", "up", "left")
+CAPTIONS = [
+    f"a {digit} moves {_WAYS[(number + turn) % 4]}" for turn in range(3) for number, digit in enumerate(_DIGITS)
+]
+"""Every digit, moving three ways."""
+SHOWN = (2, 20, 26)
+"""Captions whose original is easy to recognise: two that linear attention fails, and one that all copies fail."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -45,7 +56,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save(figure: Figure, name: str) -> None:
     IMAGES.mkdir(exist_ok=True)
-    figure.savefig(IMAGES / name, dpi=110, facecolor="white")
+    figure.savefig(IMAGES / name, dpi=DPI, facecolor="white")
     # A palette keeps the files small.
     Image.open(IMAGES / name).convert("RGB").quantize(256).save(IMAGES / name, optimize=True)
 
@@ -171,7 +182,7 @@ def draw_summaries(name: str) -> None:
             4.75,
             top + 0.5 + 0.18 * (2 - block),
             f"$m_{{3,{block + 1}}}$ = {weights[block]:.2f}",
-            fontsize=8.5,
+            fontsize=9.5,
             color=INK,
             bbox=LABEL_BOX,
         )
@@ -188,7 +199,7 @@ def draw_summaries(name: str) -> None:
         (7.5, "its mixture"),
         (10.5, "outputs of the\nqueries in block 3"),
     ):
-        axes.text(x, -0.35, text, ha="center", va="bottom", fontsize=9.5, color=INK)
+        axes.text(x, -0.35, text, ha="center", va="bottom", fontsize=10.5, color=INK)
     axes.set(xlim=(-0.2, 11.8), ylim=(6.6, -1.4))
     hide_ticks(axes)
     save(figure, name)
@@ -226,20 +237,38 @@ def draw_attention(name: str, layer: int = 1, head: int = 1) -> None:
     with torch.no_grad():
         pipe.transformer(**probe["transformer"][0])
     hook.remove()
-    (tokens, *_), frame = found, 64
-    figure = new_figure(9.0, 3.3)
-    panels = figure.subplots(1, 3)
-    for axes, (kind, title) in zip(panels, (("original", "softmax"), ("linear", "linear"), ("mhla", "MHLA"))):
+    (tokens, *_), frame, scale = found, 64, 3
+    # Each weight is a square of `scale` pixels: matrices shrunk to fit would show patterns that are not there.
+    width, height = 1040, 790
+    figure = Figure(figsize=(width / DPI, height / DPI))
+    FigureCanvasAgg(figure)
+    queries = slice(2 * frame, 3 * frame)
+    size = (scale * tokens.num_tokens / width, scale * frame / height)
+    titles = (("original", "softmax"), ("mhla", "MHLA"), ("linear", "linear"))
+    for row, (kind, title) in enumerate(titles):
         matrix = tokens.matrix(kind, head=head)
         singular = singular_values(matrix)
         rank, effective = numerical_rank(singular), effective_rank(singular)
-        image = axes.imshow(matrix.clamp_min(1e-5).log10(), vmin=-5, vmax=-1, cmap="magma", interpolation="nearest")
-        axes.set_title(f"{title}\nrank {rank}, effective rank {effective:.0f}", fontsize=10, color=INK)
-        ticks = range(0, tokens.num_tokens, frame)
-        axes.set(xlabel="key token j", xticks=ticks, yticks=ticks)
-        axes.tick_params(labelsize=7)
-    panels[0].set_ylabel("query token t")
-    figure.colorbar(image, ax=list(panels), label="log10 of the weight", fraction=0.02)
+        axes = figure.add_axes((30 / width, 1 - (30 + row * 232 + scale * frame) / height, *size))
+        weights = matrix[queries].clamp_min(1e-5).log10()
+        image = axes.imshow(weights, vmin=-5, vmax=-1, cmap="magma", interpolation="nearest", aspect="auto")
+        words = f"{title}: rank {rank}, effective rank {effective:.0f} of {tokens.num_tokens}"
+        axes.set_title(words, fontsize=11, color=INK, loc="left")
+        for edge in range(frame, tokens.num_tokens, frame):
+            axes.axvline(edge - 0.5, color="white", linewidth=1)
+        axes.set(xticks=[], yticks=[])
+        axes.set_ylabel("queries", fontsize=9)
+    places = [frame * (number + 0.5) for number in range(tokens.num_tokens // frame)]
+    axes.set_xticks(places, [f"keys of frame {number}" for number in range(len(places))])
+    axes.tick_params(length=0, labelsize=9)
+    bar = figure.colorbar(
+        image, cax=figure.add_axes((590 / width, 46 / height, 400 / width, 14 / height)), orientation="horizontal"
+    )
+    bar.set_label("weight", fontsize=9)
+    bar.set_ticks([-5, -4, -3, -2, -1], labels=["≤ 0.00001", "0.0001", "0.001", "0.01", "≥ 0.1"], fontsize=9)
+    figure.text(
+        30 / width, 48 / height, "Queries of frame 2 of a video of 5 frames of 8 × 8 tokens", fontsize=9, color=INK
+    )
     save(figure, name)
 
 
@@ -294,45 +323,72 @@ def draw_learned_mixing(demo: Path, name: str) -> None:
                 outline.set(fill=False, edgecolor="black", linewidth=2)
                 axes.add_patch(outline)
             if index == 0:
-                axes.set_title(f"latent frame {frame + 1}", fontsize=9, color=INK)
+                axes.set_title(f"latent frame {frame}", fontsize=9, color=INK)
         hide_ticks(*row)
         row[0].set_ylabel(f"layer {layer}", fontsize=9, color=INK)
         figure.colorbar(image, ax=list(row), fraction=0.02)
     save(figure, name)
 
 
-def draw_side_by_side(demo: Path, name: str, frames: tuple[int, ...] = (0, 4, 8, 12, 16), scale: int = 2) -> None:
-    """Frames of the demo's videos, a row for each model, cut out of its `side_by_side.gif`."""
-    from PIL import ImageDraw, ImageFont, ImageSequence
+def generate_videos(demo: Path, model: str) -> np.ndarray:
+    """Videos `[30, F, H, W, 3]` uint8 for `CAPTIONS`, by the demo's base (`softmax`) or one of its copies."""
+    from diffusers import DiffusionPipeline
 
-    with Image.open(demo / "side_by_side.gif") as animation:
-        canvases = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(animation)]
-    # As `mhla_hf.demo.run.side_by_side` lays them out.
-    side, space, bar = 256, 16, 32
-    prompts = (canvases[0].shape[0] - bar - space) // (side + bar)
-    videos = {}
-    for column, model in enumerate(TITLES):
-        left = space + column * (side + space)
-        cells = [
-            [canvas[top : top + side, left : left + side] for canvas in canvases]
-            for top in range(bar, bar + prompts * (side + bar), side + bar)
-        ]
-        videos[model] = np.array(cells)
-    height = width = side // 4
-    font, label, gap = ImageFont.load_default(size=15), 150, 14
-    cell = (width * scale // 2, height * scale // 2)
-    size = (label + prompts * (len(frames) * cell[0] + gap), len(videos) * (cell[1] + 4))
-    canvas = Image.new("RGB", size, "white")
+    folder = base_pipeline_directory() if model == "softmax" else demo / model
+    pipe = DiffusionPipeline.from_pretrained(folder, use_safetensors=True)
+    pipe.set_progress_bar_config(disable=True)
+    options = {"num_inference_steps": 20, "guidance_scale": 4.0, "height": 64, "width": 64, "num_frames": 17}
+    videos = []
+    for first in range(0, len(CAPTIONS), 5):
+        # A seed for each digit, others for each turn.
+        seeds = [100 * (number // 10) + number % 10 for number in range(first, first + 5)]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        captions = CAPTIONS[first : first + 5]
+        videos.append(pipe(captions, generator=generators, max_sequence_length=32, **options).frames)
+    return np.rint(np.concatenate(videos) * 255.0).clip(0, 255).astype(np.uint8)
+
+
+def draw_side_by_side(demo: Path, name: str, frames: tuple[int, ...] = (8, 16), scale: int = 3) -> None:
+    """Frames of videos by the demo's models, a row for each; takes five minutes on one core.
+
+    Under them stands for how many of all captions a copy comes closer to softmax's video than linear attention.
+    """
+    from PIL import ImageDraw, ImageFont
+
+    losses = read_json(demo / "report.json", "the demo's report:")
+    softmax = losses["softmax"]["held_out_loss"]
+    videos = {model: generate_videos(demo, model) for model in TITLES}
+    exact = videos["softmax"].astype(np.float32)
+    errors = {model: ((video - exact) ** 2).mean(axis=(1, 2, 3, 4)) for model, video in videos.items()}
+    closer = {model: int((errors[model] < errors["linear"]).sum()) for model in ("mhla", "mhla_window")}
+    side, label, gap, header, footer = 64 * scale, 250, 18, 40, 76
+    text, small = ImageFont.load_default(size=25), ImageFont.load_default(size=21)
+    band = len(frames) * (side + 4) + gap
+    canvas = Image.new("RGB", (label + len(SHOWN) * band, header + len(videos) * (side + 4) + footer), "white")
     draw = ImageDraw.Draw(canvas)
-    for row, model in enumerate(key for key in TITLES if key in videos):
-        top = row * (cell[1] + 4)
-        draw.text((label - 10, top + cell[1] / 2), TITLES[model], INK, font, anchor="rm")
-        for prompt in range(prompts):
+    for row, (model, title) in enumerate(TITLES.items()):
+        top = header + row * (side + 4)
+        draw.text((label - 16, top + side / 2 - 16), title, INK, text, anchor="rm")
+        if model != "softmax":
+            after = losses["variants"][model]["held_out"]
+            last = [after[stage]["loss"] for stage in STAGES if stage in after][-1]
+            above = f"loss +{100 * (last / softmax - 1):.1f} %"
+            draw.text((label - 16, top + side / 2 + 18), above, INK, small, anchor="rm")
+        for number, caption in enumerate(SHOWN):
             for column, frame in enumerate(frames):
-                left = label + prompt * (len(frames) * cell[0] + gap) + column * cell[0]
-                canvas.paste(
-                    Image.fromarray(videos[model][prompt, frame]).resize(cell, Image.Resampling.BICUBIC), (left, top)
-                )
+                picture = Image.fromarray(videos[model][caption, frame]).resize((side, side), Image.Resampling.BICUBIC)
+                canvas.paste(picture, (label + number * band + column * (side + 4), top))
+    for number, caption in enumerate(SHOWN):
+        draw.text((label + number * band, header / 2 - 2), f"“{CAPTIONS[caption]}”", INK, text, anchor="lm")
+    lines = (
+        f"Frames {frames[0]} and {frames[1]} of 17. Left and middle: linear attention goes astray. "
+        "Right: no copy follows softmax.",
+        f"Of {len(CAPTIONS)} captions, MHLA comes closer to softmax than linear attention for {closer['mhla']}, "
+        f"MHLA + window for {closer['mhla_window']} (mean squared error).",
+    )
+    for number, line in enumerate(lines):
+        draw.text((16, canvas.height - footer + 22 + 28 * number), line, INK, small, anchor="lm")
+    print(f"closer to softmax than linear attention: {closer}")
     canvas.quantize(64).save(IMAGES / name, optimize=True)
 
 

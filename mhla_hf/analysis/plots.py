@@ -82,20 +82,12 @@ def mixing_figure(matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, 
     figure = new_figure(1.6 * sum(widths) + 0.6, 1.9 * len(matrices) + 0.6)
     grid = figure.subplots(len(matrices), len(widths), squeeze=False, width_ratios=widths)
     for axes, (layer, matrix) in zip(grid, matrices.items()):
-        if matrix.shape[-1] != layout.num_blocks:
-            raise ValueError(f"matrices has {matrix.shape[-1]} blocks, but the layout has {layout.num_blocks}.")
-        weights = matrix.detach().float().cpu()
-        weights = weights.mean(dim=0) if weights.dim() == 3 else weights
+        weights = _mean_matrix(matrix, layout)
         on_tokens = weights_on_grid(weights[block], layout)
-        # The first is the matrix itself.
-        for axis, cells in zip(axes, (weights, *on_tokens[frames])):
-            limit = float((weights if cells is weights else on_tokens).abs().max()) or 1.0
-            shown = {"aspect": "auto" if is_sequence else "equal", "cmap": COLOR_MAP, "vmin": -limit, "vmax": limit}
-            interpolation = "none" if len(cells) <= _MOST_CELLS else "antialiased"
-            image = axis.imshow(cells.numpy(), interpolation=interpolation, **shown)
-            axis.set(xticks=[], yticks=[])
+        _draw_cells(axes[0], weights, weights, stretched=is_sequence)
         axes[0].set_ylabel(f"layer {layer}")
         for axis, frame in zip(axes[1:], frames):
+            image = _draw_cells(axis, on_tokens[frame], on_tokens, stretched=is_sequence)
             _outline(axis, own[frame])
         figure.colorbar(image, ax=list(axes[1:]), fraction=0.02)
     for axis, frame in zip(grid[0][1:], frames):
@@ -104,6 +96,39 @@ def mixing_figure(matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, 
     tokens = " × ".join(map(str, layout.grid[-2:])) + (" tokens a frame" if len(layout.grid) == 3 else " tokens")
     figure.suptitle(f"Weights of all blocks for the queries of one (outlined), on {tokens}")
     return figure
+
+
+def mixing_parts(matrix: torch.Tensor, layout: BlockLayout, *, block: int | None = None) -> tuple[Any, Any]:
+    """Draw the same as [`mixing_figure`] for one layer as two figures, which a page can stack on a narrow screen.
+
+    Returns:
+        The mixing matrix, and the row of `block` on the token grid.
+
+    Raises:
+        ValueError: As there.
+    """
+    block = check_block(block, layout)
+    weights, frames, is_sequence = _mean_matrix(matrix, layout), frames_shown(layout, block), len(layout.grid) == 1
+    left = new_figure(3.4, 3.7)
+    axis = left.subplots()
+    left.colorbar(_draw_cells(axis, weights, weights), ax=axis, location="bottom", fraction=0.05).ax.tick_params(
+        labelsize=8
+    )
+    axis.set_title(f"mixing matrix, {layout.num_blocks} × {layout.num_blocks}", fontsize=9)
+    own = weights_on_grid(torch.eye(layout.num_blocks)[block], layout)
+    on_tokens = weights_on_grid(weights[block], layout)
+    columns = min(3, len(frames))
+    rows = -(-len(frames) // columns)
+    right = new_figure(5.0, 1.4 if is_sequence else 0.5 + 4.4 / columns * rows * own.shape[1] / own.shape[2])
+    axes = right.subplots(rows, columns, squeeze=False).flatten()
+    for axis, frame in zip(axes, frames):
+        image = _draw_cells(axis, on_tokens[frame], on_tokens, stretched=is_sequence)
+        _outline(axis, own[frame])
+        axis.set_title(f"latent frame {frame}" if len(layout.grid) == 3 else "on the tokens", fontsize=9)
+    for axis in axes[len(frames) :]:
+        axis.set_axis_off()
+    right.colorbar(image, ax=list(axes), fraction=0.02).ax.tick_params(labelsize=8)
+    return left, right
 
 
 def decay_figure(initial: DistanceDecay, layers: Mapping[int, DistanceDecay]) -> Any:
@@ -150,6 +175,23 @@ def bars_figure(
     if len(names) > 1:
         figure.legend(loc="outside upper left", ncols=len(names), fontsize=8, frameon=False)
     return figure
+
+
+def _mean_matrix(matrix: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    if matrix.shape[-1] != layout.num_blocks:
+        raise ValueError(f"matrices has {matrix.shape[-1]} blocks, but the layout has {layout.num_blocks}.")
+    weights = matrix.detach().float().cpu()
+    return weights.mean(dim=0) if weights.dim() == 3 else weights
+
+
+def _draw_cells(axis: Any, cells: torch.Tensor, among: torch.Tensor, *, stretched: bool = False) -> Any:
+    """Draw weights, with the darkest colours for the largest one of `among`."""
+    limit = float(among.abs().max()) or 1.0
+    shown = {"aspect": "auto" if stretched else "equal", "cmap": COLOR_MAP, "vmin": -limit, "vmax": limit}
+    interpolation = "none" if len(cells) <= _MOST_CELLS else "antialiased"
+    image = axis.imshow(cells.numpy(), interpolation=interpolation, **shown)
+    axis.set(xticks=[], yticks=[])
+    return image
 
 
 def _outline(axis: Any, inside: torch.Tensor) -> None:
@@ -221,13 +263,13 @@ def _model(model: ModelInspection, block: int | None) -> dict[str, Any]:
         "model": model,
         "facts": model.facts(),
         "kinds": kinds,
-        "layouts": _layouts(mixing, block),
+        "layouts": _layouts(mixing, block, model.is_untrained),
         "statistics": statistics,
         "errors": _svg(bars_figure(errors, {"error": "error"}, digits=3)) if errors else "",
     }
 
 
-def _layouts(mixing: Mapping[int, MixingSummary], block: int | None) -> list[dict[str, Any]]:
+def _layouts(mixing: Mapping[int, MixingSummary], block: int | None, is_untrained: bool) -> list[dict[str, Any]]:
     """Each layout of the layers once, with the mixing weights of the layers that have it."""
     found: dict[tuple[BlockLayout, Any], dict[int, MixingSummary]] = {}
     for layer, summary in mixing.items():
@@ -238,15 +280,21 @@ def _layouts(mixing: Mapping[int, MixingSummary], block: int | None) -> list[dic
         decays = {layer: summary.decay for layer, summary in summaries.items()}
         initial = next(iter(summaries.values())).initial_decay
         tokens = f" on {times(grid)} tokens{prefix(layout)}" if grid else ", of a token grid that is not stored"
-        matrices = {layer: summary.mean_matrix for layer, summary in summaries.items()}
+        # Untrained layers all look the same.
+        drawn = dict(list(summaries.items())[:1]) if is_untrained else summaries
+        # A single block has no distances.
+        has_decay = len(initial.mean) > 1 and not is_untrained
         entries.append(
             {
                 "words": f"{blocks} blocks{tokens}",
-                "layers": ", ".join(map(str, summaries)),
                 "block": chosen,
-                "mixing": _svg(mixing_figure(matrices, layout, block=chosen)),
-                # A single block has no distances.
-                "decay": _svg(decay_figure(initial, decays)) if len(initial.mean) > 1 else "",
+                "layers": {
+                    f"Layers {', '.join(map(str, summaries))}" if is_untrained else f"Layer {layer}": [
+                        _svg(part) for part in mixing_parts(summary.mean_matrix, layout, block=chosen)
+                    ]
+                    for layer, summary in drawn.items()
+                },
+                "decay": _svg(decay_figure(initial, decays)) if has_decay else "",
             }
         )
     return entries

@@ -11,7 +11,7 @@ import torch
 
 from mhla_hf import BlockLayout
 from mhla_hf.analysis import InspectionReport, inspect_model, mixing_figure
-from mhla_hf.analysis.plots import decay_figure, frames_shown, render_html, weights_on_grid
+from mhla_hf.analysis.plots import decay_figure, frames_shown, mixing_parts, render_html, weights_on_grid
 from mhla_hf.analysis.statistics import DistanceDecay, middle_block
 from mhla_hf.utils.machine import machine_facts
 from tests.analysis.test_inspection import language_model, wan
@@ -75,9 +75,9 @@ def test_page_is_self_contained(name, reports):
                 assert value.startswith(("data:image/png;base64,", "#"))
     assert "@import" not in page
     model = reports[name].models[0]
-    # The mixing weights, their decay, four statistics and errors.
+    # Two figures of mixing weights for each layer, their decay, four statistics and errors.
     drawn = sum(tag == "svg" for tag, _ in elements.tags)
-    assert drawn == 7
+    assert drawn == 2 * len(model.mhla_layers) + 6
     for layer in model.mhla_layers:
         mean = layer.attention.statistics["mhla"]["effective_rank"]["mean"]
         assert f"{mean:.1f} ±" in page and f"{layer.output_error['mean']:.3f}" in page
@@ -103,6 +103,9 @@ def test_untrained_models_and_pages_without_a_probe_say_so(reports):
     ).text
     assert "Only the weights" in text and "Effective rank" not in text and "Error of each layer" not in text
     assert "Untrained since its conversion" in text
+    # Weights that are the same in all layers are drawn once, without what has changed.
+    assert text.count("mixing matrix,") == 1 and "initial weights, untrained since conversion" in text
+    assert "change of" not in text and "by distance" not in text
     assert "Untrained" not in Elements(render_html(reports["wan"])).text
 
 
@@ -136,3 +139,8 @@ def test_figures_show_matrix_row_and_block(layout, block):
     of_block = weights_on_grid(torch.eye(layout.num_blocks)[block], layout)[shown]
     areas = [patch.get_width() * patch.get_height() for axis in frames for patch in axis.patches]
     assert sum(areas) == of_block.sum() > 0
+    # The same as two figures; an axis of a grid without a frame is empty.
+    left, right = mixing_parts(mixing, layout, block=block)
+    np.testing.assert_allclose(left.axes[0].images[0].get_array(), mixing.mean(0))
+    drawn = [axis.images[0].get_array() for axis in right.axes if axis.images and axis.get_title()]
+    np.testing.assert_allclose(np.stack(drawn), on_grid[shown])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import socket
 import threading
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests import forget_path, tiny, tiny_images
+from tests import ROOT, forget_path, tiny, tiny_images
 
 from .conftest import running
 
@@ -82,6 +83,8 @@ PIPELINES = {
     ),
 }
 
+TOKENS = {"dit": 16, "sana": 6, "two experts": 12}
+
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_every_kind_of_pipeline_answers(name, tmp_path):
@@ -92,10 +95,12 @@ def test_every_kind_of_pipeline_answers(name, tmp_path):
     request = {"num_inference_steps": 3, "seed": 1, "guidance_scale": 2.0, **request}
     assert set(app.request_inputs(comparison)) == set(request)
     original, mhla = (app.generate(comparison, side, request, threading.Event()) for side in comparison.sides)
-    for pixels, seconds in (original, mhla):
+    for pixels, seconds, tokens in (original, mhla):
         assert pixels.dtype == np.uint8 and pixels.ndim == (4 if kind == "video" else 3)
-        assert seconds > 0
+        assert seconds > 0 and tokens == TOKENS[name]
     assert original[0].shape == mhla[0].shape
+    # Nothing is claimed of models whose attention was linear before.
+    assert ("becomes faster" in app.describe_times(comparison, original, mhla)) == (name != "sana")
     # SANA is linear already: its conversion changes nothing before training.
     assert (original[0] == mhla[0]).all() == (name == "sana")
     if name == "two experts":
@@ -122,6 +127,7 @@ def test_language_models_answer_alike_each_time(saved_language_model):
     assert list(app.request_inputs(comparison)) == list(request)
     first, again = (app.generate(comparison, "mhla", request, threading.Event()) for _ in range(2))
     assert first[0] == again[0] and len(first[0]) > 0
+    assert first.tokens == len(comparison.tokenizer("once upon").input_ids) + 12
     stopped = threading.Event()
     stopped.set()
     assert len(app.generate(comparison, "mhla", request, stopped)[0]) < len(first[0])
@@ -162,8 +168,8 @@ def test_the_server_answers_with_both_videos_and_their_times(server, client):
 
 
 def test_the_server_draws_mixing_weights(client):
-    plots = [client.predict("blocks.0.attn1", "1", block, api_name="/mixing")["plot"] for block in (0, 5)]
-    assert all(plot.startswith("data:image/png") for plot in plots) and plots[0] != plots[1]
+    plots = [client.predict("blocks.0.attn1", "1", block, api_name="/mixing") for block in (0, 5)]
+    assert [plot.count("<svg") for plot in plots] == [2, 2] and plots[0] != plots[1]
 
 
 @pytest.mark.parametrize("change", [{"num_inference_steps": 1000}, {"height": 4096}, {"seed": -1}])
@@ -221,6 +227,35 @@ def test_records_say_whether_a_model_was_recovered(saved_pipeline, tmp_path):
     for recovery, expected in [(figures, False), (trained, True), (7, False), ({"figures": 7}, False)]:
         (moved / "conversion.json").write_text(json.dumps({**record, "recovery": recovery}))
         assert app.open_comparison(moved, saved_pipeline.original, device="cpu").recovered == expected
+
+
+def test_times_are_compared_in_words(comparison):
+    fast, slow = (app.Output(None, seconds, 2304) for seconds in (0.2, 0.5))
+    assert "At **2,304 tokens**" in app.describe_times(comparison, slow, fast)
+    assert "**200 ms** with MHLA: 2.5 times as fast. " in app.describe_times(comparison, slow, fast)
+    assert "MHLA: 2.5 times as long. " in app.describe_times(comparison, fast, slow)
+    assert "MHLA: about the same. " in app.describe_times(comparison, fast, fast)
+
+
+def test_break_even_lengths_are_those_of_the_stored_measurements():
+    def tokens(text: str) -> list[int]:
+        return [int(number.replace(",", "")) for number in re.findall(r"[\d,]{3,}", text)]
+
+    op, decode = (json.loads((ROOT / "benchmarks" / "results" / f"{name}-amd-epyc{end}.json").read_text())
+                  for name, end in (("op-2026-11-27", ""), ("decode-2026-11-26", "-dynamic")))  # fmt: skip
+    ratios = {
+        row["tokens"]: row["speedup_over_softmax"]
+        for row in op["results"]
+        if (row["contestant"], row["direction"], row["chunk"]) == ("mhla-torch", "forward", None)
+        and row["normalizer"] == "query" and not row["shape"].startswith("sana")
+    }  # fmt: skip
+    below, above = tokens(app.BREAK_EVEN["cpu", "pixels"])
+    assert ratios[below] < 1 < ratios[above]
+    rows = {row["context"]: row for row in decode["results"] if row["dtype"] == "float32"}
+    below, above = tokens(app.BREAK_EVEN["cpu", "text"])
+    slower, faster = (rows[context]["mhla"]["seconds_per_token"] for context in (below, above))
+    assert slower > rows[below]["softmax"]["seconds_per_token"]
+    assert faster < rows[above]["softmax"]["seconds_per_token"]
 
 
 def test_what_cannot_be_compared_is_refused(saved_pipeline, saved_language_model, tmp_path):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import decode, training
+from benchmarks import decode, plots, training
 from benchmarks.decode import DecodeOptions, measure_decoding
 from benchmarks.plots import plot_report
 from benchmarks.quality_dit import __main__ as quality_dit
@@ -69,10 +69,11 @@ def test_a_training_step(tmp_path):
 
 
 def test_stored_results_can_be_plotted(tmp_path):
-    stored = sorted((ROOT / "benchmarks" / "results").glob("decode-*.json"))
+    results = ROOT / "benchmarks" / "results"
+    stored = sorted((*results.glob("decode-*.json"), *results.glob("op-*.json")))
     for path in stored:
-        plot_report(json.loads(path.read_text()), tmp_path / path.name)
-    assert len(list(tmp_path.iterdir())) == len(stored) > 0
+        plots.main([str(path), str(tmp_path / path.with_suffix(".png").name)])
+    assert len(list(tmp_path.iterdir())) == len(stored) > 1
 
 
 @pytest.mark.parametrize(
