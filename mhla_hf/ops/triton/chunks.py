@@ -169,7 +169,7 @@ def _tiles(
     # Summaries in bfloat16 take half the room, and so does everything that they are multiplied with.
     full = matrices == torch.float32
     halved = full and (exact or tokens == torch.float32 or wide or not from_shared_memory)
-    quartered = (is_padded(width) or wide) and (exact or tokens == torch.float32)
+    quartered = (is_padded(width) and exact) or ((is_padded(width) or wide) and tokens == torch.float32)
     largest = MAX_TILE // 4 if quartered else MAX_TILE // 2 if halved else MAX_TILE
     columns_tile = min(padded(columns), largest // padded(width))
     if wide or (is_padded(width) and not from_shared_memory) or exact:
