@@ -50,7 +50,7 @@ class DemoConfig(Options):
     prompts: tuple[str, ...] = option(PROMPTS, "Captions to generate.")
     long_frames: int = option(
         257,
-        "Frames of the longer video that times MHLA beside softmax: a multiple of 8, and one.",
+        "Frames of the longer video that compares speed; a multiple of 8 plus 1.",
         minimum=9,
         maximum=505,
     )
@@ -63,7 +63,7 @@ class DemoConfig(Options):
         if not self.prompts or not all(self.prompts):
             raise ValueError(f"prompts must be captions, got {self.prompts!r:.100}.")
         if self.long_frames % 8 != 1:
-            raise ValueError(f"long_frames={self.long_frames} must be a multiple of 8, and one, such as 129 or 257.")
+            raise ValueError(f"long_frames={self.long_frames} must be a multiple of 8 plus 1, such as 129 or 257.")
 
     @property
     def directory(self) -> Path:

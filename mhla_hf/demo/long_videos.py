@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Longer videos with softmax and with the recovered MHLA: seconds of a forward pass and of a generation.
+"""Longer videos with softmax and with the recovered MHLA: CPU seconds of a forward pass and of a generation.
 
 Only the number of frames changes. Both models have only seen short videos: time is compared here, not quality.
 """
@@ -34,7 +34,7 @@ def time_long_videos(config: DemoConfig, path: Path) -> dict[str, Any]:
         path: PNG file to write.
 
     Returns:
-        `lengths`: for each number of frames its `tokens`, and the `seconds` of one forward pass of the denoiser by
+        `lengths`: for each number of frames its `tokens`, and the CPU `seconds` of one forward pass of the denoiser by
         model, medians of repeats in turns. `faster_from`: the fewest of these tokens from which on MHLA is faster,
         `None` if it is nowhere. `generation`: the `seconds` from prompt to pixels, by model.
     """
@@ -42,7 +42,7 @@ def time_long_videos(config: DemoConfig, path: Path) -> dict[str, Any]:
 
     folders = {"softmax": config.base_directory, "mhla": config.directory / "mhla"}
     pipelines = {name: DiffusionPipeline.from_pretrained(at, use_safetensors=True) for name, at in folders.items()}
-    lengths = []
+    lengths: list[dict[str, Any]] = []
     longest = 2 * config.long_frames - 1
     for frames in sorted({SIZE["num_frames"], (config.long_frames + 1) // 2, config.long_frames, longest}):
         runs, tokens = {}, 0
@@ -58,11 +58,11 @@ def time_long_videos(config: DemoConfig, path: Path) -> dict[str, Any]:
         pipeline.set_progress_bar_config(disable=True)
         noise = torch.Generator().manual_seed(config.seed * 1000)
         options: dict[str, Any] = {**SIZE, "num_frames": config.long_frames, "guidance_scale": config.guidance}
-        began = time.perf_counter()
+        began = time.process_time()
         videos[name] = pipeline(
             config.prompts[0], generator=noise, num_inference_steps=steps, max_sequence_length=32, **options
         ).frames[0]
-        seconds[name] = time.perf_counter() - began
+        seconds[name] = time.process_time() - began
     generation = {
         "prompt": config.prompts[0], "frames": config.long_frames, "inference_steps": steps, "seconds": seconds
     }  # fmt: skip
@@ -92,20 +92,20 @@ def _inputs(pipeline: Any, config: DemoConfig, frames: int) -> dict[str, torch.T
 
 
 def _median_seconds(runs: Mapping[str, Any]) -> dict[str, float]:
-    """Median seconds of functions that take turns, after a first call of each."""
+    """Median CPU seconds of functions that take turns, after a first call of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(1 + _REPEATS):
         for name, run in runs.items():
-            began = time.perf_counter()
+            began = time.process_time()
             run()
             if repeat:
-                times[name].append(time.perf_counter() - began)
+                times[name].append(time.process_time() - began)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
 def _figure(videos: Mapping[str, np.ndarray], report: Mapping[str, Any]) -> Any:
     """Frames of both videos beside the seconds that they took, and the seconds of a forward pass by tokens."""
-    figure = new_figure(11, 3.2)
+    figure = new_figure(11, 2.9)
     left, right = figure.subfigures(1, 2, width_ratios=(2, 1))
     generation, lengths = report["generation"], report["lengths"]
     length, steps = generation["frames"], generation["inference_steps"]
@@ -117,7 +117,7 @@ def _figure(videos: Mapping[str, np.ndarray], report: Mapping[str, Any]) -> Any:
         for axis, number in zip(row, shown.astype(int)):
             axis.imshow(frames[number].clip(0, 1))
             axis.set(xticks=[], yticks=[])
-            axis.set_xlabel(f"frame {number}" if row is axes[-1] else "", fontsize=8)
+            axis.set_xlabel(f"frame {number}", fontsize=8)
         label = f"{TITLES[name]}\n{generation['seconds'][name]:.1f} s"
         row[0].set_ylabel(label, color=_COLORS[name], fontsize=13, rotation=0, ha="right", va="center", labelpad=8)
     axis = right.subplots()
@@ -126,7 +126,7 @@ def _figure(videos: Mapping[str, np.ndarray], report: Mapping[str, Any]) -> Any:
         axis.loglog([each["tokens"] for each in lengths], seconds, "o-", color=_COLORS[name], label=title)
     axis.set_xticks([each["tokens"] for each in lengths], [f"{each['tokens']:,}" for each in lengths])
     axis.minorticks_off()
-    axis.set(xlabel="tokens", ylabel="seconds")
+    axis.set(xlabel="tokens", ylabel="CPU seconds")
     axis.set_title("one forward pass of the denoiser", fontsize=11)
     axis.legend()
     axis.spines[["top", "right"]].set_visible(False)

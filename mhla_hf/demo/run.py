@@ -132,7 +132,7 @@ def _hide_progress_bars() -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread, as recoveries do, so that seconds compare from machine to machine."""
+    """Compute on one thread, as recoveries do, so that CPU seconds are those of an idle machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -278,7 +278,7 @@ def recover_variant(
 
 
 def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, dict[str, float]]:
-    """Videos `[prompts, F, H, W, 3]` uint8 of a pipeline, the seconds of their generation, and its parameters."""
+    """Videos `[prompts, F, H, W, 3]` uint8 of a pipeline, the CPU seconds of their generation, and its parameters."""
     # Plain diffusers, as a user of the converted pipeline would load it.
     from diffusers import DiffusionPipeline
 
@@ -288,9 +288,9 @@ def _generate(config: DemoConfig, directory: Path) -> tuple[np.ndarray, dict[str
     seeds = [config.seed * 1000 + number for number in range(len(config.prompts))]
     options = {"num_inference_steps": config.inference_steps, "guidance_scale": config.guidance, **SIZE}
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    began = time.perf_counter()
+    began = time.process_time()
     frames = pipeline(list(config.prompts), generator=generators, max_sequence_length=32, **options).frames
-    cost = {"generation_seconds": time.perf_counter() - began}
+    cost = {"generation_seconds": time.process_time() - began}
     cost["parameters"] = sum(parameter.numel() for parameter in pipeline.transformer.parameters())
     return np.rint(np.asarray(frames) * 255.0).clip(0, 255).astype(np.uint8), cost
 
@@ -355,7 +355,7 @@ def write_outputs(
         config: Options of the demo.
         videos: `[prompts, F, H, W, 3]` uint8 by model.
         results: Reports of the recoveries by variant.
-        costs: Seconds to generate the videos and number of parameters, by model.
+        costs: CPU seconds to generate the videos and number of parameters, by model.
         long_videos: Times of longer videos.
         seconds: Seconds of this run of the demo.
 

@@ -113,7 +113,7 @@ def test_blocks_of_the_recovered_pipeline_grow_with_the_video(finished):
 
 
 def test_lengths_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="long_frames=100 must be a multiple of 8, and one, such as 129 or 257"):
+    with pytest.raises(ValueError, match="long_frames=100 must be a multiple of 8 plus 1, such as 129 or 257"):
         DemoConfig(long_frames=100)
 
 
