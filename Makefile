@@ -158,7 +158,7 @@ quality: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict
 
-# Two minutes or so. A notebook that fails stays as it was.
+# A few minutes. A notebook that fails stays as it was.
 notebooks: $(VENV)/.installed-dev
 	$(bin)/python notebooks/execute.py $(NOTEBOOKS)
 

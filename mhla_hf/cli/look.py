@@ -119,8 +119,8 @@ def demo_command(
 ) -> None:
     """Convert, recover and compare a small video model on a CPU.
 
-    A Wan pipeline of moving digits becomes MHLA, MHLA with a softmax window, and linear attention. OUTPUT gets a
-    report, videos, figures and the recovered pipelines. A demo that was stopped resumes.
+    A Wan pipeline of moving digits becomes MHLA, MHLA with a softmax window, and linear attention. Longer videos time
+    MHLA beside softmax. OUTPUT gets a report, videos, figures and the recovered pipelines. A stopped demo resumes.
     """
     config = DemoConfig(output=str(output), progress=not quiet, **given(options, _DEMO))
 
@@ -137,6 +137,9 @@ def demo_command(
         cells = (f"{cell['loss']:.4f} ({cell['above_softmax_percent']:+.1f} %)" for cell in entry["held_out"].values())
         rows.append({"model": TITLES[name], **dict(zip(columns, cells))})
     show_table(rows, title="Held-out loss, and how far above softmax")
+    longer = report["long_videos"]["generation"]
+    times = (f"{TITLES[name]} {seconds:.1f} s" for name, seconds in longer["seconds"].items())
+    say(f"A video of {longer['frames']} frames: {', '.join(times)}")
     say(f"Report, videos and figures: {output}\nThe MHLA pipeline: {output / 'mhla'}")
 
 

@@ -294,7 +294,7 @@ def test_without_a_model_the_demo_is_converted_and_calibrated(tmp_path, monkeypa
     with app.demo_model() as (directory, original):
         comparison = app.open_comparison(directory, original, device="cpu")
         assert not comparison.recovered
-        assert app.request_inputs(comparison)["prompt"].value == "a zero moves down"
+        assert app.request_inputs(comparison)["prompt"].value == "a six moves up"
     assert not directory.exists()
     (tmp_path / "demo-output" / "mhla").mkdir(parents=True)
     (tmp_path / "demo-output" / "mhla" / "model_index.json").write_text("{}")

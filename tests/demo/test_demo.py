@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from conversion.digits import PretrainingConfig, pretrain
 from mhla_hf.cli.main import app
-from mhla_hf.demo import DemoConfig, base_pipeline_directory, run_demo
+from mhla_hf.demo import DemoConfig, base_pipeline_directory, run, run_demo
 
 from .test_pretraining import TINY_PRETRAINING
 
@@ -28,6 +28,7 @@ TINY_DEMO = {
     "blocks_steps": 3,
     "train_videos": 4,
     "held_out_videos": 4,
+    "long_frames": 9,
     "inference_steps": 2,
     "prompts": ("a three moves left",),
     "progress": False,
@@ -48,15 +49,17 @@ def finished(base, tmp_path_factory):
     output = tmp_path_factory.mktemp("demo") / "output"
     options = ["--match-steps", "2", "--blocks-steps", "3", "--train-videos", "4", "--held-out-videos", "4"]
     options += ["--prompt", "a three moves left", "--inference-steps", "2", "--original", str(base)]
+    options += ["--long-frames", "9"]
     result = CliRunner().invoke(app, ["demo", str(output), *options])
     assert result.exit_code == 0, result.output
     assert "MHLA + window" in result.stdout and "linear" in result.stdout
+    assert "A video of 9 frames: softmax" in result.stdout
     return output, json.loads((output / "report.json").read_text())
 
 
 def test_everything_is_written(finished):
     output, report = finished
-    for name in ("report.md", "mixing.png", "side_by_side.gif", "mhla/README.md"):
+    for name in ("report.md", "mixing.png", "side_by_side.gif", "long_videos.png", "mhla/README.md"):
         assert (output / name).stat().st_size > 0, name
     assert report["options"]["prompts"] == ["a three moves left"]
     assert "a three moves left" in (output / "mhla" / "README.md").read_text()
@@ -81,6 +84,37 @@ def test_report_compares_on_the_same_draws(finished):
     assert counts["mhla"] - report["softmax"]["parameters"] == heads * 80 * 80 + same
     assert counts["mhla_window"] - counts["mhla"] == heads
     assert counts["linear"] - report["softmax"]["parameters"] == heads + same
+
+
+def test_longer_videos_are_timed_once(finished, base):
+    output, report = finished
+    lengths = report["long_videos"]["lengths"]
+    # 8 x 8 tokens for every fourth frame and the first.
+    assert [(each["frames"], each["tokens"]) for each in lengths] == [(5, 128), (9, 192), (17, 320)]
+    assert report["long_videos"]["generation"]["inference_steps"] == 1
+    assert report["long_videos"]["threads"] == 1
+    times = [*(each["seconds"] for each in lengths), report["long_videos"]["generation"]["seconds"]]
+    assert all(each.keys() == {"softmax", "mhla"} and min(each.values()) > 0 for each in times)
+    slower = [each["tokens"] for each in lengths if each["seconds"]["mhla"] >= each["seconds"]["softmax"]]
+    faster = [each["tokens"] for each in lengths if each["tokens"] > max(slower, default=0)]
+    assert report["long_videos"]["faster_from"] == min(faster, default=None)
+    text = (output / "report.md").read_text()
+    assert "Quality is not compared here" in text
+    assert f"| 9 | 192 | {lengths[1]['seconds']['softmax']:.3f} | {lengths[1]['seconds']['mhla']:.3f} |" in text
+    # A demo that resumes reads the times.
+    config = DemoConfig(output=str(output), base=str(base), **TINY_DEMO)
+    assert run._long_videos(config) == report["long_videos"]
+
+
+def test_blocks_of_the_recovered_pipeline_grow_with_the_video(finished):
+    output, _ = finished
+    config = json.loads((output / "mhla" / "transformer" / "config.json").read_text())["mhla"]
+    assert (config["resize"], config["grid"], config["blocks"]) == ("blocks", [5, 8, 8], [5, 4, 4])
+
+
+def test_lengths_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="long_frames=100 must be a multiple of 8 plus 1, such as 129 or 257"):
+        DemoConfig(long_frames=100)
 
 
 def test_written_pipeline_generates_with_plain_diffusers(finished):
@@ -143,7 +177,7 @@ def test_a_killed_demo_ends_like_an_uninterrupted_one(base, tmp_path):
     arguments = [
         *(sys.executable, "-m", "mhla_hf", "demo", str(tmp_path / "killed"), "--original", str(base)),
         *("--match-steps", "2", "--blocks-steps", "60", "--inference-steps", "2"),
-        *("--train-videos", "4", "--held-out-videos", "4"),
+        *("--train-videos", "4", "--held-out-videos", "4", "--long-frames", "9"),
     ]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     blocks = tmp_path / "killed" / "mhla" / "work" / "blocks"

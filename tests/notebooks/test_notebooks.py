@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 
@@ -102,6 +104,18 @@ def test_the_committed_copy_is_free_of_what_only_one_machine_has(path):
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
     for text in _texts(notebook):
         assert not _NOISE.search(text), text
+
+
+@every_notebook
+def test_it_imports_public_names_alone(path):
+    public = json.loads((ROOT / "tests" / "public_names.json").read_text(encoding="utf-8"))["names"]
+    cells = nbformat.read(path, as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in imports if node.module.partition(".")[0] == "mhla_hf"]
+    for node in ours:
+        packages = {name.removeprefix(f"{node.module}.") for name in public}
+        assert {alias.name for alias in node.names} <= {*public.get(node.module, ()), *packages}, node.module
 
 
 @every_notebook
