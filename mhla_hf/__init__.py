@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .models.sana import MHLASanaTransformer2DModel as MHLASanaTransformer2DModel
     from .models.sana import MHLASanaVideoTransformer3DModel as MHLASanaVideoTransformer3DModel
     from .models.wan import MHLAWanTransformer3DModel as MHLAWanTransformer3DModel
+    from .models.wan import MHLAWanVACETransformer3DModel as MHLAWanVACETransformer3DModel
     from .ops import mhla_attention as mhla_attention
     from .pipelines import convert as convert
     from .pipelines import load_pipeline as load_pipeline

@@ -210,6 +210,11 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return config.get(name, default)
 
     @classmethod
+    def layer_count(cls, config: Mapping[str, Any]) -> int:
+        """Return the number of self-attention layers that a model of this configuration has."""
+        return cls.config_value(config, "num_layers")
+
+    @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Return the token grid of the samples that a model was made for; `None` where its configuration has none.
 

@@ -29,7 +29,6 @@ class ModelFamily:
         pipelines: Diffusers pipelines that the family was tested in.
         kind: Kind of output, such as `"video"`.
         note: Remarks for users, or an empty string.
-        layers: Location of the MHLA layers, `{index}` standing for the layer's number.
     """
 
     name: str
@@ -38,7 +37,6 @@ class ModelFamily:
     pipelines: tuple[str, ...]
     kind: str
     note: str = ""
-    layers: str = "transformer_blocks.{index}.attn1.mhla"
 
     @property
     def mhla_class(self) -> str:
@@ -59,14 +57,12 @@ class TransformersFamily:
         name: Its `model_type`.
         kind: `"language model"`, `"multi-modal"`, `"encoder"` or `"vision"`.
         note: Remarks for users, the reason for a refusal, or an empty string.
-        layers: Location of the MHLA layers.
         rope: Default position of its rotary embeddings, if it has any; see [`mhla_hf.MHLAConfig`].
     """
 
     name: str
     kind: str
     note: str = ""
-    layers: str = "self-attention `.mhla`"
     rope: str = "after_feature_map"
 
 
@@ -84,7 +80,8 @@ _PIXART, _SANA = ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), ("SanaPipeline"
 _WAN = ("WanPipeline", "WanImageToVideoPipeline")
 _LINEAR = "linear already: the same {} until fine-tuned"
 _FAMILIES = (
-    ModelFamily("wan", "WanTransformer3DModel", "wan", _WAN, "video", layers="blocks.{index}.attn1.mhla"),
+    ModelFamily("wan", "WanTransformer3DModel", "wan", _WAN, "video"),
+    ModelFamily("wan-vace", "WanVACETransformer3DModel", "wan", ("WanVACEPipeline",), "video"),
     ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
     ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
     ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),

@@ -7,6 +7,7 @@ from diffusers import (
     SanaTransformer2DModel,
     SanaVideoTransformer3DModel,
     WanTransformer3DModel,
+    WanVACETransformer3DModel,
 )
 
 from mhla_hf import (
@@ -15,6 +16,7 @@ from mhla_hf import (
     MHLASanaTransformer2DModel,
     MHLASanaVideoTransformer3DModel,
     MHLAWanTransformer3DModel,
+    MHLAWanVACETransformer3DModel,
 )
 from tests import tiny, tiny_images
 from tests.models.model_case import ModelCase
@@ -49,6 +51,23 @@ class WanImageToVideoCase(WanCase):
     def inputs(self, size=0, **options):
         # The model tells image tokens from text by assuming 512 of text.
         return super().inputs(size, **{"text_tokens": 512, **options})
+
+
+class WanVACECase(WanCase):
+    """Two blocks of Wan and a control block, whose layer is the third."""
+
+    upstream = WanVACETransformer3DModel
+    mhla_class = MHLAWanVACETransformer3DModel
+    thorough = False
+
+    def make(self, cls=None, **overrides):
+        sizes = {"vace_layers": [0], "vace_in_channels": 6, **overrides}
+        return tiny.wan_transformer(cls or self.upstream, **sizes)
+
+    def inputs(self, size=0, **options):
+        inputs = super().inputs(size, **options)
+        latents = inputs["hidden_states"]
+        return {**inputs, "control_hidden_states": latents[:, :6].flip(1) + 0.5}
 
 
 class DiTCase(ModelCase):

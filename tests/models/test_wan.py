@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan: which layers are MHLA, every grid against the dense definition, refusals, and the shared checks."""
+"""Wan and its family: which layers are MHLA, every grid against the dense definition, refusals, and the shared checks."""
+
+import copy
 
 import pytest
 import torch
+from diffusers import ContextParallelConfig
 from diffusers.models.transformers.transformer_sana_video import WanRotaryPosEmbed as SanaVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
 
-from mhla_hf import BlockLayout, MHLAConfig, MHLAWanTransformer3DModel, mhla_attention
+from mhla_hf import BlockLayout, MHLAConfig, MHLAWanTransformer3DModel, convert, mhla_attention
 from mhla_hf.models.attention import MHLAAttnProcessor
 from tests import tiny
 from tests.models.adapter_checks import AdapterChecks
-from tests.models.cases import SanaVideoCase, WanCase, WanImageToVideoCase
+from tests.models.cases import SanaVideoCase, WanCase, WanImageToVideoCase, WanVACECase
 from tests.models.compile_checks import CompileChecks
 from tests.models.memory_checks import InPlaceChecks, MemoryChecks
 from tests.models.model_case import attention_inputs, captured, perturb_mhla, relative_error
@@ -19,6 +22,7 @@ from tests.models.training_checks import TrainingChecks
 
 
 CASE = WanCase()
+FAMILY = [WanVACECase()]
 # Frames, height and width of latents: one frame, odd sizes, sizes that the blocks do not divide, tall and wide ones.
 GRIDS = [(3, 4, 8), (1, 4, 8), (1, 2, 2), (5, 6, 14), (7, 10, 6), (2, 16, 4), (4, 2, 26), (1, 8, 12)]
 
@@ -51,6 +55,25 @@ def dense_attention(call, model, latents, layout, mixing):
         denominator = (weights * torch.einsum("bthk,bjhk->bhtj", *plain)).sum(-1) + config.eps
         output = output / denominator.transpose(1, 2).unsqueeze(-1)
     return output
+
+
+def layout_of(model, size):
+    """The layout of latents of a size: the block counts of the options, fewer where an axis has fewer tokens."""
+    grid = (size[0], size[1] // 2, size[2] // 2)
+    return BlockLayout(grid=grid, blocks=[min(pair) for pair in zip(model.mhla_config.blocks, grid)])
+
+
+def assert_matches_the_dense_definition(model, inputs, size, layer=1):
+    """Compares a layer with the dense definition and returns its call."""
+    layout, module = layout_of(model, size), model.mhla_modules()[layer]
+    with captured(module) as calls, torch.no_grad():
+        output = model(**inputs).sample
+    assert output.shape == (len(inputs["hidden_states"]), 16, *size)
+    (call,) = calls
+    assert tuple(call.keywords["grid"]) == layout.grid
+    expected = dense_attention(call, model, inputs["hidden_states"], layout, module.mixing_matrix(layout))
+    assert relative_error(call.output, expected) < 1e-5
+    return call
 
 
 # Which layers are MHLA
@@ -101,17 +124,9 @@ def test_bad_layers_are_named():
 def test_every_grid_matches_the_dense_definition(options, size):
     model = CASE.make_mhla(**options, resize="blocks")
     inputs = CASE.inputs(size, batch=2)
-    with captured(model.blocks[1].attn1.mhla) as calls, torch.no_grad():
-        output = model(**inputs).sample
-    assert output.shape == inputs["hidden_states"].shape
-    (call,) = calls
-    grid = (size[0], size[1] // 2, size[2] // 2)
-    assert tuple(call.keywords["grid"]) == grid
-    # The block counts of the options, fewer where an axis has fewer tokens.
-    layout = BlockLayout(grid=grid, blocks=[min(pair) for pair in zip(model.mhla_config.blocks, grid)])
+    call = assert_matches_the_dense_definition(model, inputs, size)
+    layout = layout_of(model, size)
     mixing = model.blocks[1].attn1.mhla.mixing_matrix(layout)
-    expected = dense_attention(call, model, inputs["hidden_states"], layout, mixing)
-    assert relative_error(call.output, expected) < 1e-5
     # The package's own oracle agrees, from the same inputs.
     query, key, value = attention_inputs(call)
     features = {"relu": torch.relu, "elu": lambda x: torch.nn.functional.elu(x) + 1}[model.mhla_config.feature_map]
@@ -172,10 +187,10 @@ def test_block_size_at_other_grids():
         assert relative_error(calls[0].output, expected) < 1e-5
 
 
-def test_one_block_is_vanilla_linear_attention():
-    model = CASE.make_mhla(trained=False, blocks=[1, 1, 1])
-    inputs = CASE.inputs(2)
-    with captured(model.blocks[0].attn1.mhla) as calls, torch.no_grad():
+@pytest.mark.parametrize("case", [CASE, *FAMILY], ids=lambda case: type(case).__name__)
+def test_one_block_is_vanilla_linear_attention(case):
+    model, inputs = case.make_mhla(trained=False, blocks=[1, 1, 1]), case.inputs(2)
+    with captured(model._self_attentions()[-1].mhla) as calls, torch.no_grad():
         model(**inputs)
     query, key, value = attention_inputs(calls[0])
     query, key = torch.relu(query), torch.relu(key)
@@ -248,6 +263,32 @@ def test_without_query_key_norm():
     assert CASE.run(model).isfinite().all()
 
 
+# The family
+
+
+@pytest.mark.parametrize("case", FAMILY, ids=lambda case: type(case).__name__)
+class TestFamily:
+    def test_every_layer_matches_the_dense_definition(self, case):
+        model, inputs = case.make_mhla(resize="blocks"), case.inputs(2)
+        for layer in range(len(model._self_attentions())):
+            assert_matches_the_dense_definition(model, inputs, case.sizes[2], layer)
+
+    def test_softmax_layers_stay_exactly(self, case):
+        """Whichever layer is MHLA; what comes out of that one is taken away in both models."""
+        for layer in case.make_mhla().mhla_layers:
+            stock = case.make()
+            model = convert(copy.deepcopy(stock), {**case.options, "layers": [layer]})
+            assert model.mhla_layers == [layer]
+            for each in (stock, model):
+                case.mhla_class._self_attentions(each)[layer].to_out[0].weight.data.zero_()
+            for size in range(3):
+                assert torch.equal(case.run(model, size), case.run(stock, size))
+
+    def test_context_parallelism_is_refused(self, case):
+        with pytest.raises(ValueError, match="supports no context parallelism"):
+            case.make_mhla().enable_parallelism(config=ContextParallelConfig(ring_degree=2))
+
+
 # What is refused
 
 
@@ -314,6 +355,14 @@ class TestWanModel(WanCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryC
 
 
 class TestWanCompile(WanCase, CompileChecks):
+    pass
+
+
+class TestWanVACEModel(WanVACECase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "WanTransformerBlock"
+
+
+class TestWanVACECompile(WanVACECase, CompileChecks):
     pass
 
 
