@@ -29,6 +29,7 @@ class ModelFamily:
         pipelines: Diffusers pipelines that the family was tested in.
         kind: Kind of output, such as `"video"`.
         note: Remarks for users, or an empty string.
+        trained_as: Name of the family whose objective and recipes it takes, if not its own.
     """
 
     name: str
@@ -37,6 +38,12 @@ class ModelFamily:
     pipelines: tuple[str, ...]
     kind: str
     note: str = ""
+    trained_as: str = ""
+
+    @property
+    def training(self) -> str:
+        """Name of the family of its objective and recipes."""
+        return self.trained_as or self.name
 
     @property
     def mhla_class(self) -> str:
@@ -78,10 +85,15 @@ def _read_transformers(status: str) -> dict[str, TransformersFamily]:
 
 _PIXART, _SANA = ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), ("SanaPipeline", "SanaSprintPipeline")
 _WAN = ("WanPipeline", "WanImageToVideoPipeline")
+_SKYREELS = ("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline", "SkyReelsV2DiffusionForcingPipeline")
 _LINEAR = "linear already: the same {} until fine-tuned"
 _FAMILIES = (
     ModelFamily("wan", "WanTransformer3DModel", "wan", _WAN, "video"),
     ModelFamily("wan-vace", "WanVACETransformer3DModel", "wan", ("WanVACEPipeline",), "video"),
+    ModelFamily("wan-animate", "WanAnimateTransformer3DModel", "wan", ("WanAnimatePipeline",), "video"),
+    ModelFamily(
+        "skyreels-v2", "SkyReelsV2Transformer3DModel", "wan", _SKYREELS, "video", "no causal blocks", trained_as="wan"
+    ),
     ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
     ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
     ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),

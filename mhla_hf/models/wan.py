@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MHLA for the Wan family: `WanTransformer3DModel`, `WanVACETransformer3DModel`.
+"""MHLA for the Wan family: Wan, Wan-VACE, Wan-Animate and SkyReels-V2.
 
 Its attention sees a flat token sequence. Rotary tables are the one thing that every layer is handed and that depends
 on the grid, so here they keep the grid in their shape, `(1, frames, height, width, 1, width of a head)`, and the
@@ -15,6 +15,14 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
+from diffusers.models.transformers import transformer_wan_animate as animate
+from diffusers.models.transformers.transformer_skyreels_v2 import (
+    SkyReelsV2Attention,
+    SkyReelsV2AttnProcessor,
+    SkyReelsV2RotaryPosEmbed,
+    SkyReelsV2Transformer3DModel,
+    SkyReelsV2TransformerBlock,
+)
 from diffusers.models.transformers.transformer_wan import (
     WanAttention,
     WanAttnProcessor,
@@ -23,12 +31,15 @@ from diffusers.models.transformers.transformer_wan import (
 )
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel
 
-from ..utils.compat.diffusers import context_parallel_plan, skip_attention_in
+from ..config import MHLAConfig
+from ..utils.compat.diffusers import context_parallel_plan, skip_attention_in, skip_layers_in
 from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor, RotaryWithGrid, tables_of_layer
 from .base import shard_of
 
 
-skip_attention_in(WanAttnProcessor)
+skip_attention_in(WanAttnProcessor, animate.WanAttnProcessor, SkyReelsV2AttnProcessor)
+# Not those of Wan-Animate: its face adapters between blocks would act twice where a cache skips the blocks.
+skip_layers_in(SkyReelsV2TransformerBlock)
 
 
 class AttentionOnGrid(KeepsMHLAProcessor):
@@ -64,6 +75,22 @@ class MHLAWanAttention(AttentionOnGrid, WanAttention):
 
 class MHLAWanRotaryPosEmbed(RotaryWithGrid, WanRotaryPosEmbed):
     """Rotary tables of Wan and VACE."""
+
+
+class MHLAWanAnimateAttention(AttentionOnGrid, animate.WanAttention):
+    """Self-attention of Wan-Animate."""
+
+
+class MHLAWanAnimateRotaryPosEmbed(RotaryWithGrid, animate.WanRotaryPosEmbed):
+    """Rotary tables of Wan-Animate."""
+
+
+class MHLASkyReelsV2Attention(AttentionOnGrid, SkyReelsV2Attention):
+    """Self-attention of SkyReels-V2."""
+
+
+class MHLASkyReelsV2RotaryPosEmbed(RotaryWithGrid, SkyReelsV2RotaryPosEmbed):
+    """Rotary tables of SkyReels-V2."""
 
 
 class WanFamilyMixin(KeepsMHLAProcessors):
@@ -111,3 +138,51 @@ class MHLAWanVACETransformer3DModel(WanFamilyMixin, WanVACETransformer3DModel):
     def layer_count(cls, config: Mapping[str, Any]) -> int:
         """Count the control blocks as well."""
         return super().layer_count(config) + len(cls.config_value(config, "vace_layers"))
+
+
+class MHLAWanAnimateTransformer3DModel(WanFamilyMixin, animate.WanAnimateTransformer3DModel):
+    """`WanAnimateTransformer3DModel` whose self-attention is MHLA in the chosen layers.
+
+    Takes arguments and checkpoints as `MHLAWanTransformer3DModel` does. Attention to text, image and face is softmax.
+    """
+
+    # 77 frames of 720 × 1280, and the reference image as a latent frame before theirs.
+    video_size = (81, 720, 1280)
+    default_grid = (21, 45, 80)
+    attention_class, rotary_class = MHLAWanAnimateAttention, MHLAWanAnimateRotaryPosEmbed
+
+
+class MHLASkyReelsV2Transformer3DModel(WanFamilyMixin, SkyReelsV2Transformer3DModel):
+    """`SkyReelsV2Transformer3DModel` whose self-attention is MHLA in the chosen layers.
+
+    Takes arguments and checkpoints as `MHLAWanTransformer3DModel` does. Diffusion forcing works where every frame sees
+    all others; causal blocks of frames raise `ValueError`.
+    """
+
+    video_size = (97, 544, 960)
+    default_grid = (25, 34, 60)
+    attention_class, rotary_class = MHLASkyReelsV2Attention, MHLASkyReelsV2RotaryPosEmbed
+
+    @classmethod
+    def resolve_options(
+        cls,
+        options: MHLAConfig | Mapping[str, Any] | None,
+        config: Mapping[str, Any],
+        compression: tuple[int, int] | None = None,
+    ) -> MHLAConfig:
+        """As for other models; `ValueError` for causal blocks of frames."""
+        _check_not_causal(cls.config_value(config, "num_frame_per_block"))
+        return super().resolve_options(options, config, compression)
+
+    def _set_ar_attention(self, causal_block_size: int) -> None:
+        _check_not_causal(causal_block_size)
+        super()._set_ar_attention(causal_block_size)
+
+
+def _check_not_causal(frames: int) -> None:
+    """Refuse the attention mask of diffusion forcing in blocks of several frames."""
+    if frames > 1:
+        raise ValueError(
+            f"MHLA layers take no attention mask, as diffusion forcing in causal blocks of {frames} frames needs: use "
+            "causal_block_size=1."
+        )

@@ -1,28 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan and its family: which layers are MHLA, every grid against the dense definition, refusals, and the shared checks."""
+"""Wan and its family: which layers are MHLA, grids against the dense definition, refusals, and the shared checks."""
 
 import copy
+import json
 
+import numpy as np
 import pytest
 import torch
 from diffusers import ContextParallelConfig
 from diffusers.models.transformers.transformer_sana_video import WanRotaryPosEmbed as SanaVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
 
-from mhla_hf import BlockLayout, MHLAConfig, MHLAWanTransformer3DModel, convert, mhla_attention
+from mhla_hf import (
+    BlockLayout,
+    MHLAConfig,
+    MHLAWanTransformer3DModel,
+    convert,
+    load_pipeline,
+    mhla_attention,
+    unconvert,
+)
+from mhla_hf.conversion import convert_pretrained
+from mhla_hf.hub.card import describe_model
 from mhla_hf.models.attention import MHLAAttnProcessor
+from mhla_hf.models.directory import ModelDirectory
 from tests import tiny
 from tests.models.adapter_checks import AdapterChecks
-from tests.models.cases import SanaVideoCase, WanCase, WanImageToVideoCase, WanVACECase
+from tests.models.cases import (
+    SanaVideoCase,
+    SkyReelsCase,
+    WanAnimateCase,
+    WanCase,
+    WanImageToVideoCase,
+    WanVACECase,
+)
 from tests.models.compile_checks import CompileChecks
 from tests.models.memory_checks import InPlaceChecks, MemoryChecks
-from tests.models.model_case import attention_inputs, captured, perturb_mhla, relative_error
+from tests.models.model_case import assert_same_parameters, attention_inputs, captured, perturb_mhla, relative_error
 from tests.models.saving_checks import SavingChecks
 from tests.models.training_checks import TrainingChecks
 
 
 CASE = WanCase()
-FAMILY = [WanVACECase()]
+FAMILY = [WanVACECase(), WanAnimateCase(), SkyReelsCase()]
 # Frames, height and width of latents: one frame, odd sizes, sizes that the blocks do not divide, tall and wide ones.
 GRIDS = [(3, 4, 8), (1, 4, 8), (1, 2, 2), (5, 6, 14), (7, 10, 6), (2, 16, 4), (4, 2, 26), (1, 8, 12)]
 
@@ -289,6 +309,78 @@ class TestFamily:
             case.make_mhla().enable_parallelism(config=ContextParallelConfig(ring_degree=2))
 
 
+def test_synchronous_diffusion_forcing():
+    """Every frame has its own timestep and sees all others."""
+    case = SkyReelsCase()
+    model, inputs = case.make_mhla(), case.inputs()
+    model._set_ar_attention(1)
+    with torch.no_grad():
+        expected = model(**inputs).sample
+        for timesteps, is_same in ((torch.full((1, 3), 500.0), True), (torch.tensor([[900.0, 500.0, 100.0]]), False)):
+            output = model(**{**inputs, "timestep": timesteps}, enable_diffusion_forcing=True).sample
+            assert (relative_error(output, expected) < 1e-5) == is_same
+
+
+def test_causal_diffusion_forcing_is_refused():
+    case, message = SkyReelsCase(), "no attention mask, as diffusion forcing in causal blocks of 2 frames needs"
+    with pytest.raises(ValueError, match=message):
+        case.make_mhla()._set_ar_attention(2)
+    stock = case.make(num_frame_per_block=2)
+    with pytest.raises(ValueError, match=message):
+        convert(stock, case.options)
+    assert type(stock) is case.upstream
+
+
+def test_grids_that_pipelines_sample_at():
+    for case, grid in zip(FAMILY, [(21, 30, 52), (21, 45, 80), (25, 34, 60)]):
+        assert case.mhla_class.reference_grid({}) == case.mhla_class.reference_grid({}, (4, 8)) == grid
+
+
+PIPELINES = {"vace": (tiny.vace_pipeline, 3), "skyreels": (tiny.skyreels_pipeline, 2)}
+
+
+@pytest.mark.parametrize("make, num_layers", PIPELINES.values(), ids=PIPELINES)
+def test_pipelines_of_the_family(make, num_layers, tmp_path):
+    options, stock = {"blocks": [2, 1, 2], "grid": [2, 1, 2], "layers": [0, num_layers - 1]}, make()
+    stock.save_pretrained(tmp_path / "softmax")
+    report = convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", options, progress=False)
+    assert report.components["transformer"].num_layers == num_layers
+    assert describe_model(ModelDirectory.read(tmp_path / "mhla"))["num_layers"] == num_layers
+    expected = tiny.wan_video(stock)
+    in_memory = convert(stock, options)
+    on_disk = type(stock).from_pretrained(tmp_path / "mhla")
+    fresh = load_pipeline(tmp_path / "softmax", mhla=options)
+    video = tiny.wan_video(in_memory)
+    assert np.abs(video - expected).max() > 1e-4
+    for pipeline in (on_disk, fresh):
+        assert type(pipeline.transformer) is type(in_memory.transformer)
+        assert pipeline.transformer.mhla_layers == [0, num_layers - 1]
+        assert_same_parameters(pipeline.transformer, in_memory.transformer)
+    np.testing.assert_array_equal(tiny.wan_video(on_disk), video)
+    np.testing.assert_array_equal(tiny.wan_video(unconvert(on_disk)), expected)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"vace_layers": [0, 1]}, "describes 4 layers, but the weights have 3"),
+        ({"vace_layers": "all"}, "vace_layers='all' must be list"),
+        ({"vace_layers": [0, 10**9]}, "vace_layers=.* must be list"),
+    ],
+)
+def test_layers_of_control_blocks_are_counted(changes, message, tmp_path):
+    source = tmp_path / "source"
+    WanVACECase().make().save_pretrained(source)
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    for load in (
+        lambda: convert_pretrained(source, tmp_path / "out", progress=False),
+        lambda: WanVACECase.mhla_class.from_pretrained(source),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load()
+
+
 # What is refused
 
 
@@ -363,6 +455,22 @@ class TestWanVACEModel(WanVACECase, SavingChecks, TrainingChecks, AdapterChecks,
 
 
 class TestWanVACECompile(WanVACECase, CompileChecks):
+    pass
+
+
+class TestWanAnimateModel(WanAnimateCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "WanTransformerBlock"
+
+
+class TestSkyReelsModel(SkyReelsCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "SkyReelsV2TransformerBlock"
+
+
+class TestSkyReelsCompile(SkyReelsCase, CompileChecks):
+    pass
+
+
+class TestWanAnimateCompile(WanAnimateCase, CompileChecks):
     pass
 
 
