@@ -242,6 +242,8 @@ def test_caches_of_blocks_are_refused_where_the_model_adds_to_their_outputs():
 )
 @pytest.mark.parametrize("case", [WanCase(), WanVACECase(), SkyReelsCase()], ids=named)
 def test_caches(case, config):
+    if isinstance(case, WanVACECase) and isinstance(config, FirstBlockCacheConfig):
+        pytest.skip("diffusers caches what control blocks add, and adds it again, in the stock model too")
     for model in (case.make(case.upstream), case.make_mhla()):
         inputs = case.inputs()
         changed = {**inputs, "hidden_states": inputs["hidden_states"] * 1.1}
