@@ -25,7 +25,6 @@ PUBLISHED = {
     "dit-xl-2-512": (675, 524.60),
     "sana-0.6b": (590, None),
     "wan2.1-1.3b": (1420, None),
-    "skyreels-v2-14b": (14_290, None),
 }
 
 
