@@ -139,8 +139,8 @@ def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None
     Models of transformers (`deit-t`, `deit-s`, `vlt-t`, `vlt-s`, `mhla-lm-340m`) come as their configuration. Those of
     diffusers (`dit-{s,b,l,xl}-2-{256,512}`, `sana-0.6b`, `wan2.1-1.3b`, `wan2.1-1.3b-hybrid`,
     `wan2.1-vace-{1.3b,14b}`, `wan2.2-animate-14b`, `skyreels-v2-14b`) come as the untrained model, on the current
-    device: `with torch.device("meta")` allocates nothing. docs/presets.md says for each what the paper states, what its
-    code states, and what is chosen here.
+    device: `with torch.device("meta")` allocates nothing. docs/presets.md says for each what the paper and its code
+    state, and what is chosen here.
 
     Args:
         name: Name of a preset.
