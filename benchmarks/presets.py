@@ -33,7 +33,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
 WAN_LATENTS = (21, 60, 100)
 """Latent frames, height and width of 81 frames of 480 × 800."""
 
-_TEXT_TOKENS = {"SanaTransformer2DModel": 300, "WanTransformer3DModel": 512}
+_WAN_FAMILY = [f"{name}Transformer3DModel" for name in ("Wan", "WanVACE", "WanAnimate", "SkyReelsV2")]
+_TEXT_TOKENS = {"SanaTransformer2DModel": 300, **dict.fromkeys(_WAN_FAMILY, 512)}
 
 
 def make_model(name: str, mhla: Any = None, **overrides: Any) -> nn.Module:
@@ -69,6 +70,15 @@ def example_inputs(
         "hidden_states": torch.randn(1, config.in_channels, *size, **place),
         "timestep": torch.full((1,), 500, device=model.device),
     }
+    frames, height, width = latents
+    if kind == "WanVACETransformer3DModel":
+        inputs["control_hidden_states"] = torch.randn(1, config.vace_in_channels, *latents, **place)
+    if kind == "WanAnimateTransformer3DModel":
+        # The first latent frame is that of the reference image; the others stand for four frames each.
+        face = (1, 3, 4 * frames - 7, config.motion_encoder_size, config.motion_encoder_size)
+        inputs["pose_hidden_states"] = torch.randn(1, config.latent_channels, frames - 1, height, width, **place)
+        inputs["face_pixel_values"] = torch.randn(face, **place)
+        inputs["encoder_hidden_states_image"] = torch.randn(1, 257, config.image_dim, **place)
     if kind in _TEXT_TOKENS:
         width = config.get("text_dim") or config.caption_channels
         inputs["encoder_hidden_states"] = torch.randn(1, _TEXT_TOKENS[kind], width, **place)

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from .models.registry import supported_models as supported_models
     from .models.sana import MHLASanaTransformer2DModel as MHLASanaTransformer2DModel
     from .models.sana import MHLASanaVideoTransformer3DModel as MHLASanaVideoTransformer3DModel
+    from .models.wan import MHLASkyReelsV2Transformer3DModel as MHLASkyReelsV2Transformer3DModel
+    from .models.wan import MHLAWanAnimateTransformer3DModel as MHLAWanAnimateTransformer3DModel
     from .models.wan import MHLAWanTransformer3DModel as MHLAWanTransformer3DModel
+    from .models.wan import MHLAWanVACETransformer3DModel as MHLAWanVACETransformer3DModel
     from .ops import mhla_attention as mhla_attention
     from .pipelines import convert as convert
     from .pipelines import load_pipeline as load_pipeline

@@ -123,7 +123,7 @@ def _converted_by_diffusers(path: Path, family: str) -> Mapping[str, torch.Tenso
     from diffusers.loaders.lora_pipeline import SanaLoraLoaderMixin, WanLoraLoaderMixin
     from diffusers.utils import convert_unet_state_dict_to_peft
 
-    loader = WanLoraLoaderMixin if family == "wan" else SanaLoraLoaderMixin
+    loader = WanLoraLoaderMixin if family.startswith(("wan", "skyreels")) else SanaLoraLoaderMixin
     try:
         weights = loader.lora_state_dict(str(path), use_safetensors=True)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the MHLA paper by name, with fresh weights, as classes of transformers and diffusers.
+"""The models of the MHLA paper and others of the Wan family by name, with fresh weights.
+
+They are classes of transformers and diffusers.
 
 The paper is arXiv 2601.07832, its code github.com/DAGroup-PKU/MHLA.
 """
@@ -71,12 +73,30 @@ def _dit(size: str, layers: int, heads: int, width: int, pixels: int) -> Preset:
     return Preset(f"DiT-{size.upper()}/2 for ImageNet-1K at {pixels} pixels", "DiTTransformer2DModel", sizes, mhla)
 
 
+# Wan-AI/Wan2.1-T2V-1.3B-Diffusers and Wan-AI/Wan2.1-T2V-14B-Diffusers, transformer/config.json.
+_WAN_SMALL = {"num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30}
+_WAN_SMALL |= {"ffn_dim": 8960, "text_dim": 4096}
+_WAN_LARGE = {**_WAN_SMALL, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
+
+
 def _wan(part: str, **mhla: Any) -> Preset:
-    # Wan-AI/Wan2.1-T2V-1.3B-Diffusers, transformer/config.json.
-    sizes = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30, "text_dim": 4096}
     mhla |= {"blocks": [3, 5, 10], "feature_map": "relu", "feature_map_eps": 1e-6, "rope": "after_feature_map"}
     mhla |= {"normalizer": "none", "output_norm": True, "output_gate": True}
-    return Preset(f"Wan2.1-T2V-1.3B with MHLA in {part} layers", "WanTransformer3DModel", sizes, mhla)
+    return Preset(f"Wan2.1-T2V-1.3B with MHLA in {part} layers", "WanTransformer3DModel", _WAN_SMALL, mhla)
+
+
+def _wan_family() -> dict[str, Preset]:
+    # Not of the paper: scripts/convert_wan_to_diffusers.py and convert_skyreelsv2_to_diffusers.py of diffusers.
+    vace, animate = "WanVACETransformer3DModel", "WanAnimateTransformer3DModel"
+    with_image = {**_WAN_LARGE, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+    small, large = ({"vace_layers": [*range(*bounds)]} for bounds in ((0, 30, 2), (0, 40, 5)))
+    mhla = {"blocks": [3, 5, 10]}
+    return {
+        "wan2.1-vace-1.3b": Preset("Wan2.1-VACE-1.3B", vace, {**_WAN_SMALL, **small}, mhla),
+        "wan2.1-vace-14b": Preset("Wan2.1-VACE-14B", vace, {**_WAN_LARGE, **large}, mhla),
+        "wan2.2-animate-14b": Preset("Wan2.2-Animate-14B", animate, with_image, mhla),
+        "skyreels-v2-14b": Preset("SkyReels-V2 14B from text", "SkyReelsV2Transformer3DModel", _WAN_LARGE, mhla),
+    }
 
 
 def _sana() -> Preset:
@@ -107,18 +127,20 @@ PRESETS: dict[str, Preset] = {
     "sana-0.6b": _sana(),
     "wan2.1-1.3b": _wan("all"),
     "wan2.1-1.3b-hybrid": _wan("two thirds of the", layers="2/3"),
+    **_wan_family(),
     "mhla-lm-340m": _language_model(),
 }
 """All presets by name."""
 
 
 def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None = None, **overrides: Any) -> Any:
-    """Return a model of the MHLA paper (arXiv 2601.07832) by name, at full size and without weights.
+    """Return a model of the MHLA paper (arXiv 2601.07832) or of the Wan family by name, at full size, without weights.
 
     Models of transformers (`deit-t`, `deit-s`, `vlt-t`, `vlt-s`, `mhla-lm-340m`) come as their configuration. Those of
-    diffusers (`dit-{s,b,l,xl}-2-{256,512}`, `sana-0.6b`, `wan2.1-1.3b`, `wan2.1-1.3b-hybrid`) come as the untrained
-    model, on the current device: `with torch.device("meta")` allocates nothing. docs/presets.md says for each what the
-    paper states, what its code states, and what is chosen here.
+    diffusers (`dit-{s,b,l,xl}-2-{256,512}`, `sana-0.6b`, `wan2.1-1.3b`, `wan2.1-1.3b-hybrid`,
+    `wan2.1-vace-{1.3b,14b}`, `wan2.2-animate-14b`, `skyreels-v2-14b`) come as the untrained model, on the current
+    device: `with torch.device("meta")` allocates nothing. docs/presets.md says for each what the paper and its code
+    state, and what is chosen here.
 
     Args:
         name: Name of a preset.

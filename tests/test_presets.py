@@ -91,6 +91,10 @@ DEPTH = {"transformers": "num_hidden_layers", "diffusers": "num_layers"}
 def shallow(name, mhla=None, **overrides):
     """A preset at its full width, with one layer; of a hybrid with two, the first of them softmax."""
     layers = 1 if "layers" not in PRESETS[name].mhla else 2
+    # Entries of the configuration that go with the number of layers.
+    fixed = {"WanVACETransformer3DModel": {"vace_layers": [0]}}
+    fixed["WanAnimateTransformer3DModel"] = {"inject_face_latents_blocks": 1}
+    overrides = {**fixed.get(PRESETS[name].model, {}), **overrides}
     torch.manual_seed(0)
     return make_model(name, mhla, **{DEPTH[PRESETS[name].library]: layers, **overrides})
 
@@ -109,7 +113,8 @@ def test_forward_and_backward_at_full_size(name):
     inputs = example_inputs(model)
     output = forward_and_backward(model, inputs)
     layers = [module for module in model.modules() if isinstance(module, MHLA)]
-    depth = PRESETS[name].sizes[DEPTH[PRESETS[name].library]]
+    sizes = PRESETS[name].sizes
+    depth = sizes[DEPTH[PRESETS[name].library]] + len(sizes.get("vace_layers", ()))
     assert len(layers) == len(MHLAConfig.from_dict(PRESETS[name].mhla).mhla_layers(depth))
     assert output.is_meta
     assert all(parameter.is_meta and parameter.grad is not None for parameter in model.parameters())

@@ -16,10 +16,14 @@ import numpy as np
 import torch
 from diffusers import (
     AutoencoderKLWan,
+    SkyReelsV2Pipeline,
+    SkyReelsV2Transformer3DModel,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -218,6 +222,29 @@ def wan_pipeline(
         pipeline = WanImageToVideoPipeline(**parts, image_encoder=image_encoder(), image_processor=processor)
     else:
         pipeline = WanPipeline(**parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def vace_pipeline(**overrides: Any) -> WanVACEPipeline:
+    """A complete Wan-VACE pipeline with a control block; `overrides` are of the transformer."""
+    return _family_pipeline(WanVACEPipeline, WanVACETransformer3DModel, vace_layers=[0], **overrides)
+
+
+def skyreels_pipeline(**overrides: Any) -> SkyReelsV2Pipeline:
+    """A complete SkyReels-V2 pipeline from text; `overrides` are of the transformer."""
+    return _family_pipeline(SkyReelsV2Pipeline, SkyReelsV2Transformer3DModel, **overrides)
+
+
+def _family_pipeline(pipeline_cls: type, transformer_cls: type, **overrides: Any) -> Any:
+    tokenizer = character_tokenizer()
+    pipeline = pipeline_cls(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder(len(tokenizer)),
+        vae=wan_vae(),
+        scheduler=wan_scheduler(),
+        transformer=wan_transformer(transformer_cls, **overrides),
+    )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

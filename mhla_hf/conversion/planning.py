@@ -175,7 +175,7 @@ def plan_component(
     where = str(component.folder / "config.json")
     weight_files.check_model_config(upstream_class, component.config, where)
     arguments = inspect.signature(upstream_class.__init__).parameters
-    num_layers = component.config.get("num_layers", arguments["num_layers"].default)
+    num_layers = target_class.layer_count(component.config)
     for weights in stored:
         check_floats(weights.entries, weights.where)
         weight_files.check_layer_count(num_layers, [entry.name for entry in weights.entries], where)
@@ -264,7 +264,7 @@ def component_report(source_class: str, model: Any) -> ComponentReport:
         target_class=type(model).__name__,
         mhla=dict(model.config.mhla),
         mhla_layers=list(model.mhla_layers),
-        num_layers=model.config.num_layers,
+        num_layers=model.layer_count(model.config),
         warning=model.single_block_warning() or "",
     )
 

@@ -354,13 +354,17 @@ def describe_model(model: ModelDirectory, tensors: Mapping[str, Any] | None = No
         # Damaged weights are reported by the checks.
         except (OSError, ValueError):
             tensors = {}
+    num_layers = next((config[key] for key in _LAYER_COUNTS if isinstance(config.get(key), int)), None)
+    if num_layers is not None and isinstance(config.get("vace_layers"), list):
+        # The control blocks of VACE have one each.
+        num_layers += len(config["vace_layers"])
     counts = {name: math.prod(shape) for name, (_, shape) in tensors.items()}
     types = Counter(str(dtype).removeprefix("torch.") for dtype, _ in tensors.values())
     return {
         "name": model.component,
         "class_name": model.class_name,
         "mhla_layers": len({match[1] for match in map(_MHLA_LAYER.match, tensors) if match}),
-        "num_layers": next((config[key] for key in _LAYER_COUNTS if isinstance(config.get(key), int)), None),
+        "num_layers": num_layers,
         "options": config["mhla"] if isinstance(config.get("mhla"), dict) else None,
         "parameters": sum(counts.values()),
         "mhla_parameters": sum(count for name, count in counts.items() if ".mhla." in name),

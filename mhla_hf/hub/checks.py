@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from ..conversion.transformers_planning import OPTIONAL_WEIGHTS, StoredNames
 from ..integrations.transformers.configuration import check_layers, check_sizes
 from ..models.directory import ModelDirectory
-from ..models.registry import FAMILIES, MHLA_CLASSES, current_class
+from ..models.registry import FAMILIES, MHLA_CLASSES, current_class, mhla_class_for
 from ..models.stub import LIBRARY as STUB_LIBRARY
 from ..models.weight_files import PICKLES, check_layer_count, check_model_config
 from ..utils.compat.diffusers import declared
@@ -219,8 +219,9 @@ class DirectoryCheck:
             check_sizes(config, str(path))
             if model.class_name in {**FAMILIES, **MHLA_CLASSES}:
                 check_model_config(model.load_class(), config, str(path))
+                count = mhla_class_for(model.class_name).layer_count(config)
                 for tensors in sets.values():
-                    check_layer_count(config.get("num_layers", 0), tensors, str(path))
+                    check_layer_count(count, tensors, str(path))
             empty = model.build()
             for owner, tensors in sets.items():
                 with self._noting(owner):

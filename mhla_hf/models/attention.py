@@ -116,6 +116,15 @@ def tables_of_layer(
     return flat, tuple(tables[0].shape[1:4])
 
 
+class RotaryWithGrid(Upstream):
+    """Goes before a rotary class of diffusers in the bases of its MHLA version."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return upstream's values in tables that carry the grid; see [`tables_with_grid`]."""
+        grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size))
+        return tables_with_grid(super().forward(hidden_states), grid)
+
+
 class MHLAAttnProcessor:
     """Stateless processor of an MHLA self-attention layer; the parameters live in `attn.mhla`."""
 

@@ -38,9 +38,6 @@ _DECLARED = {
     "_skip_layerwise_casting_patterns": ("mhla",),
 }
 
-# Frames, height and width of what pipelines of videos make without being asked for a size.
-_VIDEO_SIZE = (81, 480, 832)
-
 
 class MHLAAdapterMixin(Upstream):
     """The adapter methods of a diffusers model, for adapters that carry MHLA parameters besides."""
@@ -130,6 +127,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     # The token grid that block counts are derived from when the options give neither blocks nor grid.
     default_grid: ClassVar[tuple[int, ...]]
+    # Frames, height and width of what a pipeline of videos makes without being asked for a size.
+    video_size: ClassVar[tuple[int, int, int]] = (81, 480, 832)
     # Defaults in place of those of `MHLAConfig`; options given as a dict are laid over them.
     default_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     # Whether upstream's own attention equals MHLA under `default_options` with equal mixing weights.
@@ -210,6 +209,11 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return config.get(name, default)
 
     @classmethod
+    def layer_count(cls, config: Mapping[str, Any]) -> int:
+        """Return the number of self-attention layers that a model of this configuration has."""
+        return cls.config_value(config, "num_layers")
+
+    @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Return the token grid of the samples that a model was made for; `None` where its configuration has none.
 
@@ -234,7 +238,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         grid = cls.config_grid(config)
         if grid is not None or compression is None:
             return grid or cls.default_grid
-        frames, *sides = _VIDEO_SIZE
+        frames, *sides = cls.video_size
         latents = ((frames - 1) // compression[0] + 1, *(side // compression[1] for side in sides))
         return tuple(max(1, length // side) for length, side in zip(latents, cls.config_value(config, "patch_size")))
 

@@ -29,7 +29,7 @@ class ModelFamily:
         pipelines: Diffusers pipelines that the family was tested in.
         kind: Kind of output, such as `"video"`.
         note: Remarks for users, or an empty string.
-        layers: Location of the MHLA layers, `{index}` standing for the layer's number.
+        trained_as: Name of the family whose objective and recipes it takes, if not its own.
     """
 
     name: str
@@ -38,7 +38,12 @@ class ModelFamily:
     pipelines: tuple[str, ...]
     kind: str
     note: str = ""
-    layers: str = "transformer_blocks.{index}.attn1.mhla"
+    trained_as: str = ""
+
+    @property
+    def training(self) -> str:
+        """Name of the family of its objective and recipes."""
+        return self.trained_as or self.name
 
     @property
     def mhla_class(self) -> str:
@@ -59,14 +64,12 @@ class TransformersFamily:
         name: Its `model_type`.
         kind: `"language model"`, `"multi-modal"`, `"encoder"` or `"vision"`.
         note: Remarks for users, the reason for a refusal, or an empty string.
-        layers: Location of the MHLA layers.
         rope: Default position of its rotary embeddings, if it has any; see [`mhla_hf.MHLAConfig`].
     """
 
     name: str
     kind: str
     note: str = ""
-    layers: str = "self-attention `.mhla`"
     rope: str = "after_feature_map"
 
 
@@ -82,9 +85,15 @@ def _read_transformers(status: str) -> dict[str, TransformersFamily]:
 
 _PIXART, _SANA = ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), ("SanaPipeline", "SanaSprintPipeline")
 _WAN = ("WanPipeline", "WanImageToVideoPipeline")
+_SKYREELS = ("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline", "SkyReelsV2DiffusionForcingPipeline")
 _LINEAR = "linear already: the same {} until fine-tuned"
 _FAMILIES = (
-    ModelFamily("wan", "WanTransformer3DModel", "wan", _WAN, "video", layers="blocks.{index}.attn1.mhla"),
+    ModelFamily("wan", "WanTransformer3DModel", "wan", _WAN, "video"),
+    ModelFamily("wan-vace", "WanVACETransformer3DModel", "wan", ("WanVACEPipeline",), "video"),
+    ModelFamily("wan-animate", "WanAnimateTransformer3DModel", "wan", ("WanAnimatePipeline",), "video"),
+    ModelFamily(
+        "skyreels-v2", "SkyReelsV2Transformer3DModel", "wan", _SKYREELS, "video", "no causal blocks", trained_as="wan"
+    ),
     ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
     ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
     ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),

@@ -23,7 +23,7 @@ from diffusers.models.transformers.transformer_sana_video import (
 )
 
 from ..utils.compat.diffusers import declared, skip_attention_in, skip_layers_in
-from .attention import KeepsMHLAProcessors, MHLAAttnProcessor, tables_of_layer, tables_with_grid
+from .attention import KeepsMHLAProcessors, MHLAAttnProcessor, RotaryWithGrid, tables_of_layer
 from .image import MHLAImageAttention, MHLAImageModelMixin
 
 
@@ -102,12 +102,8 @@ class MHLASanaTransformer2DModel(KeepsMHLAProcessors, MHLAImageModelMixin, SanaT
         super()._use_mhla(attentions, mhla_layers)
 
 
-class MHLASanaVideoRotaryPosEmbed(WanRotaryPosEmbed):
-    """Rotary tables with upstream's values that carry the grid: see [`tables_with_grid`]."""
-
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size))
-        return tables_with_grid(super().forward(hidden_states), grid)
+class MHLASanaVideoRotaryPosEmbed(RotaryWithGrid, WanRotaryPosEmbed):
+    """Rotary tables that carry the grid."""
 
 
 class MHLASanaVideoAttention(MHLAImageAttention):

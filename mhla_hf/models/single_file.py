@@ -69,7 +69,7 @@ def official_names(names: Iterable[str]) -> dict[str, str]:
     for name in stripped:
         model = next((model for part, model in _UNSUPPORTED.items() if part in name), None)
         if model is not None:
-            raise ValueError(f"it has {shorten_text(name)}: {model} checkpoints are not supported.")
+            raise ValueError(f"it has {shorten_text(name)}: of {model} only diffusers directories are converted.")
         layer, _, rest = name.partition(".self_attn.")
         if rest in MHLA_NAMES and _BLOCK.fullmatch(f"{layer}."):
             renamed[f"{layer}.attn1.mhla.{MHLA_NAMES[rest]}"] = name

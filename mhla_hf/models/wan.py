@@ -1,46 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MHLA for Wan: attention, processor and token grid of `WanTransformer3DModel`.
+"""MHLA for the Wan family: Wan, Wan-VACE, Wan-Animate and SkyReels-V2.
 
-Wan's attention sees a flat token sequence. Its rotary tables are the one thing that every layer is handed and that
-depends on the grid, so here they keep the grid in their shape, `(1, frames, height, width, 1, width of a head)`, and
-the attention modules flatten them again. That is purely functional: checkpointing, compilation and two forwards at
+Its attention sees a flat token sequence. Rotary tables are the one thing that every layer is handed and that depends
+on the grid, so here they keep the grid in their shape, `(1, frames, height, width, 1, width of a head)`, and the
+attention modules flatten them again. That is purely functional: checkpointing, compilation and two forwards at
 different grids before one backward cannot go wrong. Compact tables for MHLA layers travel with them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
+from diffusers.models.transformers import transformer_wan_animate as animate
+from diffusers.models.transformers.transformer_skyreels_v2 import (
+    SkyReelsV2Attention,
+    SkyReelsV2AttnProcessor,
+    SkyReelsV2RotaryPosEmbed,
+    SkyReelsV2Transformer3DModel,
+    SkyReelsV2TransformerBlock,
+)
 from diffusers.models.transformers.transformer_wan import (
     WanAttention,
     WanAttnProcessor,
     WanRotaryPosEmbed,
     WanTransformer3DModel,
 )
+from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel
 
-from ..utils.compat.diffusers import context_parallel_plan, declared, skip_attention_in
-from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor, tables_of_layer, tables_with_grid
+from ..config import MHLAConfig
+from ..utils.compat.diffusers import context_parallel_plan, skip_attention_in, skip_layers_in
+from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor, RotaryWithGrid, tables_of_layer
 from .base import shard_of
 
 
-skip_attention_in(WanAttnProcessor)
+skip_attention_in(WanAttnProcessor, animate.WanAttnProcessor, SkyReelsV2AttnProcessor)
+# Not those of Wan-Animate: its face adapters between blocks would act twice where a cache skips the blocks.
+skip_layers_in(SkyReelsV2TransformerBlock)
 
 
-class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
-    """Rotary tables with upstream's values that carry the grid: see [`tables_with_grid`]."""
+class AttentionOnGrid(KeepsMHLAProcessor):
+    """Goes before an attention class of the family: flattens the rotary tables and passes the grid on to MHLA.
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size))
-        return tables_with_grid(super().forward(hidden_states), grid)
-
-
-class MHLAWanAttention(KeepsMHLAProcessor, WanAttention):
-    """Self-attention of every layer, MHLA or softmax: flattens the rotary tables and passes the grid on to MHLA."""
-
-    _available_processors = declared(WanAttention, "_available_processors", MHLAAttnProcessor)
+    Self-attention of every layer has it, MHLA or softmax.
+    """
 
     def forward(
         self,
@@ -63,25 +69,120 @@ class MHLAWanAttention(KeepsMHLAProcessor, WanAttention):
         return self.processor(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
 
 
-class MHLAWanTransformer3DModel(KeepsMHLAProcessors, WanTransformer3DModel):
+class MHLAWanAttention(AttentionOnGrid, WanAttention):
+    """Self-attention of Wan and VACE."""
+
+
+class MHLAWanRotaryPosEmbed(RotaryWithGrid, WanRotaryPosEmbed):
+    """Rotary tables of Wan and VACE."""
+
+
+class MHLAWanAnimateAttention(AttentionOnGrid, animate.WanAttention):
+    """Self-attention of Wan-Animate."""
+
+
+class MHLAWanAnimateRotaryPosEmbed(RotaryWithGrid, animate.WanRotaryPosEmbed):
+    """Rotary tables of Wan-Animate."""
+
+
+class MHLASkyReelsV2Attention(AttentionOnGrid, SkyReelsV2Attention):
+    """Self-attention of SkyReels-V2."""
+
+
+class MHLASkyReelsV2RotaryPosEmbed(RotaryWithGrid, SkyReelsV2RotaryPosEmbed):
+    """Rotary tables of SkyReels-V2."""
+
+
+class WanFamilyMixin(KeepsMHLAProcessors):
+    """Goes before a model class of the family in the bases of its MHLA version."""
+
+    # 81 frames of 480 × 832: (81 - 1) / 4 + 1 latent frames, 60 × 104 latent pixels in patches of 2 × 2.
+    default_grid = (21, 30, 52)
+    attention_class: ClassVar[type] = MHLAWanAttention
+    rotary_class: ClassVar[type] = MHLAWanRotaryPosEmbed
+
+    def _self_attentions(self) -> list[nn.Module]:
+        return [block.attn1 for block in self.blocks]
+
+    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
+        self.rope.__class__ = self.rotary_class
+        for attention in attentions:
+            attention.__class__ = self.attention_class
+        for index in mhla_layers:
+            attentions[index].set_processor(MHLAAttnProcessor())
+
+
+class MHLAWanTransformer3DModel(WanFamilyMixin, WanTransformer3DModel):
     """`WanTransformer3DModel` whose self-attention is MHLA in the chosen layers.
 
     Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
     `config.json`. `from_pretrained` loads MHLA checkpoints, and ordinary Wan ones with fresh MHLA parameters.
     """
 
-    # 81 frames of 480 × 832: (81 - 1) / 4 + 1 latent frames, 60 × 104 latent pixels in patches of 2 × 2.
-    default_grid = (21, 30, 52)
     # Rotary tables stay whole, as they carry the grid: layers take their part of them.
     _cp_plan = context_parallel_plan(WanTransformer3DModel, "rope")
     supports_context_parallel = True
 
-    def _self_attentions(self) -> list[nn.Module]:
-        return [block.attn1 for block in self.blocks]
 
-    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
-        self.rope.__class__ = MHLAWanRotaryPosEmbed
-        for attention in attentions:
-            attention.__class__ = MHLAWanAttention
-        for index in mhla_layers:
-            attentions[index].set_processor(MHLAAttnProcessor())
+class MHLAWanVACETransformer3DModel(WanFamilyMixin, WanVACETransformer3DModel):
+    """`WanVACETransformer3DModel` whose self-attention is MHLA in the chosen layers.
+
+    Takes arguments and checkpoints as `MHLAWanTransformer3DModel` does. The layers of `blocks` come first, numbered as
+    in Wan, and those of `vace_blocks` after them.
+    """
+
+    def _self_attentions(self) -> list[nn.Module]:
+        return [block.attn1 for block in (*self.blocks, *self.vace_blocks)]
+
+    @classmethod
+    def layer_count(cls, config: Mapping[str, Any]) -> int:
+        """Count the control blocks as well."""
+        return super().layer_count(config) + len(cls.config_value(config, "vace_layers"))
+
+
+class MHLAWanAnimateTransformer3DModel(WanFamilyMixin, animate.WanAnimateTransformer3DModel):
+    """`WanAnimateTransformer3DModel` whose self-attention is MHLA in the chosen layers.
+
+    Takes arguments and checkpoints as `MHLAWanTransformer3DModel` does. Attention to text, image and face is softmax.
+    """
+
+    # 77 frames of 720 × 1280, and the reference image as a latent frame before theirs.
+    video_size = (81, 720, 1280)
+    default_grid = (21, 45, 80)
+    attention_class, rotary_class = MHLAWanAnimateAttention, MHLAWanAnimateRotaryPosEmbed
+
+
+class MHLASkyReelsV2Transformer3DModel(WanFamilyMixin, SkyReelsV2Transformer3DModel):
+    """`SkyReelsV2Transformer3DModel` whose self-attention is MHLA in the chosen layers.
+
+    Takes arguments and checkpoints as `MHLAWanTransformer3DModel` does. Diffusion forcing works where every frame sees
+    all others; causal blocks of frames raise `ValueError`.
+    """
+
+    video_size = (97, 544, 960)
+    default_grid = (25, 34, 60)
+    attention_class, rotary_class = MHLASkyReelsV2Attention, MHLASkyReelsV2RotaryPosEmbed
+
+    @classmethod
+    def resolve_options(
+        cls,
+        options: MHLAConfig | Mapping[str, Any] | None,
+        config: Mapping[str, Any],
+        compression: tuple[int, int] | None = None,
+    ) -> MHLAConfig:
+        """As for other models; `ValueError` for causal blocks of frames."""
+        _check_not_causal(cls.config_value(config, "num_frame_per_block"))
+        return super().resolve_options(options, config, compression)
+
+    def _set_ar_attention(self, causal_block_size: int) -> None:
+        _check_not_causal(causal_block_size)
+        super()._set_ar_attention(causal_block_size)
+
+
+def _check_not_causal(frames: int) -> None:
+    """Refuse the attention mask of diffusion forcing in blocks of several frames."""
+    if frames > 1:
+        raise ValueError(
+            f"MHLA layers take no attention mask, as diffusion forcing in causal blocks of {frames} frames needs: use "
+            "causal_block_size=1."
+        )

@@ -59,7 +59,7 @@ TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
 
 _POSITIONS = ("rope_max_seq_len", "sample_size")
 _SAMPLE = ("sample_frames", "sample_height", "sample_width")
-_LAYER = re.compile(r"(?:^|\.)(?:transformer_)?blocks\.([0-9]{1,9})\.")
+_LAYER = re.compile(r"(?:^|\.)((?:transformer_|vace_)?blocks)\.([0-9]{1,9})\.")
 _OTHER_FORMATS = (*PICKLES, ".msgpack", ".h5", ".onnx")
 # Exceptions of libraries for damaged weights, and for configurations whose fields have other types.
 _DAMAGE = (AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError)
@@ -300,18 +300,21 @@ def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None
     """Check the number of layers against the names of the weights.
 
     Args:
-        num_layers: Number of layers in the configuration.
+        num_layers: Number of layers that the configuration describes, in all lists of blocks together.
         names: Names of the tensors.
         where: Name of the configuration, for errors.
 
     Raises:
         ValueError: If the weights have more layers, or fewer.
     """
-    found = {int(match[1]) for match in map(_LAYER.search, names) if match}
-    if found and max(found) + 1 != num_layers:
+    found: dict[str, int] = {}
+    for match in map(_LAYER.search, names):
+        if match:
+            found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+    if found and sum(found.values()) != num_layers:
         raise ValueError(
-            f"{where}: num_layers={num_layers}, but the weights have layers up to {max(found)}: the two do not belong "
-            "together."
+            f"{where} describes {num_layers} layers, but the weights have {sum(found.values())}: the two do not "
+            "belong together."
         )
 
 
@@ -342,6 +345,9 @@ def _fits(value: Any, default: Any, annotation: str, largest: int) -> bool:
         return isinstance(value, bool)
     if isinstance(default, str):
         return isinstance(value, str)
+    if isinstance(default, list):
+        # Numbers of layers.
+        return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_LAYERS for each in value)
     if isinstance(default, tuple):
         sizes = value if isinstance(value, (list, tuple)) else ()
         return len(sizes) == len(default) and all(_is_size(size, largest) for size in sizes)

@@ -28,7 +28,7 @@ from .recipes import TEXT, TRANSFORMERS, Recipe
 
 
 GENERATED = "generated"
-DATA_FREE = ("pixart",)
+DATA_FREE = ("pixart", "wan-vace")
 """Families without an objective of training: the inputs of their model while the pipeline makes samples are enough to
 calibrate and match on."""
 
@@ -178,6 +178,7 @@ class RecoveryData:
             seed=self.seed,
             height=options.height,
             width=options.width,
+            num_frames=options.num_frames,
         )
         return RecordedCalls(calls[name], options.held_out, self.seed)
 

@@ -25,12 +25,13 @@ from ..utils.messages import check_choice, did_you_mean, shorten_text
 from ..utils.options import Options, check_names, option
 
 
-VIDEO, IMAGES, TEXT = ("wan", "sana-video"), ("dit", "pixart", "sana"), ("causal", "encoder")
+VIDEO, IMAGES, TEXT = ("wan", "sana-video", "wan-vace"), ("dit", "pixart", "sana"), ("causal", "encoder")
 FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 """The diffusion models by the names that `mhla-hf models` gives; `causal` language models, `encoder`s of text, and
 `vision` transformers."""
 
 TRANSFORMERS = (*TEXT, "vision")
+WITHOUT_OBJECTIVE = ("pixart", "sana-video", "wan-vace")
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the same."
@@ -418,10 +419,13 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     # Converted, SANA-Video computes what it did, and there is no objective to fine-tune it by.
     if not recipe.stages() and recipe.family != "sana-video":
         yield f"it has no stage; give one of {', '.join(STAGES)}"
-    if recipe.finetune is not None and recipe.family in ("encoder", "vision", "pixart", "sana-video"):
+    if recipe.finetune is not None and recipe.family in ("encoder", "vision"):
         yield f"finetune: models of the family {recipe.family} have no objective to be fine-tuned by; use distill"
-    if recipe.distill is not None and recipe.family in ("pixart", "sana-video"):
-        yield f"distill: models of the family {recipe.family} have no objective yet; use calibrate and match"
+    for name in ("distill", "finetune"):
+        if getattr(recipe, name) is not None and recipe.family in WITHOUT_OBJECTIVE:
+            yield f"{name}: models of the family {recipe.family} have no objective yet; use calibrate and match"
+    if recipe.blocks is not None and recipe.family == "wan-vace":
+        yield "blocks: control blocks add to what goes from block to block of VACE; use match"
     for name in ("match", "calibrate"):
         stage = getattr(recipe, name)
         if stage is not None and stage.batch_size > recipe.data.samples:

@@ -44,7 +44,7 @@ from ..utils.machine import choose_device, machine_facts, parse_dtype
 from ..utils.messages import check_count, shorten_list, shorten_text, shorten_value
 from .calibration import write_models
 from .data import RecoveryData, data_or_default, origin_of
-from .recipes import VARIANTS, Recipe, default_recipe, load_recipe, parse_keep
+from .recipes import FAMILIES, VARIANTS, Recipe, default_recipe, load_recipe, parse_keep
 from .report import PLOT, REPORT, RecoveryReport, write_plot
 from .selection import select_layers
 from .stages import STAGES, Quality, StageSettings
@@ -233,8 +233,14 @@ def find_model(location: str | Path, component: str | None = None, **hub: Any) -
         if part.is_mhla:
             problem = "is MHLA already; recover from the model that it was converted from"
         raise ValueError(f"{location} {problem}")
+    family = "" if part.is_transformers else family_for(part.class_name).training
+    if family and family not in FAMILIES:
+        raise ValueError(
+            f"{location} is a {part.class_name}, which recover cannot make samples for yet; give recorded batches to "
+            "mhla_hf.calibrate and mhla_hf.recovery.match_layers"
+        )
     check_weights(part.folder)
-    return part, _transformers_family(part) if part.is_transformers else family_for(part.class_name).name
+    return part, family or _transformers_family(part)
 
 
 def _transformers_family(component: ModelDirectory) -> str:

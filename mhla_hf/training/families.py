@@ -19,7 +19,7 @@ from accelerate import init_empty_weights
 
 from ..models.directory import ModelDirectory, find_pipeline
 from ..models.registry import FAMILIES as MODEL_FAMILIES
-from ..models.registry import MHLA_CLASSES, family_for, mhla_class_for
+from ..models.registry import MHLA_CLASSES, mhla_class_for
 from ..models.weight_files import check_weights, damage_named
 from ..utils.compat.diffusers import call_default
 from ..utils.files import Types, check_fields, read_json
@@ -250,7 +250,9 @@ class Wan(Family):
         return WanObjective(**noise, sigma_range=(float(boundary), 1.0) if is_first else (0.0, float(boundary)))
 
     def check_model(self, config: Any) -> None:
-        """Refuse image-to-video models."""
+        """Refuse image-to-video models, and those that are told the frame rate, which are for diffusion forcing."""
+        if config.get("inject_sample_info"):
+            raise ValueError("model: this is a diffusion-forcing model, which cannot be trained here yet")
         in_channels = config.get("in_channels", 16)
         # As in diffusers, `null` stands for as many as go in.
         if in_channels != (config.get("out_channels", 16) or in_channels):
@@ -386,11 +388,11 @@ def family_of_class(class_name: str, what: str = "model") -> Family:
         ValueError: If such models cannot be trained here.
     """
     known = MODEL_FAMILIES.get(class_name) or MHLA_CLASSES.get(class_name)
-    if known is None or known.name not in FAMILIES:
-        classes = [family_for(family.objective.model_class) for family in FAMILIES.values()]
+    if known is None or known.training not in FAMILIES:
+        classes = [each for each in MODEL_FAMILIES.values() if each.training in FAMILIES]
         supported = ", ".join(f"{each.upstream}, {each.mhla_class}" for each in classes)
-        raise ValueError(f"{what} is a {class_name}, which cannot be trained here; supported: {supported}")
-    return FAMILIES[known.name]
+        raise ValueError(f"{what} is a {class_name}, which cannot be trained here yet; supported: {supported}")
+    return FAMILIES[known.training]
 
 
 def open_pipeline(location: str, component: str = "transformer") -> ModelDirectory:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each model family at tiny size, for the shared checks."""
 
+import torch
 from diffusers import (
     DiTTransformer2DModel,
     PixArtTransformer2DModel,
     SanaTransformer2DModel,
     SanaVideoTransformer3DModel,
+    SkyReelsV2Transformer3DModel,
+    WanAnimateTransformer3DModel,
     WanTransformer3DModel,
+    WanVACETransformer3DModel,
 )
 
 from mhla_hf import (
@@ -14,7 +18,10 @@ from mhla_hf import (
     MHLAPixArtTransformer2DModel,
     MHLASanaTransformer2DModel,
     MHLASanaVideoTransformer3DModel,
+    MHLASkyReelsV2Transformer3DModel,
+    MHLAWanAnimateTransformer3DModel,
     MHLAWanTransformer3DModel,
+    MHLAWanVACETransformer3DModel,
 )
 from tests import tiny, tiny_images
 from tests.models.model_case import ModelCase
@@ -49,6 +56,58 @@ class WanImageToVideoCase(WanCase):
     def inputs(self, size=0, **options):
         # The model tells image tokens from text by assuming 512 of text.
         return super().inputs(size, **{"text_tokens": 512, **options})
+
+
+class WanVACECase(WanCase):
+    """Two blocks of Wan and a control block, whose layer is the third."""
+
+    upstream = WanVACETransformer3DModel
+    mhla_class = MHLAWanVACETransformer3DModel
+    thorough = False
+
+    def make(self, cls=None, **overrides):
+        sizes = {"vace_layers": [0], "vace_in_channels": 6, **overrides}
+        return tiny.wan_transformer(cls or self.upstream, **sizes)
+
+    def inputs(self, size=0, **options):
+        inputs = super().inputs(size, **options)
+        latents = inputs["hidden_states"]
+        return {**inputs, "control_hidden_states": latents[:, :6].flip(1) + 0.5}
+
+
+class SkyReelsCase(WanCase):
+    """Text-to-video."""
+
+    upstream = SkyReelsV2Transformer3DModel
+    mhla_class = MHLASkyReelsV2Transformer3DModel
+    thorough = False
+
+    def make(self, cls=None, **overrides):
+        return super().make(cls or self.upstream, **overrides)
+
+
+class WanAnimateCase(WanImageToVideoCase):
+    """The first frame of latents is the reference image."""
+
+    upstream = WanAnimateTransformer3DModel
+    mhla_class = MHLAWanAnimateTransformer3DModel
+    thorough = False
+    sizes = ((3, 4, 8), (2, 6, 8), (5, 6, 14))
+
+    def make(self, cls=None, **overrides):
+        sizes = {"motion_encoder_channel_sizes": {"4": 4, "8": 4, "16": 4}, "motion_encoder_size": 16}
+        sizes |= {"motion_style_dim": 4, "motion_dim": 2, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 8}
+        sizes |= {"face_encoder_num_heads": 2, "inject_face_latents_blocks": 1}
+        return super().make(cls or self.upstream, **{**sizes, **overrides})
+
+    def inputs(self, size=0, **options):
+        inputs = super().inputs(size, **options)
+        latents = inputs["hidden_states"]
+        batch, _, frames, _, _ = latents.shape
+        # Four frames of the face for each latent frame after the first of them.
+        face = torch.linspace(-1, 1, 3 * (4 * frames - 7) * 16 * 16).view(1, 3, -1, 16, 16)
+        face = face.repeat(batch, 1, 1, 1, 1).to(latents.dtype)
+        return {**inputs, "pose_hidden_states": latents[:, :16, 1:].flip(1), "face_pixel_values": face}
 
 
 class DiTCase(ModelCase):

@@ -1,24 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan: which layers are MHLA, every grid against the dense definition, refusals, and the shared checks."""
+"""Wan and its family: which layers are MHLA, grids against the dense definition, refusals, and the shared checks."""
 
+import copy
+import json
+
+import numpy as np
 import pytest
 import torch
+from diffusers import ContextParallelConfig
 from diffusers.models.transformers.transformer_sana_video import WanRotaryPosEmbed as SanaVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
 
-from mhla_hf import BlockLayout, MHLAConfig, MHLAWanTransformer3DModel, mhla_attention
+from mhla_hf import (
+    BlockLayout,
+    MHLAConfig,
+    MHLAWanTransformer3DModel,
+    convert,
+    load_pipeline,
+    mhla_attention,
+    unconvert,
+)
+from mhla_hf.conversion import convert_pretrained
+from mhla_hf.hub.card import describe_model
 from mhla_hf.models.attention import MHLAAttnProcessor
+from mhla_hf.models.directory import ModelDirectory
 from tests import tiny
 from tests.models.adapter_checks import AdapterChecks
-from tests.models.cases import SanaVideoCase, WanCase, WanImageToVideoCase
+from tests.models.cases import (
+    SanaVideoCase,
+    SkyReelsCase,
+    WanAnimateCase,
+    WanCase,
+    WanImageToVideoCase,
+    WanVACECase,
+)
 from tests.models.compile_checks import CompileChecks
 from tests.models.memory_checks import InPlaceChecks, MemoryChecks
-from tests.models.model_case import attention_inputs, captured, perturb_mhla, relative_error
+from tests.models.model_case import assert_same_parameters, attention_inputs, captured, perturb_mhla, relative_error
 from tests.models.saving_checks import SavingChecks
 from tests.models.training_checks import TrainingChecks
 
 
 CASE = WanCase()
+FAMILY = [WanVACECase(), WanAnimateCase(), SkyReelsCase()]
 # Frames, height and width of latents: one frame, odd sizes, sizes that the blocks do not divide, tall and wide ones.
 GRIDS = [(3, 4, 8), (1, 4, 8), (1, 2, 2), (5, 6, 14), (7, 10, 6), (2, 16, 4), (4, 2, 26), (1, 8, 12)]
 
@@ -51,6 +75,25 @@ def dense_attention(call, model, latents, layout, mixing):
         denominator = (weights * torch.einsum("bthk,bjhk->bhtj", *plain)).sum(-1) + config.eps
         output = output / denominator.transpose(1, 2).unsqueeze(-1)
     return output
+
+
+def layout_of(model, size):
+    """The layout of latents of a size: the block counts of the options, fewer where an axis has fewer tokens."""
+    grid = (size[0], size[1] // 2, size[2] // 2)
+    return BlockLayout(grid=grid, blocks=[min(pair) for pair in zip(model.mhla_config.blocks, grid)])
+
+
+def assert_matches_the_dense_definition(model, inputs, size, layer=1):
+    """Compares a layer with the dense definition and returns its call."""
+    layout, module = layout_of(model, size), model.mhla_modules()[layer]
+    with captured(module) as calls, torch.no_grad():
+        output = model(**inputs).sample
+    assert output.shape == (len(inputs["hidden_states"]), 16, *size)
+    (call,) = calls
+    assert tuple(call.keywords["grid"]) == layout.grid
+    expected = dense_attention(call, model, inputs["hidden_states"], layout, module.mixing_matrix(layout))
+    assert relative_error(call.output, expected) < 1e-5
+    return call
 
 
 # Which layers are MHLA
@@ -101,17 +144,9 @@ def test_bad_layers_are_named():
 def test_every_grid_matches_the_dense_definition(options, size):
     model = CASE.make_mhla(**options, resize="blocks")
     inputs = CASE.inputs(size, batch=2)
-    with captured(model.blocks[1].attn1.mhla) as calls, torch.no_grad():
-        output = model(**inputs).sample
-    assert output.shape == inputs["hidden_states"].shape
-    (call,) = calls
-    grid = (size[0], size[1] // 2, size[2] // 2)
-    assert tuple(call.keywords["grid"]) == grid
-    # The block counts of the options, fewer where an axis has fewer tokens.
-    layout = BlockLayout(grid=grid, blocks=[min(pair) for pair in zip(model.mhla_config.blocks, grid)])
+    call = assert_matches_the_dense_definition(model, inputs, size)
+    layout = layout_of(model, size)
     mixing = model.blocks[1].attn1.mhla.mixing_matrix(layout)
-    expected = dense_attention(call, model, inputs["hidden_states"], layout, mixing)
-    assert relative_error(call.output, expected) < 1e-5
     # The package's own oracle agrees, from the same inputs.
     query, key, value = attention_inputs(call)
     features = {"relu": torch.relu, "elu": lambda x: torch.nn.functional.elu(x) + 1}[model.mhla_config.feature_map]
@@ -172,10 +207,10 @@ def test_block_size_at_other_grids():
         assert relative_error(calls[0].output, expected) < 1e-5
 
 
-def test_one_block_is_vanilla_linear_attention():
-    model = CASE.make_mhla(trained=False, blocks=[1, 1, 1])
-    inputs = CASE.inputs(2)
-    with captured(model.blocks[0].attn1.mhla) as calls, torch.no_grad():
+@pytest.mark.parametrize("case", [CASE, *FAMILY], ids=lambda case: type(case).__name__)
+def test_one_block_is_vanilla_linear_attention(case):
+    model, inputs = case.make_mhla(trained=False, blocks=[1, 1, 1]), case.inputs(2)
+    with captured(model._self_attentions()[-1].mhla) as calls, torch.no_grad():
         model(**inputs)
     query, key, value = attention_inputs(calls[0])
     query, key = torch.relu(query), torch.relu(key)
@@ -248,6 +283,104 @@ def test_without_query_key_norm():
     assert CASE.run(model).isfinite().all()
 
 
+# The family
+
+
+@pytest.mark.parametrize("case", FAMILY, ids=lambda case: type(case).__name__)
+class TestFamily:
+    def test_every_layer_matches_the_dense_definition(self, case):
+        model, inputs = case.make_mhla(resize="blocks"), case.inputs(2)
+        for layer in range(len(model._self_attentions())):
+            assert_matches_the_dense_definition(model, inputs, case.sizes[2], layer)
+
+    def test_softmax_layers_stay_exactly(self, case):
+        """Whichever layer is MHLA; what comes out of that one is taken away in both models."""
+        for layer in case.make_mhla().mhla_layers:
+            stock = case.make()
+            model = convert(copy.deepcopy(stock), {**case.options, "layers": [layer]})
+            assert model.mhla_layers == [layer]
+            for each in (stock, model):
+                case.mhla_class._self_attentions(each)[layer].to_out[0].weight.data.zero_()
+            for size in range(3):
+                assert torch.equal(case.run(model, size), case.run(stock, size))
+
+    def test_context_parallelism_is_refused(self, case):
+        with pytest.raises(ValueError, match="supports no context parallelism"):
+            case.make_mhla().enable_parallelism(config=ContextParallelConfig(ring_degree=2))
+
+
+def test_synchronous_diffusion_forcing():
+    """Every frame has its own timestep and sees all others."""
+    case = SkyReelsCase()
+    model, inputs = case.make_mhla(), case.inputs()
+    model._set_ar_attention(1)
+    with torch.no_grad():
+        expected = model(**inputs).sample
+        for timesteps, is_same in ((torch.full((1, 3), 500.0), True), (torch.tensor([[900.0, 500.0, 100.0]]), False)):
+            output = model(**{**inputs, "timestep": timesteps}, enable_diffusion_forcing=True).sample
+            assert (relative_error(output, expected) < 1e-5) == is_same
+
+
+def test_causal_diffusion_forcing_is_refused():
+    case, message = SkyReelsCase(), "no attention mask, as diffusion forcing in causal blocks of 2 frames needs"
+    with pytest.raises(ValueError, match=message):
+        case.make_mhla()._set_ar_attention(2)
+    stock = case.make(num_frame_per_block=2)
+    with pytest.raises(ValueError, match=message):
+        convert(stock, case.options)
+    assert type(stock) is case.upstream
+
+
+def test_grids_that_pipelines_sample_at():
+    for case, grid in zip(FAMILY, [(21, 30, 52), (21, 45, 80), (25, 34, 60)]):
+        assert case.mhla_class.reference_grid({}) == case.mhla_class.reference_grid({}, (4, 8)) == grid
+
+
+PIPELINES = {"vace": (tiny.vace_pipeline, 3), "skyreels": (tiny.skyreels_pipeline, 2)}
+
+
+@pytest.mark.parametrize("make, num_layers", PIPELINES.values(), ids=PIPELINES)
+def test_pipelines_of_the_family(make, num_layers, tmp_path):
+    options, stock = {"blocks": [2, 1, 2], "grid": [2, 1, 2], "layers": [0, num_layers - 1]}, make()
+    stock.save_pretrained(tmp_path / "softmax")
+    report = convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", options, progress=False)
+    assert report.components["transformer"].num_layers == num_layers
+    assert describe_model(ModelDirectory.read(tmp_path / "mhla"))["num_layers"] == num_layers
+    expected = tiny.wan_video(stock)
+    in_memory = convert(stock, options)
+    on_disk = type(stock).from_pretrained(tmp_path / "mhla")
+    fresh = load_pipeline(tmp_path / "softmax", mhla=options)
+    video = tiny.wan_video(in_memory)
+    assert np.abs(video - expected).max() > 1e-4
+    for pipeline in (on_disk, fresh):
+        assert type(pipeline.transformer) is type(in_memory.transformer)
+        assert pipeline.transformer.mhla_layers == [0, num_layers - 1]
+        assert_same_parameters(pipeline.transformer, in_memory.transformer)
+    np.testing.assert_array_equal(tiny.wan_video(on_disk), video)
+    np.testing.assert_array_equal(tiny.wan_video(unconvert(on_disk)), expected)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"vace_layers": [0, 1]}, "describes 4 layers, but the weights have 3"),
+        ({"vace_layers": "all"}, "vace_layers='all' must be list"),
+        ({"vace_layers": [0, 10**9]}, "vace_layers=.* must be list"),
+    ],
+)
+def test_layers_of_control_blocks_are_counted(changes, message, tmp_path):
+    source = tmp_path / "source"
+    WanVACECase().make().save_pretrained(source)
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    for load in (
+        lambda: convert_pretrained(source, tmp_path / "out", progress=False),
+        lambda: WanVACECase.mhla_class.from_pretrained(source),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load()
+
+
 # What is refused
 
 
@@ -315,6 +448,38 @@ class TestWanModel(WanCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryC
 
 class TestWanCompile(WanCase, CompileChecks):
     pass
+
+
+class TestWanVACEModel(WanVACECase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "WanTransformerBlock"
+
+
+class TestWanVACECompile(WanVACECase, CompileChecks):
+    pass
+
+
+class TestWanAnimateModel(WanAnimateCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "WanTransformerBlock"
+
+
+class TestSkyReelsModel(SkyReelsCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "SkyReelsV2TransformerBlock"
+
+
+class TestSkyReelsCompile(SkyReelsCase, CompileChecks):
+    pass
+
+
+@pytest.mark.slow
+def test_animate_traces_without_graph_breaks():
+    """By dynamo alone: `aot_eager` fails in the backward of the face encoder, of the stock model too."""
+    case = WanAnimateCase()
+    model = case.make_mhla()
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
+    for size in (0, 2):
+        torch.testing.assert_close(case.run(compiled, size), case.run(model, size))
+    torch.compiler.reset()
 
 
 class TestWanImageToVideoTraining(WanImageToVideoCase):

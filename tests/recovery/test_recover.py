@@ -18,6 +18,7 @@ import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.recovery import recover as module
 from tests import tiny, tiny_images
+from tests.models.cases import WanAnimateCase
 
 from .sources import model_directory, text_folder
 
@@ -254,10 +255,14 @@ def _option(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_pixart_needs_no_data(tmp_path):
-    tiny_images.pixart_pipeline().save_pretrained(tmp_path / "pixart")
-    with pytest.raises(ValueError, match="data have no effect on models of the family pixart"):
-        mhla_hf.recover(tmp_path / "pixart", tmp_path / "out", "digits")
+@pytest.mark.parametrize(
+    "family, make", {"pixart": tiny_images.pixart_pipeline, "wan-vace": tiny.vace_pipeline}.items()
+)
+def test_families_without_an_objective_need_no_data(family, make, tmp_path):
+    source = tmp_path / "source"
+    make().save_pretrained(source)
+    with pytest.raises(ValueError, match=f"data have no effect on models of the family {family}"):
+        mhla_hf.recover(source, tmp_path / "out", "digits")
     changes = {
         "data.samples": 6,
         "data.held_out": 2,
@@ -265,8 +270,24 @@ def test_pixart_needs_no_data(tmp_path):
         "calibrate.fit_steps": 6,
         "match.steps": 4,
         "match.batches": 4,
-        "blocks.batches": 4,
     }
-    report = mhla_hf.recover(tmp_path / "pixart", tmp_path / "out", changes=changes, device="cpu", progress=False)
-    assert list(report.figures) == ["softmax", "converted", "calibrate", "match", "blocks"]
-    assert report.figures["blocks"]["cosine"] > report.figures["converted"]["cosine"]
+    if family == "wan-vace":
+        size = {"data.height": 32, "data.width": 64, "data.num_frames": 5, "mhla.blocks": [2, 2, 2]}
+        with pytest.raises(ValueError, match="blocks: control blocks add to what goes from block to block"):
+            mhla_hf.recover(source, tmp_path / "out", changes={**changes, "blocks.steps": 4}, progress=False)
+        changes |= size
+    else:
+        changes["blocks.batches"] = 4
+    report = mhla_hf.recover(source, tmp_path / "out", changes=changes, device="cpu", progress=False)
+    stages = ["calibrate", "match", "blocks"][: 3 if family == "pixart" else 2]
+    assert list(report.figures) == ["softmax", "converted", *stages]
+    assert report.figures[stages[-1]]["cosine"] > report.figures["converted"]["cosine"]
+
+
+def test_animate_is_refused(tmp_path):
+    case = WanAnimateCase()
+    pipeline = tiny.wan_pipeline(image_to_video=True)
+    pipeline.register_modules(transformer=case.make())
+    pipeline.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="WanAnimateTransformer3DModel, which recover cannot make samples for yet"):
+        mhla_hf.recover(tmp_path, tmp_path / "out", progress=False)

@@ -234,7 +234,9 @@ def add_tensor(digest: Any, tensor: torch.Tensor, samples: int) -> None:
     """Add some values of a tensor to a hash."""
     values = tensor.detach().reshape(-1)
     chosen = values[:: max(1, len(values) // samples)]
-    digest.update(chosen.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    # `contiguous` leaves a stride of 0, of an expanded timestep, to a single value.
+    dense = chosen.cpu().clone(memory_format=torch.contiguous_format)
+    digest.update(dense.view(torch.uint8).numpy().tobytes())
 
 
 @lru_cache(maxsize=4)

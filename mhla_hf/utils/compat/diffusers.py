@@ -22,9 +22,8 @@ def declared(model_class: Any, name: str, *more: Any) -> list[Any]:
 
     Args:
         model_class: The class, or a model of it.
-        name: `"_keep_in_fp32_modules"`, `"_no_split_modules"`, `"_available_processors"`,
-            `"_skip_layerwise_casting_patterns"` or `"_keys_to_ignore_on_load_unexpected"`; `None` stands for an empty
-            list.
+        name: `"_keep_in_fp32_modules"`, `"_no_split_modules"`, `"_skip_layerwise_casting_patterns"` or
+            `"_keys_to_ignore_on_load_unexpected"`; `None` stands for an empty list.
         *more: Entries of a subclass.
     """
     return [*(attribute("diffusers", model_class, name, "ModelMixin") or ()), *more]

@@ -25,11 +25,20 @@ from diffusers.models.attention_processor import (
 
 from mhla_hf import convert
 from tests import tiny_images
-from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaVideoCase, WanCase
+from tests.models.cases import (
+    DiTCase,
+    PixArtCase,
+    SanaCase,
+    SanaVideoCase,
+    SkyReelsCase,
+    WanAnimateCase,
+    WanCase,
+    WanVACECase,
+)
 from tests.models.model_case import OPTION_SETS, relative_error
 
 
-CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase()]
+CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase(), WanVACECase(), SkyReelsCase()]
 WITH_PROCESSORS = [case for case in CASES if not isinstance(case, DiTCase)]
 
 
@@ -209,6 +218,11 @@ def test_a_perturbed_layer_without_own_parameters_is_the_original_one():
 CLOCK = {"timestep": 950}
 
 
+def test_caches_of_blocks_are_refused_where_the_model_adds_to_their_outputs():
+    with pytest.raises(ValueError, match="not registered"):
+        WanAnimateCase().make_mhla().enable_cache(FirstBlockCacheConfig())
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -226,8 +240,10 @@ CLOCK = {"timestep": 950}
     ],
     ids=lambda config: type(config).__name__,
 )
-def test_caches(config):
-    case = WanCase()
+@pytest.mark.parametrize("case", [WanCase(), WanVACECase(), SkyReelsCase()], ids=named)
+def test_caches(case, config):
+    if isinstance(case, WanVACECase) and isinstance(config, FirstBlockCacheConfig):
+        pytest.skip("diffusers caches what control blocks add, and adds it again, in the stock model too")
     for model in (case.make(case.upstream), case.make_mhla()):
         inputs = case.inputs()
         changed = {**inputs, "hidden_states": inputs["hidden_states"] * 1.1}

@@ -16,11 +16,21 @@ from safetensors.torch import load_file, save_file
 import mhla_hf
 from mhla_hf.integrations import diffusers as diffusers_integration
 from tests import tiny, tiny_images
-from tests.models.cases import DiTCase, PixArtCase, SanaCase, SanaVideoCase, WanCase
+from tests.models.cases import (
+    DiTCase,
+    PixArtCase,
+    SanaCase,
+    SanaVideoCase,
+    SkyReelsCase,
+    WanAnimateCase,
+    WanCase,
+    WanVACECase,
+)
 from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
 
 
 CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase()]
+CASES += [WanVACECase(), WanAnimateCase(), SkyReelsCase()]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 

@@ -8,14 +8,22 @@ import pytest
 import torch
 from diffusers.models.embeddings import LabelEmbedding
 
-from mhla_hf.training import DiffusionTrainer, DiTObjective, SanaObjective, TrainingConfig, objective_for
+from mhla_hf.training import (
+    DiffusionTrainer,
+    DiTObjective,
+    SanaObjective,
+    TrainingConfig,
+    WanObjective,
+    objective_for,
+)
 from mhla_hf.training.data.batches import DataOrder, make_batch
 from mhla_hf.training.matching.layer_training import layer_loss
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.stages.noise_prediction import no_label_dropout
 
-from ... import tiny_images
+from ... import tiny, tiny_images
+from ...models.cases import SkyReelsCase, WanVACECase
 from ..cases import CASES, CLASSES
 
 
@@ -61,6 +69,19 @@ class TestFeeding:
         with torch.no_grad():
             mine = SanaObjective().predict(pipeline.transformer, kept["args"][0], sigma, condition)
         assert torch.equal(mine, kept["output"])
+
+    def test_skyreels_is_called_as_its_pipeline_calls_it(self):
+        pipeline = tiny.skyreels_pipeline()
+        kept = first_call(
+            pipeline, prompt="a seven", height=32, width=32, num_frames=5, guidance_scale=1.0, num_inference_steps=3,
+            max_sequence_length=16, output_type="latent",
+        )  # fmt: skip
+        objective = objective_for(pipeline.transformer)
+        assert type(objective) is WanObjective
+        condition = {"prompt_embeds": kept["encoder_hidden_states"]}
+        with torch.no_grad():
+            mine = objective.predict(pipeline.transformer, kept["hidden_states"], kept["timestep"] / 1000, condition)
+        torch.testing.assert_close(mine, kept["output"])
 
     def test_dit_is_called_as_its_pipeline_calls_it(self):
         pipeline = tiny_images.dit_pipeline()
@@ -143,9 +164,11 @@ class TestRefusals:
         ("make", "message"),
         [
             (lambda: tiny_images.sana_transformer(sprint=True), "SANA-Sprint"),
-            (tiny_images.pixart_transformer, "PixArtTransformer2DModel, which cannot be trained here; supported: Wan"),
+            (tiny_images.pixart_transformer, "PixArtTransformer2DModel, which cannot be trained here yet; supported"),
+            (WanVACECase().make, "WanVACETransformer3DModel, which cannot be trained here yet; supported: Wan"),
+            (lambda: SkyReelsCase().make(inject_sample_info=True), "diffusion-forcing model, .* trained here yet"),
         ],
-        ids=["sprint", "pixart"],
+        ids=["sprint", "pixart", "vace", "forcing"],
     )
     def test_models_that_need_another_objective(self, make, message):
         with pytest.raises(ValueError, match=message):
