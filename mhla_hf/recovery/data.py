@@ -298,9 +298,7 @@ def open_probe(
             probes[part.component] = source.batches("calibrate", count // size, size)
         return models, probes, origin
     if parts[0].index is None:
-        raise ValueError(
-            f"data must be given (--data): {root} is a model without a pipeline, which cannot generate samples."
-        )
+        raise ValueError(f"data must be given: {root} is a model without a pipeline, which cannot generate samples.")
     from ..pipelines import load_pipeline
 
     chosen: dict[str, Any] = {"attn_implementation": None}
