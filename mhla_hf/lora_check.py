@@ -94,6 +94,8 @@ def check_lora(model: str | Path, lora: str | Path, *, component: str | None = N
 
 def _weight_file(location: Path) -> Path:
     files = [location] if location.suffix == ".safetensors" else sorted(location.glob("*.safetensors"))
+    if not location.exists():
+        raise ValueError(f"LoRA {location} does not exist: give a directory or a .safetensors file.")
     if len(files) != 1:
         found = shorten_list(path.name for path in files) if files else "no .safetensors file"
         raise ValueError(f"LoRA {location} has {found}: name the file to check.")

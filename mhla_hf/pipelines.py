@@ -13,6 +13,7 @@ from .config import MHLAConfig, merge_options
 from .models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class, mhla_class_for
 from .utils.compat import check_version
 from .utils.compat.diffusers import component_quantization
+from .utils.locations import PIPELINE_INDEX
 from .utils.messages import shorten_value
 
 
@@ -86,6 +87,11 @@ def load_pipeline(
     options = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
     options.update({name: kwargs[name] for name in ("use_safetensors", "variant") if name in kwargs})
     root = find_pipeline(repo_or_dir, **options)
+    if not (root / PIPELINE_INDEX).is_file() and (root / "config.json").is_file():
+        raise ValueError(
+            f"{repo_or_dir} is a model without a pipeline: load it with from_pretrained of its class, of transformers "
+            "with attn_implementation='mhla'."
+        )
     index, configs = read_pipeline(root, kwargs)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]

@@ -99,7 +99,7 @@ PAIR = {
     "transformer.blocks.0.attn1.to_q.lora_B.weight": torch.zeros(24, 2),
 }
 FILES: dict[str, tuple[Any, str]] = {
-    "missing": (None, "has no .safetensors file"),
+    "missing": (None, "does not exist"),
     "lora.bin": ("no weights", "has no .safetensors file"),
     "lora.safetensors": ("no weights", "is truncated or not a safetensors file"),
     "model": ({"proj_out.weight": torch.zeros(2, 2)}, "holds no LoRA weights, but proj_out.weight"),

@@ -130,6 +130,11 @@ def test_load_pipeline_refuses(arguments, message, mhla_dir):
         load_pipeline(mhla_dir, **arguments)
 
 
+def test_a_model_without_a_pipeline_is_named(softmax_dir):
+    with pytest.raises(ValueError, match="transformer is a model without a pipeline: load it with from_pretrained"):
+        load_pipeline(softmax_dir / "transformer")
+
+
 # Arguments that are passed on
 
 

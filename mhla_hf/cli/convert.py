@@ -217,7 +217,9 @@ def models_command(
     for title, rows in tables.items():
         show_table(rows, title=f"{title}: {len(rows)}")
     if not shown:
-        typer.echo(f"No model here contains {name!r}; mhla-hf models --refused lists those without MHLA.")
+        listed = "presets" if presets else "refused models" if refused else "supported models"
+        others = "" if presets or refused else f"; mhla-hf models {name} --refused searches those without MHLA"
+        typer.echo(f"No entry of the {listed} contains {name!r}{others}.")
 
 
 def _write_record(json_file: Path | None, directory: Path) -> None:

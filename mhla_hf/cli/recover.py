@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..config import MHLAConfig
-from ..recovery.recipes import STAGES, DataOptions
+from ..recovery.recipes import STAGES, DataOptions, recipe_names
 from ..training.config import FAMILIES, CacheConfig, TrainingConfig, check_options, option_families
 from ..utils.files import read_json
 from ..utils.options import check_names
@@ -41,7 +41,7 @@ class _Run:
     prompts: Path | None = option("Text file with one prompt per line, for --data generated.")
     recipe: str | None = option(
         "YAML file, or name of a recipe: fast is ReLU, which is faster and recovers less; paper has the settings of "
-        "the paper. Default: that of the model's family."
+        f"the paper; {', '.join(recipe_names())} are each for one model. Default: that of the model's family."
     )
     layers: common.Layers = None
     keep: str | None = option(

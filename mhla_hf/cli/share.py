@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..utils.locations import local_directory
 from .options import HUB, Component, Quiet, argument, given, option, options_of, with_options
 from .output import JsonFile, say, show_table, write_report
 
@@ -204,6 +205,7 @@ def serve_command(context: typer.Context) -> None:
     # GGUF files are never MHLA. With an encoder the server would start, and then fail on every request.
     if not model.endswith(".gguf"):
         location, _, revision = model.partition("@")
+        local_directory(location, "model")
         options = {"revision": revision or None, "trust_remote_code": parsed.params["trust_remote_code"]}
         config = transformers.AutoConfig.from_pretrained(location, **options)
         name = (config.architectures or [config.model_type])[0]

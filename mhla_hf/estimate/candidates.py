@@ -25,7 +25,7 @@ from ..presets import PRESETS, from_preset
 from ..utils import locations
 from ..utils.compat.transformers import set_attention
 from ..utils.files import path_inside, read_json
-from ..utils.messages import check_count, shorten_list
+from ..utils.messages import check_count, did_you_mean, shorten_list
 
 
 _CONFIGURATIONS = ["model_index.json", "config.json", "*/config.json"]
@@ -271,6 +271,11 @@ def find_candidate(location: str | Path, component: str | None = None, **hub: An
             return TransformersModel(ModelDirectory(name, Path(), None, {"model": made.to_dict()}, "model"), made)
         config = {**made.config, "_class_name": type(made).__name__}
         return DiffusionModel(ModelDirectory(name, Path(), None, {"transformer": config}, "transformer"), config)
+    if not (Path(name).expanduser().is_dir() or locations.is_hub_id(name)):
+        raise ValueError(
+            f"model {name} is neither a directory, a Hub id (owner/name) nor a preset (mhla-hf models --presets)."
+            f"{did_you_mean(name, PRESETS)}"
+        )
     root = locations.local_directory(location, "model")
     if root is None:
         root = locations.download_repository(name, allow_patterns=_CONFIGURATIONS, **hub)

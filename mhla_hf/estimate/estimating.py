@@ -41,8 +41,6 @@ MEASURED_TOKENS = 2048
 
 # Bytes of a parameter that trains in fp32: gradient and two moments of the optimizer; the original value in distill.
 _FP32, _TRAINED, _DISTILLED = 4, 12, 16
-# Of a value of a layer's input and output in bfloat16, and of two hidden states in fp32 (docs/recovery.md).
-_LAYER_RECORD, _BLOCK_RECORD = 4, 8
 # Tokens of a row, or of a passage, in recipes that do not name them.
 _TEXT_ROWS = {"causal": 512, "encoder": 128}
 
@@ -311,20 +309,16 @@ def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[
     rows = recipe.data.max_length or _TEXT_ROWS.get(recipe.family)
     size = {"tokens": rows, **{name: getattr(recipe.data, name) for name in ("height", "width", "num_frames")}}
     tokens = math.prod(candidate.grid(softmax, **{name: value for name, value in size.items() if value is not None}))
-    widths = [
-        next(weight.shape[1] for weight in layer.attention.parameters() if weight.ndim == 2) for layer in converted
-    ]
-    training, records, block_records = [0], 0, 0
+    width = next(weight.shape[1] for weight in converted[0].attention.parameters() if weight.ndim == 2)
+    records, block_records = recipe.record_bytes(tokens, width, len(converted))
+    training = [0]
     if recipe.match is not None:
         training.append(
             _TRAINED * max(sum(each.numel() for each in layer.parameters().values()) for layer in converted)
         )
-        samples = min(recipe.match.batches * recipe.match.batch_size, recipe.data.samples)
-        records = _LAYER_RECORD * samples * tokens * sum(widths) * (recipe.match.cache != "none")
     if recipe.blocks is not None:
         blocks = {re.sub(r"(\.\d+)\..*", r"\1", layer.name) for layer in converted}
         training.append(_TRAINED * max(count_parameters(model.get_submodule(name)) for name in blocks))
-        block_records = _BLOCK_RECORD * recipe.blocks.batches * recipe.blocks.batch_size * tokens * widths[0]
     training.append(parameters * (_DISTILLED if recipe.distill else _TRAINED if recipe.finetune else 0))
     stages = [getattr(recipe, name) for name in recipe.stages()]
     return {

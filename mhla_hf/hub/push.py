@@ -193,7 +193,8 @@ def prepare_push(
     warnings = [str(problem) for problem in problems]
     if card_data(directory).license is None:
         warnings.append(
-            "README.md: the licence of the original is not known; add `license:` to the metadata at the card's top."
+            "README.md: the licence of the original is not known; write the card with mhla-hf card --license, or add "
+            "`license:` to the metadata at its top."
         )
     return contents, warnings
 

@@ -122,11 +122,13 @@ def resolve_blocks(config: MHLAConfig, default_grid: Sequence[int]) -> MHLAConfi
     Raises:
         ValueError: If the options are for a grid with another number of axes than the model's.
     """
-    axes = config.blocks or config.block_size or config.grid
-    if axes is not None and len(axes) != len(default_grid):
-        raise ValueError(
-            f"The mhla options are for {len(axes)} axes, but this model's token grid has {len(default_grid)}."
-        )
+    given = {name: getattr(config, name) for name in ("blocks", "block_size", "grid") if getattr(config, name)}
+    for name, sizes in given.items():
+        if len(sizes) != len(default_grid):
+            raise ValueError(
+                f"{name}={sizes} must have one number for each axis of this model's token grid, "
+                f"{' × '.join(map(str, default_grid))}."
+            )
     config = with_window_size(config, len(default_grid))
     if config.blocks is not None:
         return config

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import automatic_share, parse_layers
 from ..models.directory import ModelDirectory
 from ..models.registry import is_mhla_class
-from ..training.config import DIGITS, CacheConfig, TrainingConfig
+from ..training.config import DIGITS, CacheConfig, TrainingConfig, parse_sizes
 from ..training.data.batches import BatchSource, Latents, RecordedCalls
 from ..training.data.images import image_batches, open_images
 from ..training.data.latent_cache import CachePlan, LatentDataset, make_cache, read_prompts
@@ -21,11 +23,14 @@ from ..training.data.probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES,
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
 from ..training.families import objective_for
 from ..training.matching.layers import Batch, mhla_layers
+from ..training.matching.records import choose_cache, free_room
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
-from ..utils.messages import check_count
-from .recipes import TEXT, TRANSFORMERS, Recipe
+from ..utils.messages import check_count, format_bytes
+from .recipes import TEXT, TRANSFORMERS, Recipe, load_recipe, recipe_names
 
+
+logger = logging.getLogger(__name__)
 
 GENERATED = "generated"
 DATA_FREE = ("pixart", "wan-vace")
@@ -114,7 +119,61 @@ class RecoveryData:
             open_images(self.directory.load_config(), self.directory.root, data)
         else:
             _, cache_config = self._cache_options("cpu")
-            CachePlan(self.directory, cache_config)
+            self._check_room(CachePlan(self.directory, cache_config))
+
+    def _check_room(self, plan: CachePlan) -> None:
+        """Check that what the stages keep of this many samples fits into memory, or on the disk.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        config, trained = self.directory.config, (self.recipe.match, self.recipe.blocks)
+        used = [None if stage is None else min(stage.batches, stage.steps) for stage in trained]
+        if used == [None, None]:
+            return
+        # Batches that no step takes are not kept; the layer with the most steps takes at least the average.
+        named = zip(("match.batches", "blocks.batches"), used, strict=True)
+        recipe = self.recipe.changed({name: count for name, count in named if count is not None})
+        count, share = config["num_layers"], automatic_share(recipe.layers)
+        chosen = parse_layers(recipe.layers, count) if share is None else range(max(1, round(share * count)))
+        size = {
+            "tokens": plan.family.sizes(self.directory).num_tokens(parse_sizes(str(plan.config.sizes))[0]),
+            "width": config["num_attention_heads"] * config["attention_head_dim"],
+            "layers": count if chosen is None else len(chosen),
+        }
+        of_layers, of_blocks = recipe.record_bytes(**size)
+        packaged = {name: load_recipe(name) for name in recipe_names()}
+        smaller = [
+            name
+            for name, other in packaged.items()
+            if other.family == recipe.family and sum(other.record_bytes(**size)) < of_layers + of_blocks
+        ]
+        advice = f"; --recipe {' or '.join(smaller)} needs less" if smaller else ""
+        tokens = f"of {size['tokens']:,} tokens"
+        folder = next(each for each in self.cache.absolute().parents if each.is_dir())
+        memory, disk = free_room(folder)
+        if of_blocks > memory:
+            assert recipe.blocks is not None
+            raise ValueError(
+                f"blocks.batches: the hidden states of {recipe.blocks.batches} batches {tokens} need "
+                f"{format_bytes(of_blocks)}, more than half of the free memory, {format_bytes(memory)}: use fewer "
+                f"batches{advice}"
+            )
+        if recipe.match is not None and recipe.match.cache != "none":
+            try:
+                place = choose_cache(recipe.match.cache, [of_layers], [(memory, disk)])
+            except ValueError as error:
+                raise ValueError(f"match.{str(error).removesuffix('.')}{advice}") from error
+            if place == "none":
+                logger.warning(
+                    "matching: activations %s need %s and will not fit, so that every step runs the original; use "
+                    "fewer batches (match.batches)%s",
+                    tokens,
+                    format_bytes(of_layers),
+                    advice,
+                )
+            elif place == "disk":
+                logger.info("matching will keep %s on the disk", format_bytes(of_layers))
 
     def open(self, model: nn.Module) -> BatchSource:
         """Prepare the data once, as tokens or as latents and embeddings, and open them for the converted model.
@@ -240,9 +299,7 @@ def open_probe(
             probes[part.component] = source.batches("calibrate", count // size, size)
         return models, probes, origin
     if parts[0].index is None:
-        raise ValueError(
-            f"data must be given (--data): {root} is a model without a pipeline, which cannot generate samples."
-        )
+        raise ValueError(f"data must be given: {root} is a model without a pipeline, which cannot generate samples.")
     from ..pipelines import load_pipeline
 
     chosen: dict[str, Any] = {"attn_implementation": None}

@@ -38,6 +38,8 @@ _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the 
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
+# Bytes of a value of a layer's input and output in bfloat16, and of two hidden states in fp32.
+_LAYER_RECORD, _BLOCK_RECORD = 4, 8
 VARIANTS = ("fast", "paper")
 """Names of other recipes for many families; `fast` is changes to the default recipe."""
 
@@ -179,6 +181,22 @@ class Recipe:
     def stages(self) -> list[str]:
         """The names of its stages, in order."""
         return [name for name in STAGES if getattr(self, name) is not None]
+
+    def record_bytes(self, tokens: int, width: int, layers: int) -> tuple[int, int]:
+        """Return the size of what matching of layers keeps, in memory or on the disk, and that of blocks in memory.
+
+        Args:
+            tokens: Tokens of a sample.
+            width: Width of the hidden states.
+            layers: Number of layers that become MHLA.
+        """
+        of_layers = of_blocks = 0
+        if self.match is not None and self.match.cache != "none":
+            samples = min(self.match.batches * self.match.batch_size, self.data.samples)
+            of_layers = _LAYER_RECORD * samples * tokens * width * layers
+        if self.blocks is not None:
+            of_blocks = _BLOCK_RECORD * self.blocks.batches * self.blocks.batch_size * tokens * width
+        return of_layers, of_blocks
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain JSON values, without its name."""

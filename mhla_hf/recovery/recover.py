@@ -35,6 +35,7 @@ from ..models.registry import family_for
 from ..models.weight_files import check_weights
 from ..training.config import TrainingConfig
 from ..training.data.batches import BatchSource
+from ..training.families import FAMILIES as TRAINED
 from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..training.processes import TrainingStopped
@@ -149,7 +150,7 @@ def recover(
             f"{given.name} is for models of the family {given.family}, and {part.location} is of {family}"
         )
     if layers is not None and keep is not None:
-        raise ValueError("layers and keep are both given; give one of them")
+        raise ValueError("keep cannot be given with layers")
     own: dict[str, Any] = {
         "layers": layers if keep is None else parse_keep(keep),
         "mhla.window": None if given is None else window,
@@ -233,14 +234,16 @@ def find_model(location: str | Path, component: str | None = None, **hub: Any) -
         if part.is_mhla:
             problem = "is MHLA already; recover from the model that it was converted from"
         raise ValueError(f"{location} {problem}")
-    family = "" if part.is_transformers else family_for(part.class_name).training
-    if family and family not in FAMILIES:
+    family = _transformers_family(part) if part.is_transformers else family_for(part.class_name).training
+    if family not in FAMILIES:
         raise ValueError(
             f"{location} is a {part.class_name}, which recover cannot make samples for yet; give recorded batches to "
             "mhla_hf.calibrate and mhla_hf.recovery.match_layers"
         )
+    if family in TRAINED:
+        TRAINED[family].check_model(part.config)
     check_weights(part.folder)
-    return part, family or _transformers_family(part)
+    return part, family
 
 
 def _transformers_family(component: ModelDirectory) -> str:

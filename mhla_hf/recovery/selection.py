@@ -220,6 +220,10 @@ def select_layers_of(
         raise ValueError(
             f"component must be given, for {source} has {', '.join(part.configs)}: select layers of each separately."
         )
+    # Before anything is loaded.
+    for name in ("keep", "latency"):
+        if str(options.get(name)).endswith("%"):
+            parse_share(name, options[name])
     models, batches, _ = open_probe([part], dict(mhla or {}), **(probe or {}))
     return select_layers(models[part.component], batches[part.component], **options)
 

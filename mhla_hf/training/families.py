@@ -66,6 +66,12 @@ class SampleSizes:
     own_size: int
     num_classes: int
 
+    def num_tokens(self, size: Bucket) -> int:
+        """Return the number of tokens of a sample."""
+        latents = (size.num_frames - 1) // self.temporal_factor + 1 if self.temporal_factor else 1
+        rows, columns = (self.spatial_factor * side for side in self.patch_size)
+        return latents * (size.height // rows) * (size.width // columns)
+
     def check(self, buckets: tuple[Bucket, ...]) -> None:
         """Check that the VAE and the transformer's patches divide the wanted sizes.
 
@@ -256,7 +262,7 @@ class Wan(Family):
         in_channels = config.get("in_channels", 16)
         # As in diffusers, `null` stands for as many as go in.
         if in_channels != (config.get("out_channels", 16) or in_channels):
-            raise ValueError("model: this is an image-to-video model, which cannot be trained here yet")
+            raise ValueError("model: this is an image-to-video model, which cannot be recovered or trained here yet")
 
     def sizes(self, directory: ModelDirectory) -> SampleSizes:
         path, vae_path = directory.folder / "config.json", directory.root / "vae" / "config.json"

@@ -139,3 +139,9 @@ def test_ctrl_c_ends_with_its_own_code(model_directory, monkeypatch):
 
 def interrupted(server):
     raise KeyboardInterrupt
+
+
+@needs_server
+def test_a_missing_directory_is_not_looked_for_on_the_hub():
+    result = CliRunner().invoke(app, ["serve", "nothing"])
+    assert result.exit_code and "model nothing is neither a directory nor a Hub id" in " ".join(result.stderr.split())

@@ -345,7 +345,7 @@ def test_refuses_wrong_options(transformer_dir, tmp_path):
     refused(transformer_dir, tmp_path, "layers names 5, but the model has", {"blocks": BLOCKS, "layers": [5]})
     refused(transformer_dir, tmp_path, "dtype='int4' is not one of", dtype="int4")
     refused(transformer_dir, tmp_path, "max_shard_size='big'", max_shard_size="big")
-    refused(transformer_dir, tmp_path, "for 2 axes, but this model's token grid has 3", {"blocks": (2, 2)})
+    refused(transformer_dir, tmp_path, r"blocks=\(2, 2\) must have one number for each axis", {"blocks": (2, 2)})
     refused(transformer_dir, tmp_path, "Unknown mhla option", {"block": BLOCKS})
 
 

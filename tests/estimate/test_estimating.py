@@ -222,6 +222,8 @@ def test_the_command(tmp_path):
     assert "LlamaForCausalLM: 512 tokens" in result.stdout and "Memory of a recovery" in result.stdout
     wrong = CliRunner().invoke(app, ["estimate", "dit-s-2-256", "--tokens", "64", "--width", "64"])
     assert wrong.exit_code == 2 and wrong.stderr == "error: --tokens cannot be given with width.\n"
+    wrong = CliRunner().invoke(app, ["estimate", "wan-2.1-1.3b"])
+    assert "nor a preset" in wrong.stderr and "Did you mean 'wan2.1-1.3b'?" in wrong.stderr
 
 
 @pytest.mark.parametrize("name", ["DiT-XL/2", "FLUX.1-dev", "all-MiniLM-L6-v2"])

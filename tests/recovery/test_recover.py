@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 import mhla_hf
 from mhla_hf.cli.main import app
+from mhla_hf.recovery import data
 from mhla_hf.recovery import recover as module
+from mhla_hf.utils.messages import format_bytes
 from tests import tiny, tiny_images
 from tests.models.cases import WanAnimateCase
 
@@ -213,7 +215,7 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
     [
         ({"recipe": "qwen3-0.6b"}, "is for models of the family causal, and .*bert is of encoder"),
         ({"recipe": "paper"}, "recipe paper has no setting for models of the family encoder"),
-        ({"layers": "all", "keep": "25%"}, "layers and keep are both given"),
+        ({"layers": "all", "keep": "25%"}, "keep cannot be given with layers"),
         ({"keep": "all"}, "keep='all' must be a share"),
         ({"budget": 0}, "budget must be a number above 0 and at most .*, got 0"),
         ({"device": "tpu"}, "device='tpu' must be cpu"),
@@ -230,6 +232,31 @@ def test_mistakes_before_anything_loads(options, message, sources, tmp_path, mon
     monkeypatch.setattr(module, "convert_pretrained", None)
     with pytest.raises(ValueError, match=message):
         recover("bert", sources, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_room_is_checked_before_anything_loads(sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "convert_pretrained", None)
+    config = json.loads((Path(sources["wan"][0]) / "transformer" / "config.json").read_text())
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    large = {"batches": 10**6, "steps": 10**6, "batch_size": 2**16}
+    needed = format_bytes(8 * 10**6 * 2**16 * 2 * width)
+    recipes = "--recipe wan-1.3b or wan-1.3b-hybrid needs less"
+    message = f"1000000 batches of 2 tokens need {needed}, .* free memory, .*: use fewer batches; {recipes}"
+    with pytest.raises(ValueError, match=message):
+        recover("wan", sources, tmp_path / "out", {f"blocks.{name}": count for name, count in large.items()})
+    monkeypatch.setattr(data, "free_room", lambda folder: (0, 0))
+    message = rf"match.cache='disk' needs .*, more than the room on the disk of the output, 0 B: .*; {recipes}"
+    with pytest.raises(ValueError, match=message):
+        changes = {"blocks": None, "match.cache": "disk", "match.batches": 100, "match.steps": 100}
+        recover("wan", sources, tmp_path / "out", {**changes, "data.samples": 100})
+    assert not (tmp_path / "out").exists()
+
+
+def test_image_to_video_is_refused_before_the_data_are_read(tmp_path):
+    tiny.wan_pipeline(image_to_video=True).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="this is an image-to-video model, which cannot be recovered or trained here"):
+        mhla_hf.recover(tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

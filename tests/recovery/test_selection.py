@@ -82,6 +82,12 @@ def test_mistakes(options, message):
         select_layers(model, probe(example), **options)
 
 
+def test_a_share_is_checked_before_the_data(tmp_path):
+    source = model_directory("bert", tmp_path / "bert")
+    result = CliRunner().invoke(app, ["select-layers", str(source), "--keep", "200%"])
+    assert result.exit_code == 2 and result.stderr.startswith("error: --keep '200%' must be a share")
+
+
 @pytest.mark.slow
 def test_commands(tmp_path):
     model_directory("llama", tmp_path / "softmax")

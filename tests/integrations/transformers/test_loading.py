@@ -315,7 +315,7 @@ def test_a_bias_that_only_shows_in_the_call_is_refused():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("llama", {"blocks": [4]}, "blocks=\\[4\\] contradicts the model, .* allowed is None"),
+        ("llama", {"blocks": [4]}, "blocks=\\[4\\] contradicts the model, .* allowed is None; give block_size"),
         ("llama", {"block_size": [4, 4]}, "must have one entry per axis each"),
         ("llama", {"causal": False}, "contradicts the model, .* looks back only"),
         ("bert", {"causal": True}, "contradicts the model, .* attends in both directions"),
@@ -323,7 +323,7 @@ def test_a_bias_that_only_shows_in_the_call_is_refused():
         ("llama", {"lepe_kernel": 3}, "lepe_kernel must be None"),
         ("llama", {"wrong": 1}, "Unknown mhla option.*wrong.*Known options"),
         ("vit", {"causal": True, "block_size": 4}, "are for sequences"),
-        ("vit", {"blocks": [2, 2, 2]}, "3 axes, but this model's token grid has 2"),
+        ("vit", {"blocks": [2, 2, 2]}, "one number for each axis of this model's token grid, 4 × 4"),
         ("llama", [1], "mhla options must be a dict"),
     ],
     ids=str,
