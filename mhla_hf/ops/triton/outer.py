@@ -199,12 +199,11 @@ def outer(
     few_registers = (exact or halves or left.dtype == torch.float32) and not from_shared_memory
     wide = padded(width) > (64 if plain is not None else 128)
     narrowed = is_padded(width) or (halves and padded(width) > 128)
-    searches = finite and plain is not None and padded(width) > 64 and not from_shared_memory
-    limits = few_registers, exact or halves, narrowed, few_registers and wide, searches and not few_registers
+    limits = few_registers, exact or halves, narrowed, few_registers and wide
     if any(limits):
         tile = min(tile, 16 if sum(limits) > 1 else 32)
     num_stages = 3 if halves and from_shared_memory and narrowed else stages(precision, from_shared_memory, width)
-    if total and plain is None and scale is None:
+    if total and plain is None and scale is None and from_shared_memory:
         # Triton 3.6 gives rows that are both multiplied and summed one buffer too few, and overwrites them while wgmma
         # still reads them.
         num_stages = 1
