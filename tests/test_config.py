@@ -122,5 +122,5 @@ def test_blocks_are_derived_and_pinned():
     assert (pinned.blocks, pinned.grid) == ((2, 2), (4, 4))
     assert resolve_blocks(pinned, (9, 9)) is pinned
     assert resolve_blocks(MHLAConfig(block_size=(2, 2)), (9, 9)).grid == (9, 9)
-    with pytest.raises(ValueError, match="axes"):
+    with pytest.raises(ValueError, match="each axis"):
         resolve_blocks(MHLAConfig(blocks=(3,)), (4, 4))

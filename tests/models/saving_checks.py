@@ -201,7 +201,7 @@ class SavingChecks(ModelCase):
             ({"no_such_option": 1}, "no_such_option"),
             ({"causal": True}, "causal"),
             ({"blocks": [4]}, "axis"),
-            ({"blocks": [4], "grid": [16]}, "axes"),
+            ({"blocks": [4], "grid": [16]}, "each axis"),
         ],
         ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
     )

@@ -427,8 +427,8 @@ def test_attention_refuses_what_it_cannot_serve():
 
 def test_bad_options_are_refused():
     for options, message in (
-        ({"blocks": [4]}, "axes"),
-        ({"causal": True, "block_size": [4]}, "causal|axes"),
+        ({"blocks": [4]}, "each axis"),
+        ({"causal": True, "block_size": [4]}, "causal|each axis"),
         ({"unknown": 1}, "unknown"),
         ("linear", "mhla options must be"),
     ):

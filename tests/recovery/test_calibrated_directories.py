@@ -149,7 +149,7 @@ def test_convert_and_calibrate_a_language_model(tmp_path):
 def test_mistakes_with_directories(tmp_path, converted):
     with pytest.raises(FileNotFoundError, match="missing"):
         calibrate_directory(tmp_path / "missing")
-    with pytest.raises(ValueError, match=r"data must be given \(--data\): .* is a model without a pipeline"):
+    with pytest.raises(ValueError, match=r"data must be given: .* is a model without a pipeline"):
         calibrate_directory(converted / "transformer")
     with pytest.raises(ValueError, match="prompts: of no use beside data"):
         calibrate_directory(converted, data="cache", prompts=["a dog"])
