@@ -15,7 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import (
+    AutoencoderKLLTXVideo,
     AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
     SkyReelsV2Pipeline,
     SkyReelsV2Transformer3DModel,
     UniPCMultistepScheduler,
@@ -244,6 +248,71 @@ def _family_pipeline(pipeline_cls: type, transformer_cls: type, **overrides: Any
         vae=wan_vae(),
         scheduler=wan_scheduler(),
         transformer=wan_transformer(transformer_cls, **overrides),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+LTX: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "caption_channels": TEXT_DIM,
+    "num_layers": 2,
+}
+"""Two layers of LTX-Video. Two channels of the 32 are not rotated, as in the published models."""
+
+
+def ltx_transformer(cls: type | None = None, *, seed: int = 0, **overrides: Any):
+    """A tiny LTX-Video transformer in evaluation mode; see `wan_transformer`."""
+    torch.manual_seed(seed)
+    return (cls or LTXVideoTransformer3DModel)(**{**LTX, **overrides}).eval()
+
+
+def ltx_inputs(
+    batch: int = 1, frames: int = 3, height: int = 2, width: int = 4, *, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Keyword arguments for the transformer's `forward`; every latent is a token."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randn(batch, 6, TEXT_DIM, generator=generator).to(dtype)
+    mask = torch.ones(batch, 6)
+    mask[:, 4:] = 0
+    return {
+        "hidden_states": torch.randn(batch, frames * height * width, 4, generator=generator).to(dtype),
+        "encoder_hidden_states": text,
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_attention_mask": mask,
+        "num_frames": frames,
+        "height": height,
+        "width": width,
+        "rope_interpolation_scale": (8 / 25, 32, 32),
+    }
+
+
+def ltx_pipeline(**overrides: Any) -> LTXPipeline:
+    """A complete LTX-Video pipeline; its autoencoder makes a latent of 2 frames of 8 × 8 pixels."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=4,
+        block_out_channels=(4, 4),
+        decoder_block_out_channels=(4, 4),
+        layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        spatio_temporal_scaling=(True, False),
+        decoder_spatio_temporal_scaling=(True, False),
+        decoder_inject_noise=(False, False, False),
+        upsample_residual=(False, False),
+        upsample_factor=(1, 1),
+    ).eval()
+    pipeline = LTXPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=vae,
+        text_encoder=text_encoder(len(tokenizer)),
+        tokenizer=tokenizer,
+        transformer=ltx_transformer(**overrides),
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -30,7 +30,7 @@ class PairwiseRotary:
     """Rotates neighbouring pairs of channels.
 
     Attributes:
-        cosine: `[1, T, 1, K / 2]`.
+        cosine: `[1, T, 1, K / 2]`, which kernels take, or `[B, T, H, K / 2]`.
         sine: The same.
     """
 

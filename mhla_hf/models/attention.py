@@ -40,7 +40,7 @@ def attend(
     Args:
         attn: Attention module of diffusers with a submodule `mhla`.
         hidden_states: `[B, T, hidden]`.
-        rotary_emb: Cosines and sines `[1, T, 1, K / 2]`, for neighbouring pairs of channels.
+        rotary_emb: Cosines and sines `[1, T, 1, K / 2]` or `[B, T, H, K / 2]`, for neighbouring pairs of channels.
         perturbed: Lets every token attend to itself alone, as a guider's hook on `attn` does.
         **where: `grid` of the T tokens, row-major, and `shard` under context parallelism; see
             [`mhla_hf.layers.mhla.MHLA`].

@@ -25,13 +25,13 @@ from ..utils.messages import check_choice, did_you_mean, shorten_text
 from ..utils.options import Options, check_names, option
 
 
-VIDEO, IMAGES, TEXT = ("wan", "sana-video", "wan-vace"), ("dit", "pixart", "sana"), ("causal", "encoder")
+VIDEO, IMAGES, TEXT = ("wan", "sana-video", "wan-vace", "ltx"), ("dit", "pixart", "sana"), ("causal", "encoder")
 FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 """The diffusion models by the names that `mhla-hf models` gives; `causal` language models, `encoder`s of text, and
 `vision` transformers."""
 
 TRANSFORMERS = (*TEXT, "vision")
-WITHOUT_OBJECTIVE = ("pixart", "sana-video", "wan-vace")
+WITHOUT_OBJECTIVE = ("pixart", "sana-video", "wan-vace", "ltx")
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the same."
