@@ -28,7 +28,7 @@ from .recipes import TEXT, TRANSFORMERS, Recipe
 
 
 GENERATED = "generated"
-DATA_FREE = ("pixart", "wan-vace", "ltx")
+DATA_FREE = ("pixart", "wan-vace", "ltx", "ltx2")
 """Families without an objective of training: the inputs of their model while the pipeline makes samples are enough to
 calibrate and match on."""
 

@@ -22,6 +22,7 @@ PIPELINES = {
     "wan": (tiny.wan_pipeline, {"blocks": [1, 2, 2], "grid": [3, 2, 4]}),
     "vace": (tiny.vace_pipeline, {"blocks": [1, 2, 2], "grid": [3, 2, 4]}),
     "ltx": (tiny.ltx_pipeline, {"blocks": [3, 2, 2], "grid": [3, 4, 8]}),
+    "ltx2": (tiny.ltx2_pipeline, {"blocks": [3, 2, 2], "grid": [3, 4, 8]}),
     "dit": (tiny_images.dit_pipeline, {"blocks": [2, 2]}),
 }
 

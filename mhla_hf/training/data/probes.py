@@ -98,6 +98,8 @@ def pipeline_batches(
         options.setdefault("output_type", "latent")
     if "use_resolution_binning" in parameters:
         options.setdefault("use_resolution_binning", False)
+    # In perturbed layers of LTX-2 there is no attention to learn from.
+    options = {**{name: 0.0 for name in ("stg_scale", "audio_stg_scale") if name in parameters}, **options}
     taken: dict[str, list[list[Batch]]] = {name: [] for name in models}
     bar = progress_bar_options(pipeline)
     pipeline.set_progress_bar_config(disable=True)
