@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .layouts.resampling import resample_mixing as resample_mixing
     from .models.image import MHLADiTTransformer2DModel as MHLADiTTransformer2DModel
     from .models.image import MHLAPixArtTransformer2DModel as MHLAPixArtTransformer2DModel
+    from .models.ltx import MHLALTX2VideoTransformer3DModel as MHLALTX2VideoTransformer3DModel
+    from .models.ltx import MHLALTXVideoTransformer3DModel as MHLALTXVideoTransformer3DModel
     from .models.registry import supported_models as supported_models
     from .models.sana import MHLASanaTransformer2DModel as MHLASanaTransformer2DModel
     from .models.sana import MHLASanaVideoTransformer3DModel as MHLASanaVideoTransformer3DModel

@@ -40,6 +40,7 @@ from .recovery.calibration import calibrate_directory
 from .recovery.recipes import default_recipe
 from .training.data.probes import PROMPTS, sample_size
 from .training.matching.layers import mhla_layers
+from .utils.compat.diffusers import vae_factor
 from .utils.destinations import claim_destination
 from .utils.figures import figure_svg
 from .utils.locations import PIPELINE_INDEX, local_directory
@@ -261,14 +262,14 @@ def request_inputs(comparison: Comparison) -> dict[str, Any]:
     if "guidance_scale" in known:
         inputs["guidance_scale"] = _slider("Guidance", 0, 30, 4, 0.1)
     if "height" in known:
-        factor = getattr(pipeline, "vae_scale_factor_spatial", 0) or getattr(pipeline, "vae_scale_factor", 8)
+        factor: Any = vae_factor(pipeline, "spatial") or getattr(pipeline, "vae_scale_factor", 8)
         patch = model.config.patch_size
         unit = math.lcm(16, int(factor * (patch if isinstance(patch, int) else patch[-1])))
         for name in ("height", "width"):
             side = size.get(name, _USUAL_SIDE)
             inputs[name] = _slider(name.capitalize(), unit, max(side, _USUAL_SIDE), side, unit)
     for name in {"num_frames", "frames"} & known:
-        frames, every = size.get("num_frames", _USUAL_FRAMES), getattr(pipeline, "vae_scale_factor_temporal", 1)
+        frames, every = size.get("num_frames", _USUAL_FRAMES), vae_factor(pipeline, "temporal") or 1
         inputs[name] = _slider("Frames", 1, max(frames, _USUAL_FRAMES), frames, every)
     return inputs
 

@@ -122,10 +122,11 @@ def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], 
 
 
 def _converted_by_diffusers(path: Path, family: str) -> Mapping[str, torch.Tensor]:
-    from diffusers.loaders.lora_pipeline import SanaLoraLoaderMixin, WanLoraLoaderMixin
+    from diffusers.loaders import lora_pipeline
     from diffusers.utils import convert_unet_state_dict_to_peft
 
-    loader = WanLoraLoaderMixin if family.startswith(("wan", "skyreels")) else SanaLoraLoaderMixin
+    names = {"wan": "Wan", "skyreels": "Wan", "ltx": "LTXVideo", "ltx2": "LTX2"}
+    loader = getattr(lora_pipeline, f"{names.get(family.partition('-')[0], 'Sana')}LoraLoaderMixin")
     try:
         weights = loader.lora_state_dict(str(path), use_safetensors=True)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import (
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
+    AutoencoderKLLTXVideo,
     AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
     SkyReelsV2Pipeline,
     SkyReelsV2Transformer3DModel,
     UniPCMultistepScheduler,
@@ -25,11 +33,14 @@ from diffusers import (
     WanVACEPipeline,
     WanVACETransformer3DModel,
 )
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
     CLIPVisionModel,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     PreTrainedTokenizerFast,
     UMT5Config,
     UMT5EncoderModel,
@@ -244,6 +255,175 @@ def _family_pipeline(pipeline_cls: type, transformer_cls: type, **overrides: Any
         vae=wan_vae(),
         scheduler=wan_scheduler(),
         transformer=wan_transformer(transformer_cls, **overrides),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+LTX: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "caption_channels": TEXT_DIM,
+    "num_layers": 2,
+}
+"""Two layers of LTX-Video. Two channels of the 32 are not rotated, as in the published models."""
+
+
+def ltx_transformer(cls: type | None = None, *, seed: int = 0, **overrides: Any):
+    """A tiny LTX-Video transformer in evaluation mode; see `wan_transformer`."""
+    torch.manual_seed(seed)
+    return (cls or LTXVideoTransformer3DModel)(**{**LTX, **overrides}).eval()
+
+
+LTX2: dict[str, Any] = {
+    **LTX,
+    "audio_in_channels": 4,
+    "audio_out_channels": 4,
+    "audio_num_attention_heads": 2,
+    "audio_attention_head_dim": 8,
+    "audio_cross_attention_dim": 16,
+}
+"""Two layers of LTX-2."""
+
+LTX23: dict[str, Any] = {
+    **LTX2,
+    "rope_type": "split",
+    "gated_attn": True,
+    "cross_attn_mod": True,
+    "audio_gated_attn": True,
+    "audio_cross_attn_mod": True,
+    "use_prompt_embeddings": False,
+    "perturbed_attn": True,
+}
+"""Two layers of LTX-2.3: rotary halves, gates of heads, and spatio-temporal guidance."""
+
+
+def ltx2_transformer(cls: type | None = None, *, seed: int = 0, **overrides: Any):
+    """A tiny LTX-2 transformer in evaluation mode; see `wan_transformer`."""
+    torch.manual_seed(seed)
+    return (cls or LTX2VideoTransformer3DModel)(**{**LTX2, **overrides}).eval()
+
+
+def ltx2_inputs(
+    batch: int = 1,
+    *,
+    text_dims: tuple[int, int] = (TEXT_DIM, TEXT_DIM),
+    dtype: torch.dtype = torch.float32,
+    **sizes: int,
+) -> dict[str, Any]:
+    """Keyword arguments for the transformer's `forward`: those of LTX-Video, and five tokens of audio."""
+    inputs = ltx_inputs(batch, dtype=dtype, **sizes)
+    del inputs["rope_interpolation_scale"]
+    generator = torch.Generator().manual_seed(2)
+    text, audio_text = (torch.randn(batch, 6, width, generator=generator).to(dtype) for width in text_dims)
+    return {
+        **inputs,
+        "encoder_hidden_states": text,
+        "audio_encoder_hidden_states": audio_text,
+        "audio_encoder_attention_mask": inputs["encoder_attention_mask"],
+        "audio_hidden_states": torch.randn(batch, 5, 4, generator=generator).to(dtype),
+        "audio_num_frames": 5,
+        "sigma": inputs["timestep"],
+    }
+
+
+def ltx_inputs(
+    batch: int = 1, frames: int = 3, height: int = 2, width: int = 4, *, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Keyword arguments for the transformer's `forward`; every latent is a token."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randn(batch, 6, TEXT_DIM, generator=generator).to(dtype)
+    mask = torch.ones(batch, 6)
+    mask[:, 4:] = 0
+    return {
+        "hidden_states": torch.randn(batch, frames * height * width, 4, generator=generator).to(dtype),
+        "encoder_hidden_states": text,
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_attention_mask": mask,
+        "num_frames": frames,
+        "height": height,
+        "width": width,
+        "rope_interpolation_scale": (8 / 25, 32, 32),
+    }
+
+
+def ltx_pipeline(**overrides: Any) -> LTXPipeline:
+    """A complete LTX-Video pipeline; its autoencoder makes a latent of 2 frames of 8 × 8 pixels."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=4,
+        block_out_channels=(4, 4),
+        decoder_block_out_channels=(4, 4),
+        layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        spatio_temporal_scaling=(True, False),
+        decoder_spatio_temporal_scaling=(True, False),
+        decoder_inject_noise=(False, False, False),
+        upsample_residual=(False, False),
+        upsample_factor=(1, 1),
+    ).eval()
+    pipeline = LTXPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=vae,
+        text_encoder=text_encoder(len(tokenizer)),
+        tokenizer=tokenizer,
+        transformer=ltx_transformer(**overrides),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def ltx2_pipeline(**overrides: Any) -> LTX2Pipeline:
+    """A complete LTX-2 pipeline with the same compression, and perturbed attention in the transformer."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    text = {"vocab_size": len(tokenizer) + 4, "hidden_size": TEXT_DIM, "intermediate_size": 16}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"image_size": 8, "patch_size": 4}
+    gemma = Gemma3Config(text_config={**text, **heads}, vision_config=vision, mm_tokens_per_image=4)
+    vae = AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(8,),
+        decoder_block_out_channels=(8,),
+        down_block_types=("LTX2VideoDownBlock3D",),
+        layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        spatio_temporal_scaling=(True,),
+        decoder_spatio_temporal_scaling=(True,),
+        decoder_inject_noise=(False, False),
+        downsample_type=("spatiotemporal",),
+        upsample_type=("spatiotemporal",),
+        upsample_residual=(False,),
+        upsample_factor=(1,),
+    )
+    connector = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_learnable_registers": None}
+    sides = {f"{side}_connector_{name}": value for side in ("video", "audio") for name, value in connector.items()}
+    parts = {
+        "vae": vae,
+        "audio_vae": AutoencoderKLLTX2Audio(
+            base_channels=4, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2, mel_bins=8, resolution=16
+        ),
+        "text_encoder": Gemma3ForConditionalGeneration(gemma),
+        "connectors": LTX2TextConnectors(caption_channels=TEXT_DIM, text_proj_in_factor=2, **sides),
+        "vocoder": LTX2Vocoder(
+            in_channels=16,
+            hidden_channels=8,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1]],
+        ),
+    }
+    pipeline = LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        tokenizer=tokenizer,
+        transformer=ltx2_transformer(**{"perturbed_attn": True, **overrides}),
+        **{name: part.eval() for name, part in parts.items()},
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

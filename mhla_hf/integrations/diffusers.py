@@ -266,6 +266,8 @@ _METHODS: tuple[tuple[str, str, str, Any], ...] = (
     ("models.modeling_utils", "ModelMixin", "from_pretrained", _from_pretrained),
     ("models.auto_model", "AutoModel", "from_pretrained", _from_pretrained_auto),
     ("loaders.lora_pipeline", "WanLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
+    ("loaders.lora_pipeline", "LTXVideoLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
+    ("loaders.lora_pipeline", "LTX2LoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "SkyReelsV2LoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "SanaLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pipe", _from_pipe),

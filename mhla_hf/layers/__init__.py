@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules with parameters: the MHLA layer, its feature maps and its mixing weights."""
 
-from .fused import HeadNorms, PairwiseRotary
+from .fused import HalfRotary, HeadNorms, PairwiseRotary
 from .mhla import MHLA, AttentionParts
 from .mixing import (
     LearnedFeatureMap,
@@ -15,6 +15,7 @@ from .mixing import (
 
 __all__ = [
     "AttentionParts",
+    "HalfRotary",
     "HeadNorms",
     "LearnedFeatureMap",
     "MHLA",

@@ -30,7 +30,7 @@ class PairwiseRotary:
     """Rotates neighbouring pairs of channels.
 
     Attributes:
-        cosine: `[1, T, 1, K / 2]`.
+        cosine: `[1, T, 1, K / 2]`, which kernels take, or `[B, T, H, K / 2]`.
         sine: The same.
     """
 
@@ -42,6 +42,17 @@ class PairwiseRotary:
         even, odd = tokens.unflatten(-1, (-1, 2)).unbind(-1)
         rotated = torch.stack((even * self.cosine - odd * self.sine, even * self.sine + odd * self.cosine), dim=-1)
         return rotated.flatten(-2).type_as(tokens)
+
+
+@dataclass(frozen=True)
+class HalfRotary(PairwiseRotary):
+    """Rotates the channels of the first half of a head with those of the second. Kernels do not compute it."""
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rotates `[B, T, H, K]` and keeps its dtype."""
+        first, second = tokens.chunk(2, dim=-1)
+        rotated = (first * self.cosine - second * self.sine, first * self.sine + second * self.cosine)
+        return torch.cat(rotated, dim=-1).type_as(tokens)
 
 
 @dataclass(frozen=True)
@@ -219,7 +230,7 @@ def features_by_kernel(
 def is_plain_rotary(rotary: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> bool:
     """Return whether the kernels can rotate like this, with one row of the tables a token and no gradients."""
     # Whether gradients are being recorded makes no difference: checkpointing computes the output with and without.
-    if not isinstance(rotary, PairwiseRotary) or rotary.cosine.requires_grad or rotary.sine.requires_grad:
+    if type(rotary) is not PairwiseRotary or rotary.cosine.requires_grad or rotary.sine.requires_grad:
         return False
     return rotary.cosine.shape == rotary.sine.shape == (1, query.shape[1], 1, query.shape[3] // 2)
 

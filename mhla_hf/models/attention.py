@@ -8,7 +8,7 @@ for a pass of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +31,7 @@ def attend(
     attn: Any,
     hidden_states: torch.Tensor,
     *,
-    rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotary_emb: tuple[torch.Tensor, torch.Tensor] | Callable[[torch.Tensor], torch.Tensor] | None = None,
     perturbed: bool = False,
     **where: Any,
 ) -> torch.Tensor:
@@ -40,7 +40,8 @@ def attend(
     Args:
         attn: Attention module of diffusers with a submodule `mhla`.
         hidden_states: `[B, T, hidden]`.
-        rotary_emb: Cosines and sines `[1, T, 1, K / 2]`, for neighbouring pairs of channels.
+        rotary_emb: Cosines and sines `[1, T, 1, K / 2]`, for neighbouring pairs of channels, or what rotates
+            `[B, T, H, K]`.
         perturbed: Lets every token attend to itself alone, as a guider's hook on `attn` does.
         **where: `grid` of the T tokens, row-major, and `shard` under context parallelism; see
             [`mhla_hf.layers.mhla.MHLA`].
@@ -57,10 +58,13 @@ def attend(
         else:
             query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
-        rotary = None if rotary_emb is None else PairwiseRotary(*rotary_emb)
+        rotary = PairwiseRotary(*rotary_emb) if isinstance(rotary_emb, tuple) else rotary_emb
         # Where there are such norms, they go across heads.
         norms = None if attn.norm_q is None else HeadNorms(attn.norm_q, attn.norm_k)
         output = attn.mhla(query, key, value, hidden_states=hidden_states, rotary=rotary, norms=norms, **where)
+    if getattr(attn, "to_gate_logits", None) is not None:
+        # The gates of heads in LTX-2.
+        output = output * (2 * attn.to_gate_logits(hidden_states).sigmoid()).unsqueeze(-1)
     return attn.to_out[1](attn.to_out[0](output.flatten(2, 3).type_as(hidden_states)))
 
 

@@ -214,6 +214,11 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return cls.config_value(config, "num_layers")
 
     @classmethod
+    def patch_sizes(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the number of latents that a token stands for along each axis."""
+        return cls.config_value(config, "patch_size")
+
+    @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Return the token grid of the samples that a model was made for; `None` where its configuration has none.
 
@@ -224,7 +229,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         size = weight_files.sample_size(config)
         if size is None:
             return None
-        return tuple(max(1, length // patch) for length, patch in zip(size, cls.config_value(config, "patch_size")))
+        return tuple(max(1, length // patch) for length, patch in zip(size, cls.patch_sizes(config)))
 
     @classmethod
     def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
@@ -240,7 +245,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
             return grid or cls.default_grid
         frames, *sides = cls.video_size
         latents = ((frames - 1) // compression[0] + 1, *(side // compression[1] for side in sides))
-        return tuple(max(1, length // side) for length, side in zip(latents, cls.config_value(config, "patch_size")))
+        return tuple(max(1, length // side) for length, side in zip(latents, cls.patch_sizes(config)))
 
     @classmethod
     def resolve_options(

@@ -85,6 +85,9 @@ def _read_transformers(status: str) -> dict[str, TransformersFamily]:
 
 _PIXART, _SANA = ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), ("SanaPipeline", "SanaSprintPipeline")
 _WAN = ("WanPipeline", "WanImageToVideoPipeline")
+_LTX = ("LTXPipeline", "LTXImageToVideoPipeline")
+_LTX2 = ("LTX2Pipeline", "LTX2ImageToVideoPipeline")
+_KEYFRAMES = "no keyframes beside the grid"
 _SKYREELS = ("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline", "SkyReelsV2DiffusionForcingPipeline")
 _LINEAR = "linear already: the same {} until fine-tuned"
 _FAMILIES = (
@@ -94,6 +97,8 @@ _FAMILIES = (
     ModelFamily(
         "skyreels-v2", "SkyReelsV2Transformer3DModel", "wan", _SKYREELS, "video", "no causal blocks", trained_as="wan"
     ),
+    ModelFamily("ltx", "LTXVideoTransformer3DModel", "ltx", _LTX, "video", _KEYFRAMES),
+    ModelFamily("ltx2", "LTX2VideoTransformer3DModel", "ltx", _LTX2, "video", f"softmax for audio, {_KEYFRAMES}"),
     ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
     ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
     ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),

@@ -33,7 +33,7 @@ from .recipes import TEXT, TRANSFORMERS, Recipe, load_recipe, recipe_names
 logger = logging.getLogger(__name__)
 
 GENERATED = "generated"
-DATA_FREE = ("pixart", "wan-vace")
+DATA_FREE = ("pixart", "wan-vace", "ltx", "ltx2")
 """Families without an objective of training: the inputs of their model while the pipeline makes samples are enough to
 calibrate and match on."""
 

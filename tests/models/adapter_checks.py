@@ -68,7 +68,7 @@ class AdapterChecks(ModelCase):
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=1e-3, weight_decay=0.0)
         for size in (0, 2):
-            model(**self.inputs(size)).sample.square().mean().backward()
+            self.predict(model, **self.inputs(size)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         for name, parameter in model.named_parameters():

@@ -4,6 +4,8 @@
 import torch
 from diffusers import (
     DiTTransformer2DModel,
+    LTX2VideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
     PixArtTransformer2DModel,
     SanaTransformer2DModel,
     SanaVideoTransformer3DModel,
@@ -15,6 +17,8 @@ from diffusers import (
 
 from mhla_hf import (
     MHLADiTTransformer2DModel,
+    MHLALTX2VideoTransformer3DModel,
+    MHLALTXVideoTransformer3DModel,
     MHLAPixArtTransformer2DModel,
     MHLASanaTransformer2DModel,
     MHLASanaVideoTransformer3DModel,
@@ -108,6 +112,53 @@ class WanAnimateCase(WanImageToVideoCase):
         face = torch.linspace(-1, 1, 3 * (4 * frames - 7) * 16 * 16).view(1, 3, -1, 16, 16)
         face = face.repeat(batch, 1, 1, 1, 1).to(latents.dtype)
         return {**inputs, "pose_hidden_states": latents[:, :16, 1:].flip(1), "face_pixel_values": face}
+
+
+class LTXCase(ModelCase):
+    """Every latent of a video is a token."""
+
+    upstream = LTXVideoTransformer3DModel
+    mhla_class = MHLALTXVideoTransformer3DModel
+    options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
+    block_list = "transformer_blocks"
+    # Frames, height and width of the latents.
+    sizes = ((3, 2, 4), (1, 4, 6), (5, 3, 7))
+
+    def make(self, cls=None, **overrides):
+        return tiny.ltx_transformer(cls, **overrides)
+
+    def inputs(self, size=0, **options):
+        frames, height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny.ltx_inputs(frames=frames, height=height, width=width, **options)
+
+
+class LTX2Case(LTXCase):
+    """Video with audio; predictions are those of both."""
+
+    upstream = LTX2VideoTransformer3DModel
+    mhla_class = MHLALTX2VideoTransformer3DModel
+
+    def make(self, cls=None, **overrides):
+        return tiny.ltx2_transformer(cls, **overrides)
+
+    def inputs(self, size=0, **options):
+        frames, height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny.ltx2_inputs(frames=frames, height=height, width=width, **options)
+
+    def predict(self, model, **inputs):
+        # Hooks of accelerate fail on the output object, of the stock model too.
+        video, audio = model(**inputs, return_dict=False)
+        return torch.cat([video.flatten(1), audio.flatten(1)], dim=1)
+
+
+class LTX23Case(LTX2Case):
+    """With rotary halves, gates of heads and perturbed attention."""
+
+    def make(self, cls=None, **overrides):
+        return super().make(cls, **{**tiny.LTX23, **overrides})
+
+    def inputs(self, size=0, **options):
+        return super().inputs(size, text_dims=(32, 16), **options)
 
 
 class DiTCase(ModelCase):

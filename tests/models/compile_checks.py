@@ -33,7 +33,7 @@ class CompileChecks(ModelCase):
             results = []
             for function in (model, compiled):
                 model.zero_grad()
-                output = function(**self.inputs(size)).sample
+                output = self.predict(function, **self.inputs(size))
                 output.square().mean().backward()
                 gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
                 results.append((output.detach(), gradients))

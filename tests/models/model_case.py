@@ -80,10 +80,14 @@ class ModelCase:
         config = MHLAConfig(**{**self.mhla_class.default_options, **self._own_options(options)})
         return with_window_size(config, len(self.mhla_class.default_grid))
 
+    def predict(self, model: torch.nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
+        """What a model predicts, one tensor."""
+        return model(**inputs).sample
+
     def run(self, model: torch.nn.Module, size: int = 0, **options: Any) -> torch.Tensor:
         """The model's output without gradients."""
         with torch.no_grad():
-            return model(**self.inputs(size, **options)).sample
+            return self.predict(model, **self.inputs(size, **options))
 
     def convert_stock(self, options: dict[str, Any], sizes: Sequence[Any]) -> tuple[torch.nn.Module, list[float]]:
         """A converted model, and at each size the error of its output against that of the stock model."""
@@ -100,7 +104,7 @@ class ModelCase:
 
         def gradients() -> dict[str, torch.Tensor]:
             model.zero_grad()
-            model(**inputs).sample.square().mean().backward()
+            self.predict(model, **inputs).square().mean().backward()
             return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
         actual = gradients()

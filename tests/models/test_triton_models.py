@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 
-from tests.models.cases import DiTCase, SanaCase, SanaVideoCase, WanCase
+from tests.models.cases import DiTCase, LTX23Case, LTXCase, SanaCase, SanaVideoCase, WanCase
 from tests.models.model_case import OPTION_SETS, gradient_error, relative_error
 from tests.ops.triton_checks import DEVICES
 
 
 pytest.importorskip("triton")
 
-CASES = [pytest.param(case, id=type(case).__name__) for case in (DiTCase(), WanCase(), SanaCase(), SanaVideoCase())]
+# Kernels compute the rotary embedding of Wan, and none that differs by head.
+MODELS = (DiTCase(), WanCase(), SanaCase(), SanaVideoCase(), LTXCase(), LTX23Case())
+CASES = [pytest.param(case, id=type(case).__name__) for case in MODELS]
 
 
 @pytest.fixture(params=["default", "everything"])
@@ -26,15 +29,15 @@ def options(request):
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients(case, options, device, monkeypatch):
     model = case.make_mhla(**options).to(device)
-    inputs = {name: value.to(device) for name, value in case.inputs(0).items()}
+    inputs = send_to_device(case.inputs(0), device)
     outputs, gradients = {}, {}
     for backend in ("torch", "triton"):
         # The variable wins over the model's own configuration.
         monkeypatch.setenv("MHLA_HF_BACKEND", backend)
         with torch.no_grad():
-            outputs[backend] = model(**inputs).sample
+            outputs[backend] = case.predict(model, **inputs)
         model.zero_grad()
-        model(**inputs).sample.square().mean().backward()
+        case.predict(model, **inputs).square().mean().backward()
         gradients[backend] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     assert relative_error(outputs["triton"], outputs["torch"]) < 1e-5
     assert gradient_error(gradients["triton"], gradients["torch"]) < 1e-4

@@ -17,7 +17,7 @@ class TrainingChecks(ModelCase):
     def gradients(self, model, sizes=(0,)):
         """Gradients of every parameter after one backward over a forward at each size."""
         model.zero_grad()
-        outputs = [model(**self.inputs(size)).sample for size in sizes]
+        outputs = [self.predict(model, **self.inputs(size)) for size in sizes]
         sum(output.square().mean() for output in outputs).backward()
         # Wrappers put their own part into the name.
         return {
@@ -42,7 +42,7 @@ class TrainingChecks(ModelCase):
         inputs = self.inputs(2, dtype=torch.float64)
 
         def loss():
-            return model(**inputs).sample.square().mean()
+            return self.predict(model, **inputs).square().mean()
 
         loss().backward()
         generator = torch.Generator().manual_seed(0)
@@ -126,10 +126,10 @@ class TrainingChecks(ModelCase):
         model = self.make_mhla(trained=False).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         inputs = self.inputs()
-        target = torch.randn(model(**inputs).sample.shape, generator=torch.Generator().manual_seed(3))
+        target = torch.randn(self.predict(model, **inputs).shape, generator=torch.Generator().manual_seed(3))
         losses = []
         for _ in range(6):
-            loss = (model(**inputs).sample - target).square().mean()
+            loss = (self.predict(model, **inputs) - target).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

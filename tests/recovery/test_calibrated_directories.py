@@ -21,6 +21,8 @@ from tests.recovery.sources import model_directory, text_folder
 PIPELINES = {
     "wan": (tiny.wan_pipeline, {"blocks": [1, 2, 2], "grid": [3, 2, 4]}),
     "vace": (tiny.vace_pipeline, {"blocks": [1, 2, 2], "grid": [3, 2, 4]}),
+    "ltx": (tiny.ltx_pipeline, {"blocks": [3, 2, 2], "grid": [3, 4, 8]}),
+    "ltx2": (tiny.ltx2_pipeline, {"blocks": [3, 2, 2], "grid": [3, 4, 8]}),
     "dit": (tiny_images.dit_pipeline, {"blocks": [2, 2]}),
 }
 

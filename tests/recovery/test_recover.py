@@ -283,7 +283,13 @@ def _option(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family, make", {"pixart": tiny_images.pixart_pipeline, "wan-vace": tiny.vace_pipeline}.items()
+    "family, make",
+    {
+        "pixart": tiny_images.pixart_pipeline,
+        "wan-vace": tiny.vace_pipeline,
+        "ltx": tiny.ltx_pipeline,
+        "ltx2": tiny.ltx2_pipeline,
+    }.items(),
 )
 def test_families_without_an_objective_need_no_data(family, make, tmp_path):
     source = tmp_path / "source"
@@ -298,15 +304,16 @@ def test_families_without_an_objective_need_no_data(family, make, tmp_path):
         "match.steps": 4,
         "match.batches": 4,
     }
-    if family == "wan-vace":
-        size = {"data.height": 32, "data.width": 64, "data.num_frames": 5, "mhla.blocks": [2, 2, 2]}
-        with pytest.raises(ValueError, match="blocks: control blocks add to what goes from block to block"):
+    if family != "pixart":
+        changes |= {"data.height": 32, "data.width": 64, "data.num_frames": 5, "mhla.blocks": [2, 2, 2]}
+    refusals = {"wan-vace": "control blocks add to what goes from block to block", "ltx2": "hand on the audio as well"}
+    if family in refusals:
+        with pytest.raises(ValueError, match=f"blocks: .*{refusals[family]}"):
             mhla_hf.recover(source, tmp_path / "out", changes={**changes, "blocks.steps": 4}, progress=False)
-        changes |= size
     else:
         changes["blocks.batches"] = 4
     report = mhla_hf.recover(source, tmp_path / "out", changes=changes, device="cpu", progress=False)
-    stages = ["calibrate", "match", "blocks"][: 3 if family == "pixart" else 2]
+    stages = ["calibrate", "match", "blocks"][: 2 if family in refusals else 3]
     assert list(report.figures) == ["softmax", "converted", *stages]
     assert report.figures[stages[-1]]["cosine"] > report.figures["converted"]["cosine"]
 

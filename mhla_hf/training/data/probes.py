@@ -14,7 +14,7 @@ from torch import nn
 
 from ...models.registry import is_mhla_class
 from ...utils.compat import forward_parameters
-from ...utils.compat.diffusers import progress_bar_options
+from ...utils.compat.diffusers import progress_bar_options, vae_factor
 from ...utils.messages import check_count
 from ..matching.layers import Batch, mhla_layers, original_heads
 from .batches import stable_seed
@@ -98,6 +98,8 @@ def pipeline_batches(
         options.setdefault("output_type", "latent")
     if "use_resolution_binning" in parameters:
         options.setdefault("use_resolution_binning", False)
+    # In perturbed layers of LTX-2 there is no attention to learn from.
+    options = {**{name: 0.0 for name in ("stg_scale", "audio_stg_scale") if name in parameters}, **options}
     taken: dict[str, list[list[Batch]]] = {name: [] for name in models}
     bar = progress_bar_options(pipeline)
     pipeline.set_progress_bar_config(disable=True)
@@ -152,13 +154,13 @@ def sample_size(pipeline: Any, models: Mapping[str, nn.Module]) -> dict[str, int
         return {}
     patch = model.config.patch_size
     patches = (patch,) * len(grid) if isinstance(patch, int) else tuple(patch)
-    factor = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None)
+    factor = vae_factor(pipeline, "spatial") or getattr(pipeline, "vae_scale_factor", None)
     if factor is None:
         return {}
     height, width = (length * side * factor for length, side in zip(grid[-2:], patches[-2:]))
     size = {"height": height, "width": width}
     if len(grid) == 3:
-        size["num_frames"] = (grid[0] * patches[0] - 1) * getattr(pipeline, "vae_scale_factor_temporal", 1) + 1
+        size["num_frames"] = (grid[0] * patches[0] - 1) * (vae_factor(pipeline, "temporal") or 1) + 1
     return size
 
 

@@ -105,6 +105,17 @@ def component_types(pipeline_class: Any) -> dict[str, Any]:
     return attribute("diffusers", pipeline_class, "_get_signature_types", "DiffusionPipeline")()
 
 
+def vae_factor(pipeline: Any, axis: str) -> int | None:
+    """Return the frames or pixels that one latent of a video stands for; `None` where a pipeline does not say.
+
+    Args:
+        pipeline: The pipeline.
+        axis: `"temporal"` or `"spatial"`.
+    """
+    names = (f"vae_scale_factor_{axis}", f"vae_{axis}_compression_ratio")
+    return next((getattr(pipeline, name) for name in names if getattr(pipeline, name, None)), None)
+
+
 def component_quantization(config: Any, name: str) -> Any:
     """Return the quantisation of a diffusers model in a pipeline; `None` without any.
 

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from diffusers import AutoModel, DiffusionPipeline, SanaPipeline, WanPipeline
+from diffusers import AutoModel, DiffusionPipeline, LTX2Pipeline, LTXPipeline, SanaPipeline, WanPipeline
 from diffusers.training_utils import _collate_lora_metadata
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from mhla_hf import MHLAWanTransformer3DModel, convert, load_pipeline
 from tests import tiny, tiny_images
 from tests.models.adapter_checks import TARGETS
-from tests.models.cases import SanaCase, WanCase
+from tests.models.cases import LTX2Case, LTXCase, SanaCase, WanCase
 from tests.models.model_case import OPTION_SETS, assert_fresh, assert_same_parameters, perturb_mhla, relative_error
 
 
@@ -95,6 +95,8 @@ def test_compiled_models_are_refused(way):
 PIPELINES = {
     "wan": (tiny.wan_pipeline, WanPipeline, WanCase()),
     "sana": (tiny_images.sana_pipeline, SanaPipeline, SanaCase()),
+    "ltx": (tiny.ltx_pipeline, LTXPipeline, LTXCase()),
+    "ltx2": (tiny.ltx2_pipeline, LTX2Pipeline, LTX2Case()),
 }
 
 

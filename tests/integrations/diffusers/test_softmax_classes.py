@@ -18,6 +18,8 @@ from mhla_hf.integrations import diffusers as diffusers_integration
 from tests import tiny, tiny_images
 from tests.models.cases import (
     DiTCase,
+    LTX2Case,
+    LTXCase,
     PixArtCase,
     SanaCase,
     SanaVideoCase,
@@ -30,7 +32,7 @@ from tests.models.model_case import assert_same_parameters, perturb_mhla, record
 
 
 CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase()]
-CASES += [WanVACECase(), WanAnimateCase(), SkyReelsCase()]
+CASES += [WanVACECase(), WanAnimateCase(), SkyReelsCase(), LTXCase(), LTX2Case()]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 

@@ -23,7 +23,7 @@ from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.stages.noise_prediction import no_label_dropout
 
 from ... import tiny, tiny_images
-from ...models.cases import SkyReelsCase, WanVACECase
+from ...models.cases import LTX2Case, SkyReelsCase, WanVACECase
 from ..cases import CASES, CLASSES
 
 
@@ -166,9 +166,10 @@ class TestRefusals:
             (lambda: tiny_images.sana_transformer(sprint=True), "SANA-Sprint"),
             (tiny_images.pixart_transformer, "PixArtTransformer2DModel, which cannot be trained here yet; supported"),
             (WanVACECase().make, "WanVACETransformer3DModel, which cannot be trained here yet; supported: Wan"),
+            (LTX2Case().make, "LTX2VideoTransformer3DModel, which cannot be trained here yet; supported: Wan"),
             (lambda: SkyReelsCase().make(inject_sample_info=True), "diffusion-forcing model, .* trained here yet"),
         ],
-        ids=["sprint", "pixart", "vace", "forcing"],
+        ids=["sprint", "pixart", "vace", "ltx2", "forcing"],
     )
     def test_models_that_need_another_objective(self, make, message):
         with pytest.raises(ValueError, match=message):

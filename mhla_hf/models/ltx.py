@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MHLA for LTX-Video and LTX-2: self-attention over the grid of a video.
+
+Attention to text, and in LTX-2 that of the audio and between both, stays softmax. As for Wan, the grid travels in the
+shape of the rotary tables, which are made from the video's sizes. Those of LTX run over the channels of all heads, so
+every head has tables of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn as nn
+from diffusers.models.transformers.transformer_ltx import (
+    LTXAttention,
+    LTXVideoRotaryPosEmbed,
+    LTXVideoTransformer3DModel,
+)
+from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2Attention,
+    LTX2AudioVideoRotaryPosEmbed,
+    LTX2VideoTransformer3DModel,
+)
+
+from ..layers import HalfRotary, PairwiseRotary
+from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor
+
+
+def check_grid(grid: tuple[int | None, ...], num_tokens: int) -> None:
+    """Check that the tokens of a video are those of its grid, and no others.
+
+    Args:
+        grid: Tokens along each axis; `None` where the caller did not say.
+        num_tokens: Number of tokens.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    if None in grid or math.prod(grid) != num_tokens:  # type: ignore[arg-type]
+        raise ValueError(
+            f"MHLA layers need the num_frames, height and width of a video's {num_tokens} tokens, and take no tokens "
+            f"beside the grid, such as those of keyframes; got {grid}."
+        )
+
+
+class MHLALTXVideoRotaryPosEmbed(LTXVideoRotaryPosEmbed):
+    """Rotary tables `[B, frames, height, width, width of all heads]`, which carry the grid."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        grid: Any = (num_frames, height, width)
+        check_grid(grid, hidden_states.shape[1])
+        return tuple(table.unflatten(1, grid) for table in super().forward(hidden_states, *grid, *args, **kwargs))
+
+
+class MHLALTXAttention(KeepsMHLAProcessor, LTXAttention):
+    """Self-attention of every layer, MHLA or softmax: flattens the rotary tables and passes the grid on to MHLA."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, ...] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        grid = None
+        if image_rotary_emb is not None and image_rotary_emb[0].ndim == 5:
+            grid = tuple(image_rotary_emb[0].shape[1:4])
+            image_rotary_emb = tuple(table.flatten(1, 3) for table in image_rotary_emb)
+        arguments: tuple[Any, ...] = (hidden_states, encoder_hidden_states, attention_mask)
+        if not hasattr(self, "mhla"):
+            return super().forward(*arguments, image_rotary_emb, **kwargs)
+        rotary_emb = None if image_rotary_emb is None else pairwise_rotary(image_rotary_emb, self.heads)
+        return self.processor(self, *arguments, rotary_emb=rotary_emb, grid=grid)
+
+
+def pairwise_rotary(tables: tuple[torch.Tensor, ...], num_heads: int) -> PairwiseRotary:
+    """Return the rotation by cosines and sines `[B, T, H * K]` that have each value twice; copies nothing."""
+    return PairwiseRotary(*(table.unflatten(-1, (num_heads, -1))[..., 0::2] for table in tables))
+
+
+class LTXFamilyMixin(KeepsMHLAProcessors):
+    """Goes before a model class of LTX in the bases of its MHLA version."""
+
+    attention_class: ClassVar[type]
+    rotary_class: ClassVar[type]
+
+    @classmethod
+    def patch_sizes(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """The pipeline's patches of latents."""
+        frames, side = (cls.config_value(config, name) for name in ("patch_size_t", "patch_size"))
+        return (frames, side, side)
+
+    def _self_attentions(self) -> list[nn.Module]:
+        return [block.attn1 for block in self.transformer_blocks]
+
+    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
+        self.rope.__class__ = self.rotary_class
+        for attention in attentions:
+            attention.__class__ = self.attention_class
+        for index in mhla_layers:
+            attentions[index].set_processor(attentions[index].mhla_processor_class())
+
+
+class MHLALTXVideoTransformer3DModel(LTXFamilyMixin, LTXVideoTransformer3DModel):
+    """`LTXVideoTransformer3DModel` whose self-attention is MHLA in the chosen layers.
+
+    Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
+    `config.json`. `from_pretrained` loads MHLA checkpoints, and ordinary LTX ones with fresh MHLA parameters. Calls
+    need `num_frames`, `height` and `width`; tokens beside that grid, as keyframes bring, raise `ValueError`. Besides
+    it takes `device_map`, which upstream's class does not.
+    """
+
+    _no_split_modules = ["LTXVideoTransformerBlock"]
+
+    # 161 frames of 512 × 704: (161 - 1) / 8 + 1 latent frames, and a latent for 32 × 32 pixels.
+    video_size = (161, 512, 704)
+    default_grid = (21, 16, 22)
+    attention_class, rotary_class = MHLALTXAttention, MHLALTXVideoRotaryPosEmbed
+
+
+class MHLALTX2AttnProcessor(MHLAAttnProcessor):
+    """As for other models, with the perturbed samples of spatio-temporal guidance."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        perturbation_mask: torch.Tensor | None = None,
+        all_perturbed: bool | torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend; tokens of samples where `perturbation_mask` `[B, 1, 1]` is 0 attend to themselves alone."""
+        attended = functools.partial(super().__call__, attn, hidden_states, *args, **kwargs)
+        if perturbation_mask is None:
+            return attended()
+        if all_perturbed is None:
+            all_perturbed = torch.all(perturbation_mask == 0)
+        itself = attended(perturbed=True)
+        # What follows attention is affine: mixing its outputs is mixing its inputs.
+        return itself if all_perturbed else torch.lerp(itself, attended(), perturbation_mask.to(itself))
+
+
+class MHLALTX2RotaryPosEmbed(LTX2AudioVideoRotaryPosEmbed):
+    """Rotary tables that carry the grid of their coordinates `[B, axes, frames, height, width, 2]`."""
+
+    def forward(self, coords: torch.Tensor, device: str | torch.device | None = None) -> tuple[torch.Tensor, ...]:
+        tables = super().forward(coords.flatten(2, 4), device)
+        return tuple(table.unflatten(_token_axis(self), coords.shape[2:5]) for table in tables)
+
+
+class MHLALTX2CrossRotaryPosEmbed(LTX2AudioVideoRotaryPosEmbed):
+    """Upstream's tables for the same coordinates, for attention between video and audio."""
+
+    def forward(self, coords: torch.Tensor, device: str | torch.device | None = None) -> tuple[torch.Tensor, ...]:
+        return super().forward(coords.flatten(2, 4), device)
+
+
+class MHLALTX2Attention(KeepsMHLAProcessor, LTX2Attention):
+    """Self-attention of the video in every layer, MHLA or softmax: as that of LTX-Video."""
+
+    mhla_processor_class = MHLALTX2AttnProcessor
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        query_rotary_emb: tuple[torch.Tensor, ...] | None = None,
+        key_rotary_emb: tuple[torch.Tensor, ...] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        grid, axis = None, _token_axis(self)
+        if query_rotary_emb is not None and query_rotary_emb[0].ndim > 4:
+            grid = tuple(query_rotary_emb[0].shape[axis : axis + 3])
+            query_rotary_emb = tuple(table.flatten(axis, axis + 2) for table in query_rotary_emb)
+        arguments: tuple[Any, ...] = (hidden_states, encoder_hidden_states, attention_mask)
+        if not hasattr(self, "mhla"):
+            return super().forward(*arguments, query_rotary_emb, key_rotary_emb, **kwargs)
+        rotary_emb: Any = query_rotary_emb
+        if rotary_emb is not None and self.rope_type == "split":
+            rotary_emb = HalfRotary(*(table.transpose(1, 2) for table in rotary_emb))
+        elif rotary_emb is not None:
+            rotary_emb = pairwise_rotary(rotary_emb, self.heads)
+        return self.processor(self, *arguments, rotary_emb=rotary_emb, grid=grid, **kwargs)
+
+
+def _token_axis(module: LTX2Attention | LTX2AudioVideoRotaryPosEmbed) -> int:
+    """The axis of tokens in rotary tables: `[B, H, T, K / 2]` for halves, `[B, T, H * K]` for pairs."""
+    return 2 if module.rope_type == "split" else 1
+
+
+class MHLALTX2VideoTransformer3DModel(LTXFamilyMixin, LTX2VideoTransformer3DModel):
+    """`LTX2VideoTransformer3DModel` whose self-attention of the video is MHLA in the chosen layers.
+
+    Takes arguments and checkpoints as `MHLALTXVideoTransformer3DModel` does. Attention of the audio, to text and
+    between video and audio is softmax.
+    """
+
+    # 121 frames of 512 × 768.
+    video_size = (121, 512, 768)
+    default_grid = (16, 16, 24)
+    attention_class, rotary_class = MHLALTX2Attention, MHLALTX2RotaryPosEmbed
+    _no_split_modules = ["LTX2VideoTransformerBlock"]
+
+    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
+        self.cross_attn_rope.__class__ = MHLALTX2CrossRotaryPosEmbed
+        super()._use_mhla(attentions, mhla_layers)
+
+    @functools.wraps(LTX2VideoTransformer3DModel.forward)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        fps: float = 24.0,
+        video_coords: torch.Tensor | None = None,
+        video_self_attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if video_self_attention_mask is not None:
+            raise ValueError("MHLA layers take no video_self_attention_mask.")
+        batch, num_tokens = hidden_states.shape[:2]
+        sizes: Any = (num_frames, height, width)
+        patches = self.patch_sizes(self.config)
+        grid: Any = tuple(None if size is None else -(-size // patch) for size, patch in zip(sizes, patches))
+        check_grid(grid, num_tokens)
+        if video_coords is None:
+            video_coords = self.rope.prepare_video_coords(batch, *sizes, hidden_states.device, fps=fps)
+        check_grid(grid, video_coords.shape[2])
+        return super().forward(hidden_states, *args, video_coords=video_coords.unflatten(2, grid), **kwargs)
