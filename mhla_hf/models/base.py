@@ -34,7 +34,7 @@ Upstream: Any = object
 
 # Lists of a diffusers class by which loaders and hooks find its sensitive parts, with those of MHLA layers.
 _DECLARED = {
-    "_keep_in_fp32_modules": ("mixing", "output_norm", "window_bias"),
+    "_keep_in_fp32_modules": ("mixing", "output_norm", "text_bias", "window_bias"),
     "_skip_layerwise_casting_patterns": ("mhla",),
 }
 
@@ -133,6 +133,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
     default_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     # Whether upstream's own attention equals MHLA under `default_options` with equal mixing weights.
     upstream_is_linear: ClassVar[bool] = False
+    # The module of an MHLA layer.
+    layer_class: ClassVar[type[MHLA]] = MHLA
     # Whether MHLA layers can hold a part of the token sequence each.
     supports_context_parallel: ClassVar[bool] = False
 
@@ -214,6 +216,11 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return cls.config_value(config, "num_layers")
 
     @classmethod
+    def patches(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the size of a token along each axis, in latents."""
+        return cls.config_value(config, "patch_size")
+
+    @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Return the token grid of the samples that a model was made for; `None` where its configuration has none.
 
@@ -224,7 +231,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         size = weight_files.sample_size(config)
         if size is None:
             return None
-        return tuple(max(1, length // patch) for length, patch in zip(size, cls.config_value(config, "patch_size")))
+        return tuple(max(1, length // patch) for length, patch in zip(size, cls.patches(config)))
 
     @classmethod
     def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
@@ -240,7 +247,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
             return grid or cls.default_grid
         frames, *sides = cls.video_size
         latents = ((frames - 1) // compression[0] + 1, *(side // compression[1] for side in sides))
-        return tuple(max(1, length // side) for length, side in zip(latents, cls.config_value(config, "patch_size")))
+        return tuple(max(1, length // side) for length, side in zip(latents, cls.patches(config)))
 
     @classmethod
     def resolve_options(
@@ -307,7 +314,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         if isinstance(config.layers, str):
             config = config.replace(layers=layers)
         for index in layers:
-            attentions[index].mhla = MHLA(config, **self._attention_widths(attentions[index]))
+            attentions[index].mhla = self.layer_class(config, **self._attention_widths(attentions[index]))
         self._use_mhla(attentions, layers)
         self.register_to_config(mhla=config.to_dict())
         record_weights(self)

@@ -86,6 +86,7 @@ def _read_transformers(status: str) -> dict[str, TransformersFamily]:
 _PIXART, _SANA = ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), ("SanaPipeline", "SanaSprintPipeline")
 _WAN = ("WanPipeline", "WanImageToVideoPipeline")
 _SKYREELS = ("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline", "SkyReelsV2DiffusionForcingPipeline")
+_HUNYUAN, _HUNYUAN_15 = ("HunyuanVideoPipeline",), ("HunyuanVideo15Pipeline",)
 _LINEAR = "linear already: the same {} until fine-tuned"
 _FAMILIES = (
     ModelFamily("wan", "WanTransformer3DModel", "wan", _WAN, "video"),
@@ -94,6 +95,8 @@ _FAMILIES = (
     ModelFamily(
         "skyreels-v2", "SkyReelsV2Transformer3DModel", "wan", _SKYREELS, "video", "no causal blocks", trained_as="wan"
     ),
+    ModelFamily("hunyuan-video", "HunyuanVideoTransformer3DModel", "hunyuan_video", _HUNYUAN, "video"),
+    ModelFamily("hunyuan-video-1.5", "HunyuanVideo15Transformer3DModel", "hunyuan_video", _HUNYUAN_15, "video"),
     ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
     ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
     ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),

@@ -4,6 +4,8 @@
 import torch
 from diffusers import (
     DiTTransformer2DModel,
+    HunyuanVideo15Transformer3DModel,
+    HunyuanVideoTransformer3DModel,
     PixArtTransformer2DModel,
     SanaTransformer2DModel,
     SanaVideoTransformer3DModel,
@@ -15,6 +17,8 @@ from diffusers import (
 
 from mhla_hf import (
     MHLADiTTransformer2DModel,
+    MHLAHunyuanVideo15Transformer3DModel,
+    MHLAHunyuanVideoTransformer3DModel,
     MHLAPixArtTransformer2DModel,
     MHLASanaTransformer2DModel,
     MHLASanaVideoTransformer3DModel,
@@ -23,7 +27,7 @@ from mhla_hf import (
     MHLAWanTransformer3DModel,
     MHLAWanVACETransformer3DModel,
 )
-from tests import tiny, tiny_images
+from tests import tiny, tiny_images, tiny_joint
 from tests.models.model_case import ModelCase
 
 
@@ -194,3 +198,42 @@ class SanaVideoCase(ModelCase):
     def inputs(self, size=0, **options):
         frames, height, width = self.sizes[size] if isinstance(size, int) else size
         return tiny_images.sana_video_inputs(frames=frames, height=height, width=width, **options)
+
+
+class HunyuanVideoCase(ModelCase):
+    """Two blocks with two streams and two with a single stream; latents of 3×4×8 are a token grid of 3×2×4."""
+
+    upstream = HunyuanVideoTransformer3DModel
+    mhla_class = MHLAHunyuanVideoTransformer3DModel
+    options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
+    block_list = "transformer_blocks"
+    attention = "attn"
+    # Frames, height and width of the latents.
+    sizes = ((3, 4, 8), (1, 8, 12), (5, 6, 14))
+
+    def make(self, cls=None, **overrides):
+        return tiny_joint.hunyuan_video(cls or self.upstream, **overrides)
+
+    def inputs(self, size=0, **options):
+        frames, height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_joint.hunyuan_video_inputs(frames=frames, height=height, width=width, **options)
+
+
+class HunyuanVideo15Case(ModelCase):
+    """Two blocks with two streams; every latent is a token."""
+
+    upstream = HunyuanVideo15Transformer3DModel
+    mhla_class = MHLAHunyuanVideo15Transformer3DModel
+    options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
+    block_list = "transformer_blocks"
+    attention = "attn"
+    # What the last block makes of the text.
+    unused = ("attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q", "ff_context")
+    sizes = ((3, 2, 4), (1, 4, 6), (5, 3, 7))
+
+    def make(self, cls=None, **overrides):
+        return tiny_joint.hunyuan_video_15(cls or self.upstream, **overrides)
+
+    def inputs(self, size=0, **options):
+        frames, height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_joint.hunyuan_video_15_inputs(frames=frames, height=height, width=width, **options)
