@@ -22,6 +22,8 @@ from .utils.tensor_files import read_entries
 KINDS = ("MHLA layer", "other module", "MHLA parameter", "nothing")
 """Kinds of targets."""
 _PEFT_PREFIX = "base_model.model."
+# Loaders of diffusers by how names of families begin; SANA's serves the others.
+_LOADERS = {"wan": "Wan", "skyreels": "Wan", "hunyuan": "HunyuanVideo", "qwen": "QwenImage", "flux": "Flux"}
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,11 @@ def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], 
 
 
 def _converted_by_diffusers(path: Path, family: str) -> Mapping[str, torch.Tensor]:
-    from diffusers.loaders.lora_pipeline import SanaLoraLoaderMixin, WanLoraLoaderMixin
+    from diffusers.loaders import lora_pipeline
     from diffusers.utils import convert_unet_state_dict_to_peft
 
-    loader = WanLoraLoaderMixin if family.startswith(("wan", "skyreels")) else SanaLoraLoaderMixin
+    name = next((name for start, name in _LOADERS.items() if family.startswith(start)), "Sana")
+    loader = getattr(lora_pipeline, f"{name}LoraLoaderMixin")
     try:
         weights = loader.lora_state_dict(str(path), use_safetensors=True)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:

@@ -128,3 +128,12 @@ class MHLAJointModelMixin(KeepsMHLAProcessors):
     def layer_count(cls, config: Mapping[str, Any]) -> int:
         """Count all lists of blocks."""
         return sum(cls.config_value(config, name) for name in cls.layer_counts)
+
+
+class JointImageMixin(MHLAJointModelMixin):
+    """For models of images, whose configurations tell no size."""
+
+    @classmethod
+    def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
+        """The grid of the images that the pipelines make by default, whatever the VAE."""
+        return cls.default_grid

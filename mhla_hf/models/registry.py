@@ -97,6 +97,10 @@ _FAMILIES = (
     ),
     ModelFamily("hunyuan-video", "HunyuanVideoTransformer3DModel", "hunyuan_video", _HUNYUAN, "video"),
     ModelFamily("hunyuan-video-1.5", "HunyuanVideo15Transformer3DModel", "hunyuan_video", _HUNYUAN_15, "video"),
+    ModelFamily(
+        "qwen-image", "QwenImageTransformer2DModel", "qwen_image", ("QwenImagePipeline",), "image", "no images to edit"
+    ),
+    ModelFamily("flux", "FluxTransformer2DModel", "flux", ("FluxPipeline",), "image", "no reference images"),
     ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
     ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
     ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),

@@ -11,9 +11,11 @@ from diffusers.models.attention_processor import AttnProcessor
 from mhla_hf import convert, convert_pretrained, load_pipeline, unconvert
 from mhla_hf.hub.card import describe_model
 from mhla_hf.models.directory import ModelDirectory
+from mhla_hf.models.flux import grid_of
+from mhla_hf.models.registry import MHLA_CLASSES
 from tests import tiny_joint
 from tests.models.adapter_checks import AdapterChecks
-from tests.models.cases import HunyuanVideo15Case, HunyuanVideoCase
+from tests.models.cases import FluxCase, HunyuanVideo15Case, HunyuanVideoCase, QwenImageCase
 from tests.models.compile_checks import CompileChecks
 from tests.models.memory_checks import InPlaceChecks, MemoryChecks
 from tests.models.model_case import OPTION_SETS, assert_same_parameters, captured, gradient_error, relative_error
@@ -21,11 +23,16 @@ from tests.models.saving_checks import SavingChecks
 from tests.models.training_checks import TrainingChecks
 
 
-CASES = [HunyuanVideoCase(), HunyuanVideo15Case()]
+CASES = [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase()]
 
 
 def named(case):
     return type(case).__name__
+
+
+def second(inputs):
+    """The second sample of a batch of two."""
+    return {name: value if name.endswith("_ids") else value[1:] for name, value in inputs.items()}
 
 
 def dense_attention(call, layout, mixing, text_bias):
@@ -86,22 +93,6 @@ class TestJoint:
             for size in range(3):
                 assert torch.equal(case.run(model, size, batch=2), case.run(stock, size, batch=2))
 
-    def test_padded_text_has_no_effect_and_equals_cut_text(self, case):
-        model, inputs = case.make_mhla(), case.inputs(batch=2)
-        one = {name: value[1:] for name, value in inputs.items()}
-        with torch.no_grad():
-            expected = model(**one).sample
-            states = one["encoder_hidden_states"].clone()
-            states[:, -2:] = 9.0
-            assert relative_error(model(**{**one, "encoder_hidden_states": states}).sample, expected) < 1e-6
-            cut = {name: value[:, :-2] if name.startswith("encoder_") else value for name, value in one.items()}
-            assert relative_error(model(**cut).sample, expected) < 1e-6
-            # In a batch with longer text.
-            assert relative_error(model(**inputs).sample[1:], expected) < 1e-6
-            shorter = {**one, "encoder_attention_mask": one["encoder_attention_mask"].roll(1, 1).cummin(1).values}
-            shorter["encoder_attention_mask"][:, -3:] = 0
-            assert relative_error(model(**shorter).sample, expected) > 1e-5
-
     def test_text_as_a_block(self, case):
         model = case.make_mhla(text="block")
         count = 1 + 3 * 1 * 2
@@ -110,12 +101,17 @@ class TestJoint:
         inputs = case.inputs(batch=2)
         with torch.no_grad():
             expected = model(**inputs).sample
-            assert relative_error(model(**{name: x[1:] for name, x in inputs.items()}).sample, expected[1:]) < 1e-6
+            assert relative_error(model(**second(inputs)).sample, expected[1:]) < 1e-6
         assert relative_error(expected, case.run(case.make_mhla(), batch=2)) > 1e-4
         for size in (1, 2):
             assert case.run(model, size).isfinite().all()
-        with pytest.raises(ValueError, match="takes padded text with feature_map='relu'"):
-            case.run(case.make_mhla(text="block", feature_map="hedgehog"))
+        other = case.make_mhla(text="block", feature_map="hedgehog")
+        if isinstance(case, FluxCase):
+            # Its text is never padded.
+            assert case.run(other).isfinite().all()
+        else:
+            with pytest.raises(ValueError, match="takes padded text with feature_map='relu'"):
+                case.run(other)
 
     def test_lora_on_all_projections(self, case):
         from peft import LoraConfig
@@ -142,6 +138,71 @@ class TestJoint:
             attention(*calls[0].arguments, **calls[0].keywords, kv_cache=1)
 
 
+@pytest.mark.parametrize("case", CASES[:3], ids=named)
+def test_padded_text_has_no_effect_and_equals_cut_text(case):
+    model, inputs = case.make_mhla(), case.inputs(batch=2)
+    one, mask = second(inputs), next(name for name in inputs if name.endswith("_mask"))
+    with torch.no_grad():
+        expected = model(**one).sample
+        states = one["encoder_hidden_states"].clone()
+        states[:, -2:] = 9.0
+        assert relative_error(model(**{**one, "encoder_hidden_states": states}).sample, expected) < 1e-6
+        cut = {name: value[:, :-2] if name.startswith("encoder_") else value for name, value in one.items()}
+        assert relative_error(model(**cut).sample, expected) < 1e-6
+        # In a batch with longer text.
+        assert relative_error(model(**inputs).sample[1:], expected) < 1e-6
+        shorter = one[mask].clone()
+        shorter[:, -3:] = 0
+        assert relative_error(model(**{**one, mask: shorter}).sample, expected) > 1e-5
+
+
+def test_reference_images_are_refused():
+    case = QwenImageCase()
+    model, inputs = case.make_mhla(), case.inputs()
+    tokens = torch.cat([inputs["hidden_states"]] * 2, dim=1)
+    message = "take one image of one size: no images to edit and no layers beside it"
+    for shapes in ([[(1, 4, 6), (1, 4, 6)]], [[(2, 4, 6)]]):
+        with pytest.raises(ValueError, match=message):
+            model(**{**inputs, "hidden_states": tokens, "img_shapes": shapes})
+    with pytest.raises(ValueError, match=message):
+        model(**{**case.inputs(batch=2), "img_shapes": [[(1, 4, 6)], [(1, 6, 4)]]})
+    stock = case.make(use_layer3d_rope=True)
+    with pytest.raises(ValueError, match="Qwen-Image-Layered .* has no MHLA version"):
+        convert(stock, case.options)
+    assert type(stock) is case.upstream
+    case = FluxCase()
+    model, inputs = case.make_mhla(), case.inputs()
+    reference, columns = (
+        inputs["img_ids"].clone(),
+        inputs["img_ids"].unflatten(0, (4, 6)).transpose(0, 1).flatten(0, 1),
+    )
+    reference[:, 0] = 1
+    for ids in (torch.cat([inputs["img_ids"], reference]), reference, columns, inputs["img_ids"][:-1]):
+        with pytest.raises(ValueError, match="take the tokens of one image, row by row: no reference images"):
+            model(**{**inputs, "img_ids": ids})
+    adapter = {"joint_attention_kwargs": {"ip_hidden_states": [tokens]}}
+    with pytest.raises(ValueError, match="take no ip_hidden_states"):
+        model(**inputs, **adapter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grids_of_flux(dtype):
+    for height, width in ((128, 128), (1, 200), (200, 1), (96, 171)):
+        rows, columns = torch.arange(height)[:, None], torch.arange(width)
+        ids = torch.stack([torch.zeros(height, width), rows.expand(height, width), columns.expand(height, width)], -1)
+        assert grid_of(ids.flatten(0, 1).to(dtype)) == grid_of(ids.flatten(0, 1)[None].to(dtype)) == (height, width)
+
+
+def test_the_grid_may_be_given():
+    case = FluxCase()
+    model = case.make_mhla()
+    for size, grid in enumerate(case.sizes):
+        expected = case.run(model, size)
+        with torch.no_grad():
+            given = model(**case.inputs(size), joint_attention_kwargs={"grid": grid, "scale": 1.0}).sample
+        assert torch.equal(given, expected)
+
+
 def test_an_image_beside_the_text():
     case = HunyuanVideo15Case()
     model = case.make_mhla()
@@ -149,7 +210,12 @@ def test_an_image_beside_the_text():
     assert without.isfinite().all() and relative_error(image, without) > 1e-4
 
 
-PIPELINES = {"hunyuan-video": tiny_joint.hunyuan_video_pipeline, "1.5": tiny_joint.hunyuan_video_15_pipeline}
+PIPELINES = {
+    "hunyuan-video": tiny_joint.hunyuan_video_pipeline,
+    "1.5": tiny_joint.hunyuan_video_15_pipeline,
+    "qwen-image": tiny_joint.qwen_image_pipeline,
+    "flux": tiny_joint.flux_pipeline,
+}
 
 
 @pytest.mark.parametrize("make", PIPELINES.values(), ids=PIPELINES)
@@ -158,7 +224,9 @@ def test_pipelines(make, tmp_path):
     count = len(stock.transformer.transformer_blocks) + len(
         getattr(stock.transformer, "single_transformer_blocks", ())
     )
-    options, absent = {"blocks": [3, 2, 2], "layers": [0, count - 1]}, dict.fromkeys(tiny_joint.ENCODERS)
+    axes = len(MHLA_CLASSES[f"MHLA{type(stock.transformer).__name__}"].load_class().default_grid)
+    options = {"blocks": [3, 2, 2][-axes:], "layers": [0, count - 1]}
+    absent = tiny_joint.encoders(type(stock))
     stock.save_pretrained(tmp_path / "softmax")
     report = convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", options, progress=False)
     assert report.components["transformer"].num_layers == count
@@ -214,3 +282,21 @@ class TestHunyuanVideo15Compile(HunyuanVideo15Case):
         for size, gradients in zip((0, 2), expected):
             assert gradient_error(self.gradients(model, (size,)), gradients) < 1e-4
         torch.compiler.reset()
+
+
+class TestQwenImageModel(QwenImageCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "QwenImageTransformerBlock"
+
+
+class TestQwenImageCompile(QwenImageCase, CompileChecks):
+    pass
+
+
+class TestFluxModel(FluxCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "FluxTransformerBlock"
+
+
+class TestFluxCompile(FluxCase, CompileChecks):
+    def inputs(self, size=0, **options):
+        """With the grid: reading it from positions would break the graph."""
+        return {**super().inputs(size, **options), "joint_attention_kwargs": {"grid": self.sizes[size]}}

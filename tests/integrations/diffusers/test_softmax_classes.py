@@ -18,7 +18,11 @@ from mhla_hf.integrations import diffusers as diffusers_integration
 from tests import tiny, tiny_images
 from tests.models.cases import (
     DiTCase,
+    FluxCase,
+    HunyuanVideo15Case,
+    HunyuanVideoCase,
     PixArtCase,
+    QwenImageCase,
     SanaCase,
     SanaVideoCase,
     SkyReelsCase,
@@ -31,6 +35,7 @@ from tests.models.model_case import assert_same_parameters, perturb_mhla, record
 
 CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase()]
 CASES += [WanVACECase(), WanAnimateCase(), SkyReelsCase()]
+CASES += [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase()]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
