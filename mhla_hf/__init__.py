@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     from .layers.mhla import MHLA as MHLA
     from .layouts.blocks import BlockLayout as BlockLayout
     from .layouts.resampling import resample_mixing as resample_mixing
+    from .models.flux import MHLAFluxTransformer2DModel as MHLAFluxTransformer2DModel
+    from .models.hunyuan_video import MHLAHunyuanVideo15Transformer3DModel as MHLAHunyuanVideo15Transformer3DModel
+    from .models.hunyuan_video import MHLAHunyuanVideoTransformer3DModel as MHLAHunyuanVideoTransformer3DModel
     from .models.image import MHLADiTTransformer2DModel as MHLADiTTransformer2DModel
     from .models.image import MHLAPixArtTransformer2DModel as MHLAPixArtTransformer2DModel
     from .models.ltx import MHLALTX2VideoTransformer3DModel as MHLALTX2VideoTransformer3DModel
     from .models.ltx import MHLALTXVideoTransformer3DModel as MHLALTXVideoTransformer3DModel
+    from .models.qwen_image import MHLAQwenImageTransformer2DModel as MHLAQwenImageTransformer2DModel
     from .models.registry import supported_models as supported_models
     from .models.sana import MHLASanaTransformer2DModel as MHLASanaTransformer2DModel
     from .models.sana import MHLASanaVideoTransformer3DModel as MHLASanaVideoTransformer3DModel

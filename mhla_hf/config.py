@@ -22,6 +22,7 @@ from .utils.options import Options, check_names, option
 
 MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 WINDOWS = ("block", "adjacent", "cross")
+TEXTS = ("softmax", "block")
 MAX_WINDOW_TOKENS = 2**14
 """Tokens of one block of a window: each of them attends to all of them."""
 # Weights of the depthwise convolution for each channel.
@@ -99,6 +100,10 @@ class MHLAConfig(Options):
             block of an axis may be shorter. `None` is MHLA's block size for sequences and else makes about 200 tokens
             that a query sees: (192,), (14, 14) or (21, 3, 3) for `"block"`, (64,), (5, 5) or (2, 2, 2) for
             `"adjacent"`, (1, 3, 3) for `"cross"`.
+        text: Text in joint attention, whose tokens are beside those of the grid: `"softmax"` (exact softmax over the
+            text and from it, joined with MHLA over the grid by the share that softmax attention gives to the text,
+            estimated for each query) or `"block"` (a block of its own in MHLA). No effect where attention sees no
+            text.
         layers: The layers that are MHLA; the others stay softmax. Indices, a fraction such as `"2/3"` (see
             [`parse_layers`][mhla_hf.config.parse_layers]; a model keeps the indices), or `None` for every layer.
         causal: Blocks are consecutive chunks of `block_size` tokens and attention only looks back.
@@ -183,6 +188,7 @@ class MHLAConfig(Options):
         "Tokens per block and axis of the window: frames,height,width, such as 1,3,3; one number for text.",
         minimum=1,
     )
+    text: str = option("softmax", "Text in joint attention: exact softmax, or a block of MHLA.", choices=TEXTS)
     layers: tuple[int, ...] | str | None = option(
         None,
         "Layers that become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps layers 0, 3, 6, … softmax.",

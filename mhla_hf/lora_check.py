@@ -22,6 +22,16 @@ from .utils.tensor_files import read_entries
 KINDS = ("MHLA layer", "other module", "MHLA parameter", "nothing")
 """Kinds of targets."""
 _PEFT_PREFIX = "base_model.model."
+# Loaders of diffusers by how names of families begin; SANA's serves the others.
+_LOADERS = {
+    "wan": "Wan",
+    "skyreels": "Wan",
+    "ltx2": "LTX2",
+    "ltx": "LTXVideo",
+    "hunyuan": "HunyuanVideo",
+    "qwen": "QwenImage",
+    "flux": "Flux",
+}
 
 
 @dataclass(frozen=True)
@@ -125,8 +135,8 @@ def _converted_by_diffusers(path: Path, family: str) -> Mapping[str, torch.Tenso
     from diffusers.loaders import lora_pipeline
     from diffusers.utils import convert_unet_state_dict_to_peft
 
-    names = {"wan": "Wan", "skyreels": "Wan", "ltx": "LTXVideo", "ltx2": "LTX2"}
-    loader = getattr(lora_pipeline, f"{names.get(family.partition('-')[0], 'Sana')}LoraLoaderMixin")
+    name = next((name for start, name in _LOADERS.items() if family.startswith(start)), "Sana")
+    loader = getattr(lora_pipeline, f"{name}LoraLoaderMixin")
     try:
         weights = loader.lora_state_dict(str(path), use_safetensors=True)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:

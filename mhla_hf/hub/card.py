@@ -355,9 +355,10 @@ def describe_model(model: ModelDirectory, tensors: Mapping[str, Any] | None = No
         except (OSError, ValueError):
             tensors = {}
     num_layers = next((config[key] for key in _LAYER_COUNTS if isinstance(config.get(key), int)), None)
-    if num_layers is not None and isinstance(config.get("vace_layers"), list):
-        # The control blocks of VACE have one each.
-        num_layers += len(config["vace_layers"])
+    if num_layers is not None:
+        # The control blocks of VACE have one each; other models have a second list of blocks.
+        vace, singles = config.get("vace_layers"), config.get("num_single_layers")
+        num_layers += (len(vace) if isinstance(vace, list) else 0) + (singles if isinstance(singles, int) else 0)
     counts = {name: math.prod(shape) for name, (_, shape) in tensors.items()}
     types = Counter(str(dtype).removeprefix("torch.") for dtype, _ in tensors.values())
     return {

@@ -269,6 +269,8 @@ _METHODS: tuple[tuple[str, str, str, Any], ...] = (
     ("loaders.lora_pipeline", "LTXVideoLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "LTX2LoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "SkyReelsV2LoraLoaderMixin", "load_lora_weights", _load_lora_weights),
+    ("loaders.lora_pipeline", "HunyuanVideoLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
+    ("loaders.lora_pipeline", "QwenImageLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "SanaLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pipe", _from_pipe),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "save_pretrained", _save_pipeline),

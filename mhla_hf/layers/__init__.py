@@ -2,6 +2,7 @@
 """Modules with parameters: the MHLA layer, its feature maps and its mixing weights."""
 
 from .fused import HalfRotary, HeadNorms, PairwiseRotary
+from .joint import JointMHLA, TextTokens, attend_jointly
 from .mhla import MHLA, AttentionParts
 from .mixing import (
     LearnedFeatureMap,
@@ -17,9 +18,12 @@ __all__ = [
     "AttentionParts",
     "HalfRotary",
     "HeadNorms",
+    "JointMHLA",
     "LearnedFeatureMap",
     "MHLA",
     "PairwiseRotary",
+    "TextTokens",
+    "attend_jointly",
     "effective_mixing",
     "initial_mixing",
     "mixing_parameter_value",

@@ -160,7 +160,7 @@ class KeepsMHLAProcessor(Upstream):
     """Goes before an attention class of diffusers in the bases of its MHLA version."""
 
     # Processor class of layers with MHLA parameters.
-    mhla_processor_class: ClassVar[type[MHLAAttnProcessor]] = MHLAAttnProcessor
+    mhla_processor_class: ClassVar[Any] = MHLAAttnProcessor
 
     def set_processor(self, processor: object) -> None:
         """As upstream, but an MHLA layer keeps an MHLA processor: another one would drop its trained weights.

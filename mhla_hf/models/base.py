@@ -34,7 +34,7 @@ Upstream: Any = object
 
 # Lists of a diffusers class by which loaders and hooks find its sensitive parts, with those of MHLA layers.
 _DECLARED = {
-    "_keep_in_fp32_modules": ("mixing", "output_norm", "window_bias"),
+    "_keep_in_fp32_modules": ("mixing", "output_norm", "text_bias", "window_bias"),
     "_skip_layerwise_casting_patterns": ("mhla",),
 }
 
@@ -133,6 +133,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
     default_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     # Whether upstream's own attention equals MHLA under `default_options` with equal mixing weights.
     upstream_is_linear: ClassVar[bool] = False
+    # The module of an MHLA layer.
+    layer_class: ClassVar[type[MHLA]] = MHLA
     # Whether MHLA layers can hold a part of the token sequence each.
     supports_context_parallel: ClassVar[bool] = False
 
@@ -312,7 +314,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         if isinstance(config.layers, str):
             config = config.replace(layers=layers)
         for index in layers:
-            attentions[index].mhla = MHLA(config, **self._attention_widths(attentions[index]))
+            attentions[index].mhla = self.layer_class(config, **self._attention_widths(attentions[index]))
         self._use_mhla(attentions, layers)
         self.register_to_config(mhla=config.to_dict())
         record_weights(self)

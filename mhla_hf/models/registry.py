@@ -89,6 +89,7 @@ _LTX = ("LTXPipeline", "LTXImageToVideoPipeline")
 _LTX2 = ("LTX2Pipeline", "LTX2ImageToVideoPipeline")
 _KEYFRAMES = "no keyframes beside the grid"
 _SKYREELS = ("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline", "SkyReelsV2DiffusionForcingPipeline")
+_HUNYUAN, _HUNYUAN_15 = ("HunyuanVideoPipeline",), ("HunyuanVideo15Pipeline",)
 _LINEAR = "linear already: the same {} until fine-tuned"
 _FAMILIES = (
     ModelFamily("wan", "WanTransformer3DModel", "wan", _WAN, "video"),
@@ -99,6 +100,12 @@ _FAMILIES = (
     ),
     ModelFamily("ltx", "LTXVideoTransformer3DModel", "ltx", _LTX, "video", _KEYFRAMES),
     ModelFamily("ltx2", "LTX2VideoTransformer3DModel", "ltx", _LTX2, "video", f"softmax for audio, {_KEYFRAMES}"),
+    ModelFamily("hunyuan-video", "HunyuanVideoTransformer3DModel", "hunyuan_video", _HUNYUAN, "video"),
+    ModelFamily("hunyuan-video-1.5", "HunyuanVideo15Transformer3DModel", "hunyuan_video", _HUNYUAN_15, "video"),
+    ModelFamily(
+        "qwen-image", "QwenImageTransformer2DModel", "qwen_image", ("QwenImagePipeline",), "image", "no images to edit"
+    ),
+    ModelFamily("flux", "FluxTransformer2DModel", "flux", ("FluxPipeline",), "image", "no reference images"),
     ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
     ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
     ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),

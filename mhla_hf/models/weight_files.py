@@ -57,9 +57,10 @@ LITTLE = 2**26
 TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
 """Options that leave the shapes of the weights alone and change the output."""
 
+_LAYER_COUNTS = ("num_layers", "num_single_layers")
 _POSITIONS = ("rope_max_seq_len", "sample_size")
 _SAMPLE = ("sample_frames", "sample_height", "sample_width")
-_LAYER = re.compile(r"(?:^|\.)((?:transformer_|vace_)?blocks)\.([0-9]{1,9})\.")
+_LAYER = re.compile(r"(?:^|\.)((?:(?:single_)?transformer_|vace_)?blocks)\.([0-9]{1,9})\.")
 _OTHER_FORMATS = (*PICKLES, ".msgpack", ".h5", ".onnx")
 # Exceptions of libraries for damaged weights, and for configurations whose fields have other types.
 _DAMAGE = (AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError)
@@ -264,7 +265,7 @@ def check_model_config(model_class: Any, config: Mapping[str, Any], where: str) 
     """
     parameters = inspect.signature(model_class.__init__).parameters
     for name, value in config.items():
-        largest = MAX_LAYERS if name == "num_layers" else MAX_POSITIONS if name in _POSITIONS else MAX_SIZE
+        largest = MAX_LAYERS if name in _LAYER_COUNTS else MAX_POSITIONS if name in _POSITIONS else MAX_SIZE
         if name.lstrip("_") in _SAMPLE:
             wanted, largest = "int | None", MAX_POSITIONS
             fits = value is None or _is_size(value, largest)
@@ -464,6 +465,7 @@ def _check_overrides(name: Any, model: Any) -> None:
         raise ValueError(f"The MHLA weights of {name} are for blocks={before}, but the mhla options ask for {now}.")
     # diffusers would advise to overwrite those of other shapes.
     kept = ["mixing_constraint", "mixing_heads"]
+    kept += ["text"] * any(hasattr(module, "text_bias") for module in model.mhla_modules().values())
     kept += ["lepe_kernel"] * (stored.lepe_kernel is not None)
     for field in kept:
         if getattr(stored, field) != getattr(wanted, field):

@@ -4,9 +4,13 @@
 import torch
 from diffusers import (
     DiTTransformer2DModel,
+    FluxTransformer2DModel,
+    HunyuanVideo15Transformer3DModel,
+    HunyuanVideoTransformer3DModel,
     LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     PixArtTransformer2DModel,
+    QwenImageTransformer2DModel,
     SanaTransformer2DModel,
     SanaVideoTransformer3DModel,
     SkyReelsV2Transformer3DModel,
@@ -17,9 +21,13 @@ from diffusers import (
 
 from mhla_hf import (
     MHLADiTTransformer2DModel,
+    MHLAFluxTransformer2DModel,
+    MHLAHunyuanVideo15Transformer3DModel,
+    MHLAHunyuanVideoTransformer3DModel,
     MHLALTX2VideoTransformer3DModel,
     MHLALTXVideoTransformer3DModel,
     MHLAPixArtTransformer2DModel,
+    MHLAQwenImageTransformer2DModel,
     MHLASanaTransformer2DModel,
     MHLASanaVideoTransformer3DModel,
     MHLASkyReelsV2Transformer3DModel,
@@ -27,7 +35,7 @@ from mhla_hf import (
     MHLAWanTransformer3DModel,
     MHLAWanVACETransformer3DModel,
 )
-from tests import tiny, tiny_images
+from tests import tiny, tiny_images, tiny_joint
 from tests.models.model_case import ModelCase
 
 
@@ -245,3 +253,80 @@ class SanaVideoCase(ModelCase):
     def inputs(self, size=0, **options):
         frames, height, width = self.sizes[size] if isinstance(size, int) else size
         return tiny_images.sana_video_inputs(frames=frames, height=height, width=width, **options)
+
+
+class HunyuanVideoCase(ModelCase):
+    """Two blocks with two streams and two with a single stream; latents of 3×4×8 are a token grid of 3×2×4."""
+
+    upstream = HunyuanVideoTransformer3DModel
+    mhla_class = MHLAHunyuanVideoTransformer3DModel
+    options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
+    block_list = "transformer_blocks"
+    attention = "attn"
+    # Frames, height and width of the latents.
+    sizes = ((3, 4, 8), (1, 8, 12), (5, 6, 14))
+
+    def make(self, cls=None, **overrides):
+        return tiny_joint.hunyuan_video(cls or self.upstream, **overrides)
+
+    def inputs(self, size=0, **options):
+        frames, height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_joint.hunyuan_video_inputs(frames=frames, height=height, width=width, **options)
+
+
+class HunyuanVideo15Case(ModelCase):
+    """Two blocks with two streams; every latent is a token."""
+
+    upstream = HunyuanVideo15Transformer3DModel
+    mhla_class = MHLAHunyuanVideo15Transformer3DModel
+    options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
+    block_list = "transformer_blocks"
+    attention = "attn"
+    # What the last block makes of the text.
+    unused = ("attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q", "ff_context")
+    sizes = ((3, 2, 4), (1, 4, 6), (5, 3, 7))
+
+    def make(self, cls=None, **overrides):
+        return tiny_joint.hunyuan_video_15(cls or self.upstream, **overrides)
+
+    def inputs(self, size=0, **options):
+        frames, height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_joint.hunyuan_video_15_inputs(frames=frames, height=height, width=width, **options)
+
+
+class QwenImageCase(ModelCase):
+    """Two blocks with two streams; the height and width of the grid."""
+
+    upstream = QwenImageTransformer2DModel
+    mhla_class = MHLAQwenImageTransformer2DModel
+    options = {"blocks": [2, 3], "grid": [4, 6]}
+    block_list = "transformer_blocks"
+    attention = "attn"
+    # What the last block makes of the text.
+    unused = ("attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q", "txt_mlp")
+    sizes = ((4, 6), (2, 12), (5, 7))
+
+    def make(self, cls=None, **overrides):
+        return tiny_joint.qwen_image(cls or self.upstream, **overrides)
+
+    def inputs(self, size=0, **options):
+        height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_joint.qwen_image_inputs(height=height, width=width, **options)
+
+
+class FluxCase(ModelCase):
+    """Two blocks with two streams and two with a single stream; the height and width of the grid."""
+
+    upstream = FluxTransformer2DModel
+    mhla_class = MHLAFluxTransformer2DModel
+    options = {"blocks": [2, 3], "grid": [4, 6]}
+    block_list = "transformer_blocks"
+    attention = "attn"
+    sizes = ((4, 6), (2, 12), (5, 7))
+
+    def make(self, cls=None, **overrides):
+        return tiny_joint.flux(cls or self.upstream, **overrides)
+
+    def inputs(self, size=0, **options):
+        height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_joint.flux_inputs(height=height, width=width, **options)

@@ -35,8 +35,7 @@ class CompileChecks(ModelCase):
                 model.zero_grad()
                 output = self.predict(function, **self.inputs(size))
                 output.square().mean().backward()
-                gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-                results.append((output.detach(), gradients))
+                results.append((output.detach(), self.gradients_of(model)))
             (expected, gradients), (actual, compiled_gradients) = results
             assert relative_error(actual, expected) < 1e-5
             assert gradient_error(compiled_gradients, gradients) < 1e-4

@@ -118,7 +118,7 @@ class InPlaceChecks(ModelCase):
         model, plain = self.make(), convert(self.make(), self.options)
         add_hook_to_module(model, ModelHook())
         layer = getattr(model, self.block_list)[0]
-        for module in (layer, layer.attn1):
+        for module in (layer, getattr(layer, self.attention)):
             add_hook_to_module(module, ModelHook())
         remove_hook_from_module(model, recurse=True)
         # It leaves the methods of the old classes on the modules.

@@ -19,11 +19,7 @@ class TrainingChecks(ModelCase):
         model.zero_grad()
         outputs = [self.predict(model, **self.inputs(size)) for size in sizes]
         sum(output.square().mean() for output in outputs).backward()
-        # Wrappers put their own part into the name.
-        return {
-            name.replace("_checkpoint_wrapped_module.", ""): parameter.grad.clone()
-            for name, parameter in model.named_parameters()
-        }
+        return self.gradients_of(model)
 
     @pytest.mark.smoke
     @pytest.mark.parametrize("options", OPTION_SETS.values(), ids=OPTION_SETS)
@@ -101,7 +97,7 @@ class TrainingChecks(ModelCase):
         for name, gradient in together.items():
             torch.testing.assert_close(gradient, apart[0][name] + apart[1][name], rtol=1e-4, atol=1e-6, msg=name)
         # The two grids do give different gradients, so that mixing them up would show.
-        mixing = f"{self.block_list}.0.attn1.mhla.mixing"
+        mixing = f"{self.block_list}.0.{self.attention}.mhla.mixing"
         assert relative_error(apart[0][mixing], apart[1][mixing]) > 0.1
 
     def test_forward_leaves_parameters_and_buffers_alone(self):

@@ -36,7 +36,12 @@ SMALLEST_CAUSAL_BLOCK = 64
 SMALLEST_ENCODER_BLOCK = 8
 _ALL_OPTIONS = tuple(MHLAConfig().to_dict())
 # What models do that were made before there were these options.
-_ADDED_OPTIONS = {"mixing_storage": "matrix", "mixing_tail": "constant", "mixing_tail_half_life": None}
+_ADDED_OPTIONS = {
+    "mixing_storage": "matrix",
+    "mixing_tail": "constant",
+    "mixing_tail_half_life": None,
+    "text": "softmax",
+}
 # Options that leave the shapes of the weights alone and change what they compute.
 _TRAINED_WITH = (
     "feature_map", "feature_map_eps", "normalizer", "rope", "block_size", "mixing_constraint", "mixing_tail", "layers",

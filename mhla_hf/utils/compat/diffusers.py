@@ -6,6 +6,7 @@ Functions raise `UnsupportedVersionError` where diffusers does not have the name
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
@@ -171,25 +172,33 @@ def progress_bar_options(pipeline: Any) -> dict[str, Any]:
 # Guiders and caches.
 
 
-def skip_attention_in(*processor_classes: type) -> None:
+def skip_attention_in(*processor_classes: type, is_joint: bool = False) -> None:
     """Let guiders and caches of diffusers skip the attention that processors compute.
 
     Args:
-        *processor_classes: Processor classes that return the hidden states alone; known ones are left alone.
+        *processor_classes: Processor classes; known ones are left alone.
+        is_joint: Whether they return the text besides the hidden states where they are given it.
     """
     registry = imported("diffusers", "hooks._helpers", "AttentionProcessorRegistry")
     known = attribute("diffusers", registry, "_registry", "AttentionProcessorRegistry")
     skipping = registry.get(imported("diffusers", "models.attention_processor", "AttnProcessor2_0"))
+    if is_joint:
+        skipping = dataclasses.replace(skipping, skip_processor_output_fn=_joint_inputs)
     for cls in processor_classes:
         if cls not in known:
             registry.register(cls, skipping)
 
 
-def skip_layers_in(*layer_classes: type) -> None:
+def _joint_inputs(module: Any, hidden_states: Any, encoder_hidden_states: Any = None, **unused: Any) -> Any:
+    return hidden_states if encoder_hidden_states is None else (hidden_states, encoder_hidden_states)
+
+
+def skip_layers_in(*layer_classes: type, is_joint: bool = False) -> None:
     """Let guiders and caches of diffusers skip whole layers.
 
     Args:
-        *layer_classes: Layer classes that return the hidden states alone; known ones are left alone.
+        *layer_classes: Layer classes; known ones are left alone.
+        is_joint: Whether they return the text after the hidden states.
     """
     registry = imported("diffusers", "hooks._helpers", "TransformerBlockRegistry")
     metadata = imported("diffusers", "hooks._helpers", "TransformerBlockMetadata")
@@ -198,7 +207,8 @@ def skip_layers_in(*layer_classes: type) -> None:
     attribute("diffusers", registry, "_register", "TransformerBlockRegistry")()
     for cls in layer_classes:
         if cls not in known:
-            registry.register(cls, metadata(return_hidden_states_index=0, return_encoder_hidden_states_index=None))
+            text = 1 if is_joint else None
+            registry.register(cls, metadata(return_hidden_states_index=0, return_encoder_hidden_states_index=text))
 
 
 def is_attention_skipped(attention: Any) -> bool:

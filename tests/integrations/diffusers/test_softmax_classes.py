@@ -18,9 +18,13 @@ from mhla_hf.integrations import diffusers as diffusers_integration
 from tests import tiny, tiny_images
 from tests.models.cases import (
     DiTCase,
+    FluxCase,
+    HunyuanVideo15Case,
+    HunyuanVideoCase,
     LTX2Case,
     LTXCase,
     PixArtCase,
+    QwenImageCase,
     SanaCase,
     SanaVideoCase,
     SkyReelsCase,
@@ -33,6 +37,7 @@ from tests.models.model_case import assert_same_parameters, perturb_mhla, record
 
 CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase()]
 CASES += [WanVACECase(), WanAnimateCase(), SkyReelsCase(), LTXCase(), LTX2Case()]
+CASES += [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase()]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 

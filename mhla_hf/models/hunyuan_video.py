@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MHLA for HunyuanVideo and HunyuanVideo-1.5.
+
+Rotary tables are those of the grid alone. Every layer is handed them, so here they keep the grid in their shape, as in
+the models of Wan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_hunyuan_video import (
+    HunyuanVideoAttnProcessor2_0,
+    HunyuanVideoRotaryPosEmbed,
+    HunyuanVideoTransformer3DModel,
+)
+from diffusers.models.transformers.transformer_hunyuan_video15 import (
+    HunyuanVideo15AttnProcessor2_0,
+    HunyuanVideo15RotaryPosEmbed,
+    HunyuanVideo15Transformer3DModel,
+    HunyuanVideo15TransformerBlock,
+)
+
+from ..layers import PairwiseRotary
+from ..utils.compat.diffusers import skip_attention_in, skip_layers_in
+from .attention import Upstream
+from .joint import MHLAJointAttention, MHLAJointModelMixin
+
+
+skip_attention_in(HunyuanVideoAttnProcessor2_0, HunyuanVideo15AttnProcessor2_0, is_joint=True)
+skip_layers_in(HunyuanVideo15TransformerBlock, is_joint=True)
+
+
+class RotaryOfGrid(Upstream):
+    """Goes before a rotary class of the family in the bases of its MHLA version."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return upstream's tables as `(*grid, K)`, and compact ones for MHLA layers, `[1, T, 1, K / 2]`."""
+        patches = (self.patch_size_t, self.patch_size, self.patch_size)
+        grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], patches))
+        cosine, sine = super().forward(hidden_states)
+        pairs = (table[None, :, None].contiguous() for table in (cosine[:, 0::2], sine[:, 1::2]))
+        return cosine.unflatten(0, grid), sine.unflatten(0, grid), *pairs
+
+
+class MHLAHunyuanVideoRotaryPosEmbed(RotaryOfGrid, HunyuanVideoRotaryPosEmbed):
+    """Rotary tables of HunyuanVideo."""
+
+
+class MHLAHunyuanVideo15RotaryPosEmbed(RotaryOfGrid, HunyuanVideo15RotaryPosEmbed):
+    """Rotary tables of HunyuanVideo-1.5."""
+
+
+class MHLAHunyuanVideoAttention(MHLAJointAttention, Attention):
+    """Joint attention of both models: the tables carry the grid, the mask of keys the padding of the text."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        image_rotary_emb: tuple[torch.Tensor, ...],
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not hasattr(self, "mhla"):
+            kwargs["image_rotary_emb"] = tuple(table.flatten(0, 2) for table in image_rotary_emb[:2])
+            return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+        # Of all keys `[B, 1, 1, T + X]`, or of the text alone.
+        valid = attention_mask.flatten(1)[:, -encoder_hidden_states.shape[1] :].bool()
+        grid, rotary = tuple(image_rotary_emb[0].shape[:3]), PairwiseRotary(*image_rotary_emb[2:])
+        return self.processor(
+            self, hidden_states, encoder_hidden_states, grid=grid, rotary=rotary, valid=valid, **kwargs
+        )
+
+
+class HunyuanVideoMixin(MHLAJointModelMixin):
+    """Goes before a model class of the family in the bases of its MHLA version."""
+
+    attention_class = MHLAHunyuanVideoAttention
+
+    @classmethod
+    def patch_sizes(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Frames, height and width of a token, in latents."""
+        side = cls.config_value(config, "patch_size")
+        return cls.config_value(config, "patch_size_t"), side, side
+
+
+class MHLAHunyuanVideoTransformer3DModel(HunyuanVideoMixin, HunyuanVideoTransformer3DModel):
+    """`HunyuanVideoTransformer3DModel` whose joint attention is MHLA in the chosen layers.
+
+    Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
+    `config.json`. `from_pretrained` loads MHLA checkpoints, and ordinary ones with fresh MHLA parameters. The layers
+    of `transformer_blocks` come first, and those of `single_transformer_blocks` after them.
+    """
+
+    video_size = (129, 720, 1280)
+    default_grid = (33, 45, 80)
+    rotary_class = ("rope", MHLAHunyuanVideoRotaryPosEmbed)
+    layer_counts = ("num_layers", "num_single_layers")
+
+
+class MHLAHunyuanVideo15Transformer3DModel(HunyuanVideoMixin, HunyuanVideo15Transformer3DModel):
+    """`HunyuanVideo15Transformer3DModel` whose joint attention is MHLA in the chosen layers.
+
+    Takes arguments and checkpoints as `MHLAHunyuanVideoTransformer3DModel` does. Tokens of the image and of glyphs
+    count as text.
+    """
+
+    video_size = (121, 480, 832)
+    default_grid = (31, 30, 52)
+    rotary_class = ("rope", MHLAHunyuanVideo15RotaryPosEmbed)
