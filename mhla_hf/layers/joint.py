@@ -206,9 +206,9 @@ class JointMHLA(MHLA):
         rotary: PairwiseRotary | None = None,
         **unused: Any,
     ) -> torch.Tensor:
-        """Log of the ratio of softmax over the grid to what the landmarks of each query estimate without bias.
+        """Compute by how much landmarks without a bias underestimate the grid's part of softmax attention.
 
-        Its mean over queries is the `text_bias` that fits them.
+        The mean over queries is the `text_bias` that fits them.
 
         Args:
             query: Some queries of the grid as they are rotated, `[B, N, H, K]`.
