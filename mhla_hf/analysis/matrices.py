@@ -408,6 +408,8 @@ def layer_tokens(
         >>> layer_tokens(layer, *tokens, grid=(6, 6))[0].matrix("mhla").shape
         torch.Size([2, 36, 36])
     """
+    if unused.get("text") is not None:
+        raise ValueError("Attention matrices of joint attention are not computed yet: inspect weights alone.")
     packed = sequence is not None and (sequence.documents is not None or sequence.state is not None)
     if packed or unused.get("shard") is not None or unused.get("identity"):
         raise ValueError("Attention matrices are of one whole sequence a row, without a cache or perturbed attention.")

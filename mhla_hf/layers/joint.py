@@ -39,7 +39,7 @@ from ..layouts.blocks import BlockLayout, cached, positive_axes
 from ..ops.operands import autocast_type, check_layout, head_blocks
 from ..ops.sharded import TokenShard
 from .fused import PairwiseRotary
-from .mhla import MHLA
+from .mhla import MHLA, AttentionParts
 from .mixing import layout_at
 from .window import join_window
 
@@ -78,27 +78,33 @@ class TextTokens:
         key, value = self.key.masked_fill(padding, 0), self.value.masked_fill(padding, 0)
         return dataclasses.replace(self, key=key, value=value)
 
-    def softmax(self, key: torch.Tensor, value: torch.Tensor, rotary: PairwiseRotary | None) -> torch.Tensor:
-        """Softmax attention of the text to itself and to a grid.
+    def attend(
+        self, key: torch.Tensor, value: torch.Tensor, rotary: Any, query: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Softmax attention to text and grid.
 
         Args:
             key: Keys of the grid, `[B, T, H, K]`.
             value: Values of the grid, `[B, T, H, V]`.
-            rotary: Rotates the grid.
+            rotary: Rotates the grid; `None` for none.
+            query: Queries of the grid, `[B, T, H, K]`; `None` for those of the text.
 
         Returns:
-            `[B, X, H, V]` in the dtype of `value`. Padding attends like other text.
+            `[B, T, H, V]` or `[B, X, H, V]` in the dtype of `value`. Padding attends like other text.
         """
         mask = None
         if self.valid is not None:
             mask = F.pad(self.valid, (0, key.shape[1]), value=True)[:, None, None]
+        query = _rotated(self.rotary, self.query, value) if query is None else _rotated(rotary, query, value)
         keys = torch.cat([_rotated(self.rotary, self.key, value), _rotated(rotary, key, value)], dim=1)
-        values = torch.cat([self.value.to(value.dtype), value], dim=1)
-        return _attend(_rotated(self.rotary, self.query, value), keys, values, mask)
+        return _attend(query, keys, torch.cat([self.value.to(value.dtype), value], dim=1), mask)
 
 
 class JointMHLA(MHLA):
-    """[`MHLA`][mhla_hf.MHLA] over the grid of a joint sequence, with its text.
+    """[`MHLA`][mhla_hf.MHLA] over the grid of a joint sequence, with its text: see [`attend_jointly`].
+
+    A call takes the tokens of the grid and `text`, and returns `[B, T, H, V]` for the grid; with `text="block"`
+    `[B, X + T, H, V]`, text first.
 
     Parameters beside those of [`MHLA`][mhla_hf.MHLA]: with `text="softmax"`, `text_bias` `[H]`, added to the logarithm
     of what softmax over the grid is estimated to be. With `text="block"` the first row and column of `mixing` are
@@ -113,34 +119,43 @@ class JointMHLA(MHLA):
         super().__init__(config, num_prefix_tokens=int(config.text == "block"), **widths)
         self.text_bias = nn.Parameter(torch.zeros(self.num_heads)) if config.text == "softmax" else None
 
-    def forward(  # type: ignore[override]
+    def attention_parts(  # type: ignore[override]
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, text: TextTokens, **options: Any
-    ) -> torch.Tensor:
-        """Attend from the grid to grid and text; with `text="block"` from the text as well.
+    ) -> AttentionParts:
+        """Attend, and return the parts of the output.
 
         Args:
-            query: Queries of the grid, `[B, T, H, K]`, as for [`MHLA`][mhla_hf.MHLA].
+            query: Queries of the grid, `[B, T, H, K]`.
             key: Keys `[B, T, H, K]`.
             value: Values `[B, T, H, V]`.
             text: The text.
-            **options: As there: `grid`, `hidden_states`, `rotary` (a [`PairwiseRotary`] or `None`) and `identity`.
+            **options: As for [`MHLA`][mhla_hf.MHLA]: `grid`, `hidden_states`, `rotary` (a [`PairwiseRotary`] or
+                `None`), `identity` and `attended_alone`.
 
         Returns:
-            `[B, T, H, V]` in the dtype of `value`; with `text="block"` `[B, X + T, H, V]`, text first.
+            The parts of the grid's output; with `text="block"` those of text and grid, text first.
 
         Raises:
-            ValueError: As there, and for padded text with `text="block"` and options that have no mask.
+            ValueError: As there, and for padded text with `text="block"` and options under which zeros count.
         """
         text = text.without_padding()
         if self.text_bias is None:
             if text.valid is not None:
                 _check_takes_padding(self.config)
             tokens = (torch.cat(pair, dim=1) for pair in zip((text.query, text.key, text.value), (query, key, value)))
-            return super().forward(*tokens, **_of_all_tokens(text, **options))
-        output = super().forward(query, key, value, **options)
-        if options.get("identity"):
+            return super().attention_parts(*tokens, **_of_all_tokens(text, **options))
+        parts = super().attention_parts(query, key, value, **options)
+        if options.get("identity") or options.get("attended_alone"):
+            return parts
+        return dataclasses.replace(parts, text=self.text_parts(query, key, value, text=text, **options))
+
+    def join(self, parts: AttentionParts) -> torch.Tensor:
+        """The parts by their shares: window and convolution are of the grid, beside the text."""
+        output = super().join(parts)
+        if parts.text is None:
             return output
-        return join_window(output, self.text_parts(query, key, value, text=text, **options), self.text_bias)
+        assert self.text_bias is not None
+        return join_window(output, parts.text, self.text_bias)
 
     def text_parts(
         self,
@@ -159,16 +174,13 @@ class JointMHLA(MHLA):
             `[B, T, H, W]` in the dtype of `value`: first the weights of the text and of the landmarks together, last
             the sum `[B, T, H, V]` of the text's values by their weights.
         """
-        layout, scale = self.layout_for(grid), query.shape[3] ** -0.5
+        scale = query.shape[3] ** -0.5
         width = -(-(2 + max(query.shape[3], value.shape[3])) // 8) * 8
         query = F.pad(_rotated(rotary, query, value), (width - query.shape[3], 0), value=1.0)
-        with torch.autocast(autocast_type(query.device), enabled=False):
-            dtype = torch.promote_types(value.dtype, torch.float32)
-            counts = cached(_block_tokens, layout, dtype, value.device)
-            means = head_blocks(_rotated(rotary, key, value), layout).sum(3, dtype=dtype) / counts[:, None]
-            logarithm = counts.log() / scale
-            high = logarithm.to(value.dtype)
-            low = (logarithm - high).to(value.dtype)
+        means, counts = self._landmarks(_rotated(rotary, key, value), grid)
+        logarithm = counts.log() / scale
+        high = logarithm.to(value.dtype)
+        low = (logarithm - high).to(value.dtype)
         batch, count, missing = len(value), text.key.shape[1], width - key.shape[3]
         hidden = value.new_zeros(batch, count)
         if text.valid is not None:
@@ -183,6 +195,43 @@ class JointMHLA(MHLA):
         values = F.pad(text.value.to(value.dtype), (0, 0, 0, 0, 0, len(counts)))
         values = torch.cat([shares.expand(*keys.shape[:3], missing), values], dim=-1)
         return _attend(query, keys, values, scale=scale)
+
+    @torch.no_grad()
+    def landmark_error(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        grid: Sequence[int],
+        rotary: PairwiseRotary | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """Compute by how much landmarks without a bias underestimate the grid's part of softmax attention.
+
+        The mean over queries is the `text_bias` that fits them.
+
+        Args:
+            query: Some queries of the grid as they are rotated, `[B, N, H, K]`.
+            key: Keys of the grid, `[B, T, H, K]`.
+            grid: Number of tokens along each axis.
+            rotary: Rotates the keys.
+
+        Returns:
+            log Z_grid less the logarithm of its estimate for each query, `[B, N, H]` in float32 or wider.
+        """
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        keys = (key if rotary is None else rotary(key)).to(dtype)
+        means, counts = self._landmarks(keys, grid)
+        query = query.to(dtype).transpose(1, 2) * query.shape[3] ** -0.5
+        exact = (query @ keys.permute(0, 2, 3, 1)).logsumexp(-1)
+        return (exact - (query @ means.mT + counts.log()).logsumexp(-1)).transpose(1, 2)
+
+    def _landmarks(self, key: torch.Tensor, grid: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Means of rotated keys by block `[B, H, M, K]`, and numbers of tokens `[M]`, in float32 or wider."""
+        layout, dtype = self.layout_for(grid), torch.promote_types(key.dtype, torch.float32)
+        counts = cached(_block_tokens, layout, dtype, key.device)
+        with torch.autocast(autocast_type(key.device), enabled=False):
+            return head_blocks(key, layout).sum(3, dtype=dtype) / counts[:, None], counts
 
     def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
         if not self.num_prefix_tokens:
@@ -208,7 +257,7 @@ def attend_jointly(
         key: Keys `[B, T, H, K]`.
         value: Values `[B, T, H, V]`.
         text: The text.
-        **options: Those of [`JointMHLA.forward`].
+        **options: Those of [`JointMHLA.attention_parts`].
 
     Returns:
         `[B, T, H, V]` for the grid and `[B, X, H, V]` for the text.
@@ -219,7 +268,7 @@ def attend_jointly(
         return output, of_text
     if options.get("identity"):
         return output, text.value
-    return output, text.without_padding().softmax(key, value, options.get("rotary"))
+    return output, text.without_padding().attend(key, value, options.get("rotary"))
 
 
 def _rotated(rotary: PairwiseRotary | None, tokens: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -89,12 +89,15 @@ class AttentionParts:
             [`grid_window_attention`][mhla_hf.layers.window.grid_window_attention].
         positional: The convolution of the values, `[B, T, H, V]`; `None` without one.
         state: State after these tokens, where the sequence had one to decode from.
+        text: Softmax attention to the text of joint attention and the weights that tell its share, `[B, T, H, W]`;
+            `None` without text.
     """
 
     attended: torch.Tensor
     window: torch.Tensor | None
     positional: torch.Tensor | None
     state: DecodingState | None = None
+    text: torch.Tensor | None = None
 
 
 class MHLA(nn.Module):
@@ -265,18 +268,16 @@ class MHLA(nn.Module):
             ValueError: As there.
         """
         parts = self.attention_parts(query, key, value, **options)
-        output = self.join(parts.attended, parts.window)
-        if parts.positional is not None:
-            output = output + parts.positional
-        output = output.to(value.dtype)
+        output = self.join(parts).to(value.dtype)
         return output if parts.state is None else (output, parts.state)
 
-    def join(self, attended: torch.Tensor, window: torch.Tensor | None) -> torch.Tensor:
-        """MHLA and window of [`MHLA.attention_parts`] by their shares, `[B, T, H, V]`; MHLA alone without a window."""
-        if window is None:
-            return attended
-        assert self.window_bias is not None
-        return join_window(attended, window, self.window_bias)
+    def join(self, parts: AttentionParts) -> torch.Tensor:
+        """The parts of [`MHLA.attention_parts`] by their shares, `[B, T, H, V]`."""
+        output = parts.attended
+        if parts.window is not None:
+            assert self.window_bias is not None
+            output = join_window(output, parts.window, self.window_bias)
+        return output if parts.positional is None else output + parts.positional
 
     def attention_parts(
         self,

@@ -25,6 +25,7 @@ from ..ops.sharded import TokenShard
 from ..ops.tables import repeat_heads
 from ..utils.messages import shorten_list
 from .fused import HeadNorms
+from .joint import TextTokens
 from .mhla import MHLA
 from .state import TokenSequence
 
@@ -60,6 +61,7 @@ def original_attention(
     scaling: float | None = None,
     linear: bool = False,
     shard: TokenShard | None = None,
+    text: TextTokens | None = None,
     **unused: Any,
 ) -> torch.Tensor:
     """Output of the host model's own attention for the arguments of [`MHLA.forward`].
@@ -72,13 +74,18 @@ def original_attention(
         scaling: Scale of the logits; `None` for `K ** -0.5`.
         linear: `True` if the host's attention is linear, with ReLU as its feature map (SANA, arXiv 2410.10629).
         shard: Has to be `None`: the tokens of other processes are needed.
+        text: The text of joint attention.
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding.
 
     Raises:
-        ValueError: Under context parallelism.
+        ValueError: Under context parallelism, and for joint attention with `text="block"`.
     """
+    if text is not None:
+        if mhla.config.text == "block":
+            raise ValueError("The original of layers with text='block' is not computed yet: use text='softmax'.")
+        return text.without_padding().attend(key, value, rotary, query)
     if shard is not None:
         raise ValueError("A model's original attention cannot be computed under context parallelism.")
     if norms is not None:

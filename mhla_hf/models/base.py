@@ -216,8 +216,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return cls.config_value(config, "num_layers")
 
     @classmethod
-    def patches(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the size of a token along each axis, in latents."""
+    def patches(cls, config: Mapping[str, Any]) -> Any:
+        """Return the size of a token in latents, along each axis or the same for all."""
         return cls.config_value(config, "patch_size")
 
     @classmethod

@@ -134,6 +134,11 @@ class JointImageMixin(MHLAJointModelMixin):
     """For models of images, whose configurations tell no size."""
 
     @classmethod
+    def patches(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Height and width of a token, in latents: pipelines pack them, whatever the configuration says."""
+        return (2, 2)
+
+    @classmethod
     def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
         """The grid of the images that the pipelines make by default, whatever the VAE."""
         return cls.default_grid

@@ -45,7 +45,7 @@ from ..utils.files import link_or_copy, list_files, read_json, write_json
 from ..utils.messages import check_count, shorten_text
 from ..utils.tensor_files import FLOATS, read_entries
 from .data import open_probe
-from .fits import HeadsCall, TemperatureFit, fit_heads
+from .fits import HeadsCall, TemperatureFit, fit_heads, fit_text_bias
 from .own_weights import fit_own_weights, trained_weights
 
 
@@ -73,7 +73,8 @@ class LayerCalibration:
         error_before: Squared error of the layer's output on held-out samples, relative to the variance of the
             original's; with the weights as they were.
         error_after: The same with the weights as they are written.
-        changed: Changed parts: `"feature_map"`, `"mixing"`, `"window_bias"`, `"lepe"`, `"projection"`.
+        changed: Changed parts: `"feature_map"`, `"mixing"`, `"window_bias"`, `"text_bias"`, `"lepe"`,
+            `"projection"`.
         projection_ridge: Strength of the ridge that the projection was fitted with.
         tokens: Tokens that were fitted.
         held_out_tokens: Tokens that the errors were measured on.
@@ -143,7 +144,8 @@ def calibrate(
     its softmax attention. Each layer is fitted to those on a small probe: the temperature of a hedgehog feature map;
     then feature map, mixing weights and the bias of a window by a short training on recorded queries, keys and values;
     in closed form the convolution of the values (`lepe_kernel`) and the output projection, by ridge regression towards
-    its present value. A quarter of the batches (of the samples, if there are fewer than four batches) is held
+    its present value. In joint attention the bias of the text is fitted in closed form, and the convolution stays as
+    it is. A quarter of the batches (of the samples, if there are fewer than four batches) is held
     out; strengths are chosen by the error on them, and a layer whose error does not fall is left alone.
 
     Args:
@@ -324,12 +326,13 @@ def _calibrate_layer(
         raise ValueError(
             "batches must hold at least 2 samples, one to fit and one to measure the error; the more, the better."
         )
-    starts: list[Changes] = [{}]
+    starts = [fit_text_bias(layer, calls[:_TEMPERATURE_CALLS])]
     if TemperatureFit.applies(layer):
         temperatures = TemperatureFit(layer)
-        for call in calls[:_TEMPERATURE_CALLS]:
-            temperatures.observe(call)
-        starts += [changes] if (changes := temperatures.solve()) else []
+        with swapped_parameters(starts[0]):
+            for call in calls[:_TEMPERATURE_CALLS]:
+                temperatures.observe(call)
+        starts += [{**starts[0], **changes}] if (changes := temperatures.solve()) else []
     # The best temperature of MHLA by itself need not be that of MHLA with what is fitted to it: both are followed up.
     candidates: list[Changes] = [{**start, **fit_heads(layer, calls, start)} for start in starts]
     if fit_steps and trained_weights(layer):
@@ -353,6 +356,7 @@ def _calibrate_layer(
         "feature_map": getattr(mhla.feature_map_key, "weight", None),
         "mixing": mhla.mixing,
         "window_bias": mhla.window_bias,
+        "text_bias": getattr(mhla, "text_bias", None),
         "lepe": getattr(mhla.lepe, "weight", None),
         "projection": getattr(projection, "weight", None),
     }

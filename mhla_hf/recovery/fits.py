@@ -10,6 +10,7 @@ L weights of the convolution for each channel. Of sums: C sets of rows (one for 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..layers import AttentionParts, JointMHLA
 from ..ops.tables import repeat_heads
 from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters
 from ..training.matching.ridge import Moments, solve_ridge, sums_device
@@ -28,6 +30,8 @@ TEMPERATURES = (1.0, 0.63, 1.6, 2.5, 4.0, 6.3, 10.0)
 HEADS_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
 # Rows with their neighbours are many times what the values are: so many numbers are made at a time.
 _ROW_NUMBERS = 2**23
+# Queries of a sample that tell the bias of the text; each meets all keys.
+_BIAS_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class HeadsCall:
 class TemperatureFit:
     """A factor for the weights of each head's hedgehog feature map, chosen from [`TEMPERATURES`].
 
-    Query heads that share keys share the factor. The error is that of MHLA's own heads.
+    Query heads that share keys share the factor. The error is that of MHLA's own heads, with the text if there is any.
     """
 
     def __init__(self, layer: AttentionLayer) -> None:
@@ -89,9 +93,11 @@ class TemperatureFit:
     def observe(self, call: HeadsCall) -> None:
         """Add the errors of one call at each temperature."""
         weights = self._weights()
+        text = self.mhla.text_parts(*call.args, **call.kwargs) if isinstance(self.mhla, JointMHLA) else None
         for index, temperature in enumerate(TEMPERATURES):
             with swapped_parameters({weight: weight * temperature for weight in weights}):
                 attended = self.mhla.attention_parts(*call.args, **call.kwargs, attended_alone=True).attended
+            attended = self.mhla.join(AttentionParts(attended, None, None, text=text))
             error = (attended - call.heads).float().square().sum(-1)
             for part in (0, 1):
                 rows = call.rows(error, bool(part)).unflatten(-1, (self.mhla.num_key_value_heads, -1))
@@ -153,7 +159,7 @@ class HeadsFit:
         """Add the rows of one call."""
         with swapped_parameters(self.own):
             parts = self.mhla.attention_parts(*call.args, **call.kwargs)
-            left = call.heads - self.mhla.join(parts.attended, parts.window)
+            left = call.heads - self.mhla.join(dataclasses.replace(parts, positional=None))
         # The convolution leaves tokens before the grid alone.
         start = self.mhla.num_prefix_tokens
         for held_out, moments in zip((False, True), self._moments):
@@ -196,18 +202,41 @@ class HeadsFit:
 def fit_heads(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -> Changes:
     """New values for the convolution of a layer, where it has one and the held-out error falls.
 
+    Not beside text, by whose share its part of the output varies from token to token.
+
     Args:
         layer: The layer.
         calls: Its calls.
         own: Other values for parameters of `mhla`.
     """
-    if layer.mhla.lepe is None:
+    if layer.mhla.lepe is None or isinstance(layer.mhla, JointMHLA):
         return {}
     fit = HeadsFit(layer, own)
     for call in calls:
         fit.observe(call)
     with swapped_parameters(own):
         return fit.solve().changes
+
+
+@torch.no_grad()
+def fit_text_bias(layer: AttentionLayer, calls: Sequence[HeadsCall]) -> Changes:
+    """New values for the bias of the text of a layer, where it has one: the mean over queries spread over the grid.
+
+    Args:
+        layer: The layer.
+        calls: Its calls.
+    """
+    mhla = layer.mhla
+    if not isinstance(mhla, JointMHLA) or mhla.text_bias is None:
+        return {}
+    found = []
+    for call in calls:
+        query, key, _ = (tokens[~call.held_out] for tokens in call.args)
+        places = torch.linspace(0, query.shape[1] - 1, min(query.shape[1], _BIAS_QUERIES)).round().long()
+        rotary = call.kwargs["rotary"]
+        query = (query if rotary is None else rotary(query))[:, places.to(query.device)]
+        found.append(mhla.landmark_error(query, key, grid=call.kwargs["grid"], rotary=rotary).flatten(0, 1))
+    return {mhla.text_bias: torch.cat(found).mean(0).to(mhla.text_bias)}
 
 
 def _patches(image: torch.Tensor, kernel: int) -> torch.Tensor:

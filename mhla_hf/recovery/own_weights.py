@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A short training of what MHLA adds to a layer towards the original's heads: feature maps, mixing weights and the
-bias of a window.
+biases of a window and of text.
 
 Queries, keys, values and the original's heads are those of a probe, computed once. Projections, norms, the convolution
 and the softmax of a window stay as they are, so a step costs MHLA alone. Errors of a head are relative to its
@@ -9,11 +9,13 @@ variance: those of heads with large values would win otherwise.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from ..layers import AttentionParts, JointMHLA
 from ..training.matching.layers import AttentionLayer, Changes, only_trainable, swapped_parameters
 from ..training.optimizers import ADAM, LOGARITHM, Muon
 from ..training.parameters import learning_rate_factor, set_learning_rate
@@ -29,7 +31,7 @@ def trained_weights(layer: AttentionLayer) -> dict[str, nn.Parameter]:
     """What is trained of a layer by its names in `mhla`, where it has any that matter."""
     mhla = layer.mhla
     names = ["mixing"] if mhla.mixing.shape[-1] > 1 else []
-    names += [name for name, _ in mhla.named_parameters() if name.startswith(("feature_map_", "window_"))]
+    names += [name for name, _ in mhla.named_parameters() if name.startswith(("feature_map_", "text_", "window_"))]
     return {name: mhla.get_parameter(name) for name in names}
 
 
@@ -71,8 +73,8 @@ def _train(
     order: list[int] = []
     calls = [call for call in calls if not call.held_out.all()]
     with swapped_parameters({**start, **own}), only_trainable(mhla, trained), torch.enable_grad():
-        targets, windows = zip(*[_targets(layer, call) for call in calls])
-        rows = torch.cat([call.rows(target, held_out=False) for call, target in zip(calls, targets)])
+        parts = [_fixed_parts(layer, call) for call in calls]
+        rows = torch.cat([call.rows(_target(call, part), held_out=False) for call, part in zip(calls, parts)])
         variance = rows.var(dim=0, unbiased=False).mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
         del rows
         groups = [
@@ -90,8 +92,8 @@ def _train(
             factor = learning_rate_factor(step, schedule="cosine", warmup_steps=warmup, total_steps=steps)
             set_learning_rate(optimizer, factor)
             attended = mhla.attention_parts(*call.args, **call.kwargs, attended_alone=True).attended
-            output = mhla.join(attended, windows[number])
-            error = call.rows(output.float() - targets[number], held_out=False)
+            output = mhla.join(dataclasses.replace(parts[number], attended=attended))
+            error = call.rows(output.float() - call.heads.float(), held_out=False)
             loss = (error.square().mean((0, 2)) / variance).mean()
             loss.backward()
             optimizer.step()
@@ -101,10 +103,15 @@ def _train(
 
 
 @torch.no_grad()
-def _targets(layer: AttentionLayer, call: HeadsCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The original's heads less what the convolution gives, `[B, T, H, V]` in fp32, and the softmax of the window."""
+def _fixed_parts(layer: AttentionLayer, call: HeadsCall) -> AttentionParts:
+    """What does not depend on the weights that train: window, convolution and text."""
+    nothing = call.heads.new_empty(0)
+    if layer.mhla.window_bias is None and layer.mhla.lepe is None and not isinstance(layer.mhla, JointMHLA):
+        return AttentionParts(nothing, None, None)
+    return dataclasses.replace(layer.mhla.attention_parts(*call.args, **call.kwargs), attended=nothing)
+
+
+def _target(call: HeadsCall, parts: AttentionParts) -> torch.Tensor:
+    """The original's heads less what the convolution gives, `[B, T, H, V]` in fp32; the heads where there is text."""
     heads = call.heads.float()
-    if layer.mhla.window_bias is None and layer.mhla.lepe is None:
-        return heads, None
-    parts = layer.mhla.attention_parts(*call.args, **call.kwargs)
-    return heads if parts.positional is None else heads - parts.positional.float(), parts.window
+    return heads if parts.positional is None or parts.text is not None else heads - parts.positional.float()

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from mhla_hf import MHLAConfig
+from mhla_hf import MHLA, MHLAConfig
 from mhla_hf.layers import JointMHLA, PairwiseRotary, TextTokens, attend_jointly
 
 
@@ -28,6 +28,14 @@ def make_layer(blocks: tuple[int, ...], seed: int = 0, **options: object) -> Joi
         for parameter in layer.parameters():
             parameter.add_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
     return layer
+
+
+def of_grid(layer: JointMHLA) -> MHLA:
+    """`MHLA` with the parameters of a layer, whose own tests have the naive form."""
+    plain = MHLA(layer.config, hidden_size=HIDDEN, num_heads=HEADS, head_dim=WIDTH, value_head_dim=VALUE_WIDTH)
+    for name in (*plain._parameters, *plain._modules):
+        setattr(plain, name, getattr(layer, name))
+    return plain
 
 
 def make_rotary(tokens: int, generator: torch.Generator) -> PairwiseRotary:
@@ -123,8 +131,7 @@ def test_output_and_gradients_are_those_of_the_definition(size, blocks, padded, 
     grid, text, options = make_tokens(math.prod(size), seed, padded, rotates_text=seed != 1)
     rotary = options["rotary"]
     actual = attend_jointly(layer, *grid, text=text, grid=size, **options)
-    # The grid alone is that of `MHLA`, whose own tests have the naive form.
-    attended = super(JointMHLA, layer).forward(*grid, grid=size, **options)
+    attended = of_grid(layer)(*grid, grid=size, **options)
     expected = naive(layer, grid, text, landmark_share(layer, grid, text, rotary, size), attended, rotary)
     inputs = [*grid, text.query, text.key, text.value, *layer.parameters()]
     assert_equal_with_gradients(actual, expected, inputs)
@@ -138,7 +145,7 @@ def test_window_convolution_and_gate_belong_to_the_grid(options):
     layer = make_layer((2, 3), **options)
     grid, text, options = make_tokens(math.prod(size))
     actual = attend_jointly(layer, *grid, text=text, grid=size, **options)
-    attended = super(JointMHLA, layer).forward(*grid, grid=size, **options)
+    attended = of_grid(layer)(*grid, grid=size, **options)
     share = landmark_share(layer, grid, text, options["rotary"], size)
     expected = naive(layer, grid, text, share, attended, options["rotary"])
     assert_equal_with_gradients(actual, expected, [*grid, text.key, text.value, *layer.parameters()])
@@ -164,7 +171,7 @@ def test_one_block_with_the_true_share_is_softmax_of_two_linear_parts(seed):
     torch.testing.assert_close(
         parts[..., :1] / (parts[..., :1] + parts[..., 1:2] * bias.exp().unsqueeze(-1)), share, rtol=1e-10, atol=1e-12
     )
-    attended = super(JointMHLA, layer).forward(*grid, grid=(3, 5), **options)
+    attended = of_grid(layer)(*grid, grid=(3, 5), **options)
     torch.testing.assert_close(attended, linear, rtol=1e-10, atol=1e-12)
     # The same joined by the layer, for one query at a time with its own bias.
     for index in (0, 7, 14):
@@ -210,7 +217,7 @@ def test_text_that_is_all_padding_leaves_the_grid_alone():
     grid, text, where = make_tokens(24)
     text = dataclasses.replace(text, valid=torch.zeros(2, TEXT, dtype=torch.bool))
     output, _ = attend_jointly(layer, *grid, text=text, grid=size, **where)
-    expected = super(JointMHLA, layer).forward(*grid, grid=size, **where)
+    expected = of_grid(layer)(*grid, grid=size, **where)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -13,6 +13,7 @@ from mhla_hf.hub.card import describe_model
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.models.flux import grid_of
 from mhla_hf.models.registry import MHLA_CLASSES
+from mhla_hf.training.data.probes import sample_size
 from tests import tiny_joint
 from tests.models.adapter_checks import AdapterChecks
 from tests.models.cases import FluxCase, HunyuanVideo15Case, HunyuanVideoCase, QwenImageCase
@@ -203,6 +204,17 @@ def test_the_grid_may_be_given():
         assert torch.equal(given, expected)
 
 
+def test_other_text_than_in_the_checkpoint_is_refused(tmp_path):
+    case = FluxCase()
+    for stored, given, message in (
+        ("softmax", "block", "leave out 4 trained MHLA weight"),
+        ("block", "softmax", "stored under text='block', but the mhla options ask for 'softmax'"),
+    ):
+        case.make_mhla(text=stored).save_pretrained(tmp_path / stored)
+        with pytest.raises(ValueError, match=message):
+            case.mhla_class.from_pretrained(tmp_path / stored, mhla={"text": given})
+
+
 def test_an_image_beside_the_text():
     case = HunyuanVideo15Case()
     model = case.make_mhla()
@@ -243,6 +255,21 @@ def test_pipelines(make, tmp_path):
         assert_same_parameters(pipeline.transformer, in_memory.transformer)
     torch.testing.assert_close(tiny_joint.latents_of(on_disk), latents)
     torch.testing.assert_close(tiny_joint.latents_of(unconvert(on_disk)), expected)
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("hunyuan-video", {"height": 720, "width": 1280, "num_frames": 129}),
+        ("1.5", {"height": 480, "width": 832, "num_frames": 121}),
+        ("qwen-image", {"height": 1328, "width": 1328}),
+        ("flux", {"height": 1024, "width": 1024}),
+    ],
+)
+def test_sizes_of_probes(name, size):
+    """Those of the grid that the mixing weights were made for."""
+    pipeline = convert(PIPELINES[name](), {})
+    assert sample_size(pipeline, {"transformer": pipeline.transformer}) == size
 
 
 def test_grids_that_pipelines_sample_at():

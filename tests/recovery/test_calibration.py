@@ -2,6 +2,7 @@
 """Calibration: the streamed fit is the dense one, errors never rise, and failures leave the model as it was."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -144,7 +145,7 @@ def dense_heads(model, batches):
                 identity.bias.zero_()
             image = args[2].flatten(2).transpose(1, 2).unflatten(2, kwargs["grid"])
             near.append(identity(image).flatten(2).transpose(1, 2))
-        left = heads - layer.mhla.join(parts.attended, parts.window)
+        left = heads - layer.mhla.join(dataclasses.replace(parts, positional=None))
         columns.append(torch.stack([*near, left.flatten(2)], -1).double())
 
     with torch.no_grad(), original_heads(model, [layer], observe):

@@ -150,7 +150,7 @@ def sample_size(pipeline: Any, models: Mapping[str, nn.Module]) -> dict[str, int
     grid = (grids.pop() if len(grids) == 1 else None) or model.config_grid(model.config)
     if grid is None or len(grid) < 2:
         return {}
-    patch = model.config.patch_size
+    patch = model.patches(model.config)
     patches = (patch,) * len(grid) if isinstance(patch, int) else tuple(patch)
     factor = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None)
     if factor is None:

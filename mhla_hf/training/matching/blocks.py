@@ -30,6 +30,7 @@ from .layers import (
     Batch,
     CallArguments,
     LayerCall,
+    check_matchable,
     evaluating,
     first,
     first_output,
@@ -133,7 +134,9 @@ def list_blocks(model: nn.Module, batch: Batch) -> list[Block]:
     """
     trunk, modules = trunk_for(model, batch), dict(model.named_modules())
     found: dict[str, MHLA] = {}
-    for layer in mhla_layers(model):
+    layers = mhla_layers(model)
+    check_matchable(layers)
+    for layer in layers:
         match = re.match(r"(.*)\.\d+(?=\.)", layer.name)
         found[match[0] if match else layer.name] = layer.mhla
     prefix, *others = {name.rpartition(".")[0] for name in found}

@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from ...layers.joint import JointMHLA
 from ...layers.mhla import MHLA
 from ...layers.original import is_softmax, original_attention
 from ...utils.compat import forward_parameters
@@ -150,6 +151,17 @@ def mhla_layers(model: nn.Module) -> list[AttentionLayer]:
     return layers
 
 
+def check_matchable(layers: Iterable[AttentionLayer]) -> None:
+    """Refuse layers that cannot be called separately from records.
+
+    Raises:
+        ValueError: For joint attention.
+    """
+    for layer in layers:
+        if isinstance(layer.mhla, JointMHLA):
+            raise ValueError(f"{layer.name}: layers with joint attention cannot be matched yet; calibrate the model.")
+
+
 @torch.no_grad()
 def find_projections(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch) -> list[AttentionLayer]:
     """Find the output projection of each layer: the linear map whose input is the output of the heads.
@@ -273,6 +285,7 @@ def record_calls(
     Returns:
         A call for each layer, by name.
     """
+    check_matchable(layers)
     inputs: dict[str, tuple[CallArguments, torch.Tensor]] = {}
     outputs: dict[str, torch.Tensor] = {}
     valid: dict[str, torch.Tensor | None] = {}
