@@ -35,6 +35,9 @@ WAN_LATENTS = (21, 60, 100)
 
 _WAN_FAMILY = [f"{name}Transformer3DModel" for name in ("Wan", "WanVACE", "WanAnimate", "SkyReelsV2")]
 _TEXT_TOKENS = {"SanaTransformer2DModel": 300, **dict.fromkeys(_WAN_FAMILY, 512)}
+_TEXT_TOKENS |= {"LTXVideoTransformer3DModel": 128, "LTX2VideoTransformer3DModel": 1024}
+# 161 frames of 512 × 704 and 121 of 512 × 768, as the pipelines make them without being asked for a size.
+_LTX_LATENTS = {"LTXVideoTransformer3DModel": (21, 16, 22), "LTX2VideoTransformer3DModel": (16, 16, 24)}
 
 
 def make_model(name: str, mhla: Any = None, **overrides: Any) -> nn.Module:
@@ -48,17 +51,18 @@ def make_model(name: str, mhla: Any = None, **overrides: Any) -> nn.Module:
 
 
 def example_inputs(
-    model: Any, *, tokens: int | None = None, latents: tuple[int, int, int] = WAN_LATENTS
+    model: Any, *, tokens: int | None = None, latents: tuple[int, int, int] | None = None
 ) -> dict[str, torch.Tensor]:
     """Random arguments of `forward` for one text, image or video, on the model's device.
 
     Args:
         model: The model of a preset.
         tokens: Length of a text; the longest by default.
-        latents: Latent frames, height and width of a video.
+        latents: Latent frames, height and width of a video; by default those of its pipeline.
     """
     config, place = model.config, {"device": model.device, "dtype": model.dtype}
     kind = type(model).__name__.removeprefix("MHLA")
+    latents = latents or _LTX_LATENTS.get(kind, WAN_LATENTS)
     if kind == "LlamaForCausalLM":
         shape = (1, tokens or config.max_position_embeddings)
         return {"input_ids": torch.randint(config.vocab_size, shape, device=model.device)}
@@ -71,6 +75,15 @@ def example_inputs(
         "timestep": torch.full((1,), 500, device=model.device),
     }
     frames, height, width = latents
+    if kind in _LTX_LATENTS:
+        inputs["hidden_states"] = inputs["hidden_states"].flatten(2).transpose(1, 2)
+        inputs |= {"num_frames": frames, "height": height, "width": width, "encoder_attention_mask": None}
+    if kind == "LTX2VideoTransformer3DModel":
+        # 25 latents of audio for a second of 24 frames.
+        sound = (1, round(25 * (8 * frames - 7) / 24), config.audio_in_channels)
+        inputs |= {"audio_hidden_states": torch.randn(sound, **place), "audio_num_frames": sound[1]}
+        text = (1, _TEXT_TOKENS[kind], config.caption_channels)
+        inputs["audio_encoder_hidden_states"] = torch.randn(text, **place)
     if kind == "WanVACETransformer3DModel":
         inputs["control_hidden_states"] = torch.randn(1, config.vace_in_channels, *latents, **place)
     if kind == "WanAnimateTransformer3DModel":
@@ -152,7 +165,8 @@ def operator_shape(model: nn.Module) -> OperatorShape:
         grid, chunk = (config.max_position_embeddings,), layer.config.block_size
     else:
         size = config.get("sample_size") if hasattr(config, "get") else config.image_size
-        frames, height, width = WAN_LATENTS if size is None else (1, size, size)
+        latents = _LTX_LATENTS.get(type(model).__name__.removeprefix("MHLA"), WAN_LATENTS)
+        frames, height, width = latents if size is None else (1, size, size)
         patch = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[-1]
         grid, chunk = (frames * (height // patch) * (width // patch) + layer.num_prefix_tokens,), None
     blocks = None if chunk else (layer.mixing.shape[-1],)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the MHLA paper and others of the Wan family by name, with fresh weights.
+"""The models of the MHLA paper, others of the Wan family and LTX by name, with fresh weights.
 
 They are classes of transformers and diffusers.
 
@@ -99,6 +99,16 @@ def _wan_family() -> dict[str, Preset]:
     }
 
 
+def _ltx() -> dict[str, Preset]:
+    # Not of the paper: the defaults of the constructors in diffusers. Blocks divide the grid of the pipelines' size.
+    first = {"num_attention_heads": 32, "attention_head_dim": 64, "num_layers": 28}
+    second, about = {**first, "attention_head_dim": 128, "num_layers": 48}, "LTX-2 19B with MHLA for the video"
+    return {
+        "ltx-video-2b": Preset("LTX-Video 2B", "LTXVideoTransformer3DModel", first, {"blocks": [7, 4, 2]}),
+        "ltx-2-19b": Preset(about, "LTX2VideoTransformer3DModel", second, {"blocks": [4, 4, 4]}),
+    }
+
+
 def _sana() -> Preset:
     # Efficient-Large-Model/Sana_600M_512px_diffusers, transformer/config.json.
     sizes = {"num_attention_heads": 36, "attention_head_dim": 32, "num_layers": 28, "num_cross_attention_heads": 16}
@@ -128,19 +138,20 @@ PRESETS: dict[str, Preset] = {
     "wan2.1-1.3b": _wan("all"),
     "wan2.1-1.3b-hybrid": _wan("two thirds of the", layers="2/3"),
     **_wan_family(),
+    **_ltx(),
     "mhla-lm-340m": _language_model(),
 }
 """All presets by name."""
 
 
 def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None = None, **overrides: Any) -> Any:
-    """Return a model of the MHLA paper (arXiv 2601.07832) or of the Wan family by name, at full size, without weights.
+    """Return a model of the MHLA paper (arXiv 2601.07832), of the Wan family or of LTX by name, without weights.
 
     Models of transformers (`deit-t`, `deit-s`, `vlt-t`, `vlt-s`, `mhla-lm-340m`) come as their configuration. Those of
     diffusers (`dit-{s,b,l,xl}-2-{256,512}`, `sana-0.6b`, `wan2.1-1.3b`, `wan2.1-1.3b-hybrid`,
-    `wan2.1-vace-{1.3b,14b}`, `wan2.2-animate-14b`, `skyreels-v2-14b`) come as the untrained model, on the current
-    device: `with torch.device("meta")` allocates nothing. docs/presets.md says for each what the paper and its code
-    state, and what is chosen here.
+    `wan2.1-vace-{1.3b,14b}`, `wan2.2-animate-14b`, `skyreels-v2-14b`, `ltx-video-2b`, `ltx-2-19b`) come as the
+    untrained model, on the current device: `with torch.device("meta")` allocates nothing. docs/presets.md says for
+    each what the paper and its code state, and what is chosen here.
 
     Args:
         name: Name of a preset.
