@@ -176,14 +176,14 @@ class ImagePipelineChecks:
         assert set(tmp_path.iterdir()) <= {Path(source)}
 
     def test_convert_refuses_another_architecture(self, ordinary_dir, tmp_path):
-        self.refused(ordinary_dir / "vae", tmp_path, "cannot be converted. Supported: DiTTransformer2DModel, LTX")
+        self.refused(ordinary_dir / "vae", tmp_path, "cannot be converted. Supported: DiTTransformer2DModel, Flux")
         folder = tmp_path / "other"
         shutil.copytree(ordinary_dir, folder, ignore=shutil.ignore_patterns("transformer"))
         index = json.loads((folder / "model_index.json").read_text())
-        index["transformer"] = ["diffusers", "FluxTransformer2DModel"]
+        index["transformer"] = ["diffusers", "SD3Transformer2DModel"]
         (folder / "model_index.json").write_text(json.dumps(index))
         self.refused(
-            folder, tmp_path, "no model that can be converted", "FluxTransformer2DModel", "DiTTransformer2DModel"
+            folder, tmp_path, "no model that can be converted", "SD3Transformer2DModel", "DiTTransformer2DModel"
         )
 
 
