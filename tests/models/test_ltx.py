@@ -197,7 +197,7 @@ def video(pipeline, **options):
         # Classifier-free, spatio-temporal and modality guidance.
         sizes["spatio_temporal_guidance_blocks"] = [0, 1]
     generator = torch.Generator().manual_seed(0)
-    return pipeline("a seven", generator=generator, output_type="np", **{**sizes, **options}).frames[0]
+    return pipeline(prompt="a seven", generator=generator, output_type="np", **{**sizes, **options}).frames[0]
 
 
 @pytest.mark.parametrize("make", [tiny.ltx_pipeline, tiny.ltx2_pipeline])
@@ -223,7 +223,10 @@ def test_pipeline(make, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make, cls, options",
-    [(tiny.ltx_pipeline, LTXImageToVideoPipeline, {}), (tiny.ltx2_pipeline, LTX2ImageToVideoPipeline, {"crf": 0})],
+    [
+        (tiny.ltx_pipeline, LTXImageToVideoPipeline, {}),
+        (tiny.ltx2_pipeline, LTX2ImageToVideoPipeline, {"image_crf": 0}),
+    ],
     ids=["ltx", "ltx2"],
 )
 def test_image_to_video(make, cls, options):
