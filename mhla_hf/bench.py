@@ -198,6 +198,8 @@ def diffusion_inputs(
         "img_ids": random(math.prod(grid), axes),
         "txt_ids": random(text, axes),
         "img_shapes": [[(1, *grid)]] * batch,
+        # Values of `img_ids` tell the grid, and there are none on the meta device.
+        "joint_attention_kwargs": {"grid": grid} if type(model).__name__ == "MHLAFluxTransformer2DModel" else None,
         "num_frames": grid[0],
         "height": grid[-2],
         "width": grid[-1],

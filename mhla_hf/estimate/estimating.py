@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..bench import ORDINARY, BenchOptions, cast_model, compare
 from ..config import automatic_share, parse_layers
 from ..integrations.transformers.cache import cache_layer_bytes
+from ..recovery.recipes import FAMILIES as RECOVERED
 from ..recovery.recipes import Recipe, default_recipe, load_recipe, recipe_names
 from ..training.matching.blocks import list_blocks
 from ..training.matching.layers import base_model, mhla_layers, run
@@ -177,7 +178,8 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
     except ValueError as error:
         return replace(found, refusal=shorten_text(str(error), 300))
     count, family = count_operations(candidate, model, grid), candidate.family(model)
-    recipes = {} if family is None else {"default": default_recipe(family)}
+    # Some models are only calibrated so far.
+    recipes = {"default": default_recipe(family)} if family in RECOVERED else {}
     packaged = {name: load_recipe(name) for name in recipe_names()} if recipes else {}
     recipes |= {name: recipe for name, recipe in packaged.items() if recipe.family == family}
     training = [{"recipe": name, **training_memory(candidate, softmax, recipe)} for name, recipe in recipes.items()]

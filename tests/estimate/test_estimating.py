@@ -36,6 +36,11 @@ FLUX = {
     "num_single_layers": 2, "in_channels": 64, "joint_attention_dim": 32, "pooled_projection_dim": 8,
     "axes_dims_rope": [4, 6, 6],
 }  # fmt: skip
+SD3 = {
+    "_class_name": "SD3Transformer2DModel", "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3,
+    "in_channels": 16, "out_channels": 16, "sample_size": 128, "joint_attention_dim": 24, "caption_projection_dim": 32,
+    "pooled_projection_dim": 20,
+}  # fmt: skip
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32,
     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -113,16 +118,26 @@ def test_caches_are_as_large_as_measured(candidate):
 
 
 def test_a_model_without_mhla(candidate):
-    subject = candidate(FLUX)
+    subject = candidate(SD3)
     found = estimate(subject, find_grid(subject, height=512, width=768))
     # The text takes part.
     tokens, width = 512 + 32 * 48, 32
     assert (found.grid, found.tokens, found.layers) == ((32, 48), tokens, 3)
     assert found.mixing == 3 * 4 * tokens**2 * width and found.mhla_operations is None and found.training == []
-    assert "MHLA does not support it: FluxTransformer2DModel has no MHLA version" in found.sentence()
+    assert "MHLA does not support it: SD3Transformer2DModel has no MHLA version" in found.sentence()
     assert [row["with_mhla"] for row in found.bounds()] == [None] * 4
-    with pytest.raises(ValueError, match="^height must be given with width, or tokens: the configuration"):
-        find_grid(subject)
+
+
+def test_text_beside_the_grid(candidate):
+    """Softmax from the text and to it, with a mean key of each block, are MHLA's own operations."""
+    subject = candidate(FLUX)
+    found = estimate(subject, find_grid(subject, height=512, width=768))
+    text, grid, width = 512, 32 * 48, 32
+    tokens = text + grid
+    assert (found.grid, found.tokens, found.layers) == ((32, 48), tokens, 3)
+    assert found.mixing == 3 * 4 * tokens**2 * width
+    exact = 3 * 4 * (text * tokens + grid * text) * width
+    assert exact < found.mhla_operations < found.mixing
 
 
 def test_linear_attention_has_nothing_to_gain(candidate):
