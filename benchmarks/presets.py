@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.pages import table_row, with_sections
 from mhla_hf import MHLA, from_preset
-from mhla_hf.bench import OperatorShape
+from mhla_hf.bench import OperatorShape, diffusion_inputs
 from mhla_hf.presets import PRESETS
 
 
@@ -52,7 +52,7 @@ def make_model(name: str, mhla: Any = None, **overrides: Any) -> nn.Module:
 
 def example_inputs(
     model: Any, *, tokens: int | None = None, latents: tuple[int, int, int] | None = None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Random arguments of `forward` for one text, image or video, on the model's device.
 
     Args:
@@ -60,44 +60,16 @@ def example_inputs(
         tokens: Length of a text; the longest by default.
         latents: Latent frames, height and width of a video; by default those of its pipeline.
     """
-    config, place = model.config, {"device": model.device, "dtype": model.dtype}
-    kind = type(model).__name__.removeprefix("MHLA")
-    latents = latents or _LTX_LATENTS.get(kind, WAN_LATENTS)
+    config, kind = model.config, type(model).__name__.removeprefix("MHLA")
     if kind == "LlamaForCausalLM":
         shape = (1, tokens or config.max_position_embeddings)
         return {"input_ids": torch.randint(config.vocab_size, shape, device=model.device)}
     if kind == "DeiTForImageClassification":
-        return {"pixel_values": torch.randn(1, config.num_channels, config.image_size, config.image_size, **place)}
+        size = (1, config.num_channels, config.image_size, config.image_size)
+        return {"pixel_values": torch.randn(size, device=model.device, dtype=model.dtype)}
     side = config.get("sample_size")
-    size = latents if side is None else (side, side)
-    inputs = {
-        "hidden_states": torch.randn(1, config.in_channels, *size, **place),
-        "timestep": torch.full((1,), 500, device=model.device),
-    }
-    frames, height, width = latents
-    if kind in _LTX_LATENTS:
-        inputs["hidden_states"] = inputs["hidden_states"].flatten(2).transpose(1, 2)
-        inputs |= {"num_frames": frames, "height": height, "width": width, "encoder_attention_mask": None}
-    if kind == "LTX2VideoTransformer3DModel":
-        # 25 latents of audio for a second of 24 frames.
-        sound = (1, round(25 * (8 * frames - 7) / 24), config.audio_in_channels)
-        inputs |= {"audio_hidden_states": torch.randn(sound, **place), "audio_num_frames": sound[1]}
-        text = (1, _TEXT_TOKENS[kind], config.caption_channels)
-        inputs["audio_encoder_hidden_states"] = torch.randn(text, **place)
-    if kind == "WanVACETransformer3DModel":
-        inputs["control_hidden_states"] = torch.randn(1, config.vace_in_channels, *latents, **place)
-    if kind == "WanAnimateTransformer3DModel":
-        # The first latent frame is that of the reference image; the others stand for four frames each.
-        face = (1, 3, 4 * frames - 7, config.motion_encoder_size, config.motion_encoder_size)
-        inputs["pose_hidden_states"] = torch.randn(1, config.latent_channels, frames - 1, height, width, **place)
-        inputs["face_pixel_values"] = torch.randn(face, **place)
-        inputs["encoder_hidden_states_image"] = torch.randn(1, 257, config.image_dim, **place)
-    if kind in _TEXT_TOKENS:
-        width = config.get("text_dim") or config.caption_channels
-        inputs["encoder_hidden_states"] = torch.randn(1, _TEXT_TOKENS[kind], width, **place)
-    else:
-        inputs["class_labels"] = torch.randint(config.num_embeds_ada_norm, (1,), device=model.device)
-    return inputs
+    size = (latents or _LTX_LATENTS.get(kind, WAN_LATENTS)) if side is None else (side, side)
+    return diffusion_inputs(model, size, model.dtype, model.device, text=_TEXT_TOKENS.get(kind, 0))
 
 
 @dataclass(frozen=True, kw_only=True)

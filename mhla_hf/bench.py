@@ -205,11 +205,24 @@ def diffusion_inputs(
         "width": grid[-1],
     }
     if "class_labels" in taken and config.get("num_embeds_ada_norm"):
-        known["class_labels"] = torch.randint(1000, (batch,), generator=generator, device=device)
+        known["class_labels"] = torch.randint(config.num_embeds_ada_norm, (batch,), generator=generator, device=device)
     elif "encoder_hidden_states" in taken:
         known["encoder_hidden_states"] = random(batch, text, width)
         if getattr(taken.get("encoder_attention_mask"), "default", None) is inspect.Parameter.empty:
             known["encoder_attention_mask"] = torch.ones(batch, text, dtype=torch.long, device=device)
+    if "control_hidden_states" in taken:
+        known["control_hidden_states"] = random(batch, config.vace_in_channels, *grid)
+    if "pose_hidden_states" in taken:
+        # The first latent frame is that of the reference image; the others stand for four frames each.
+        frames, side = grid[0], config.motion_encoder_size
+        known["pose_hidden_states"] = random(batch, config.latent_channels, frames - 1, *grid[1:])
+        known["face_pixel_values"] = random(batch, 3, 4 * frames - 7, side, side)
+        known["encoder_hidden_states_image"] = random(batch, 257, config.image_dim)
+    if "audio_hidden_states" in taken:
+        # 25 latents of audio for a second of 24 frames.
+        sound = round(25 * (8 * grid[0] - 7) / 24)
+        known |= {"audio_hidden_states": random(batch, sound, config.audio_in_channels), "audio_num_frames": sound}
+        known["audio_encoder_hidden_states"] = random(batch, text, width)
     if getattr(model, "use_additional_conditions", False):
         known["added_cond_kwargs"] = {"resolution": random(batch, 2), "aspect_ratio": random(batch, 1)}
     return {name: value for name, value in known.items() if name in taken and value is not None}

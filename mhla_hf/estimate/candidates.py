@@ -61,7 +61,7 @@ class Candidate(ABC):
 
         Args:
             mhla: Options of its MHLA version; `None` for the softmax model.
-            one_block: Leave out all transformer blocks but the first.
+            one_block: Leave out all transformer blocks but the first of each list.
 
         Raises:
             ValueError: If it has sizes that no model has, or MHLA does not support it.
@@ -116,7 +116,11 @@ class DiffusionModel(Candidate):
         if upstream is None:
             raise ValueError(f"{self.class_name} is not in diffusers {diffusers.__version__}.")
         check_model_config(upstream, self.config, self.name)
-        config = {**self.config, **({"num_layers": 1} if one_block else {})}
+        config = dict(self.config)
+        if one_block:
+            # One of each list of blocks.
+            others = {"num_single_layers": 1, "vace_layers": [0]}
+            config |= {"num_layers": 1, **{name: value for name, value in others.items() if name in config}}
         if mhla is not None:
             upstream, config["mhla"] = family_for(self.class_name).load_class(), dict(mhla)
         return upstream.from_config(config).eval()
@@ -179,7 +183,7 @@ class DiffusionModel(Candidate):
         return {"grid": list(grid)}
 
     def family(self, model: Any) -> str | None:
-        return family_for(self.class_name).name
+        return family_for(self.class_name).training
 
 
 class TransformersModel(Candidate):

@@ -25,8 +25,7 @@ from ..config import automatic_share, parse_layers
 from ..integrations.transformers.cache import cache_layer_bytes
 from ..recovery.recipes import FAMILIES as RECOVERED
 from ..recovery.recipes import Recipe, default_recipe, load_recipe, recipe_names
-from ..training.matching.blocks import list_blocks
-from ..training.matching.layers import base_model, mhla_layers, run
+from ..training.matching.layers import AttentionLayer, base_model, mhla_layers, run
 from ..utils.messages import shorten_text
 from .candidates import Candidate, on_meta
 
@@ -319,7 +318,7 @@ def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[
             _TRAINED * max(sum(each.numel() for each in layer.parameters().values()) for layer in converted)
         )
     if recipe.blocks is not None:
-        blocks = {re.sub(r"(\.\d+)\..*", r"\1", layer.name) for layer in converted}
+        blocks = set(map(_block_of, converted))
         training.append(_TRAINED * max(count_parameters(model.get_submodule(name)) for name in blocks))
     training.append(parameters * (_DISTILLED if recipe.distill else _TRAINED if recipe.finetune else 0))
     stages = [getattr(recipe, name) for name in recipe.stages()]
@@ -332,6 +331,11 @@ def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[
         "records": records,
         "block_records": block_records,
     }
+
+
+def _block_of(layer: AttentionLayer) -> str:
+    """Name of the transformer block of a layer."""
+    return re.sub(r"(\.\d+)\..*", r"\1", layer.name)
 
 
 # Measuring.
@@ -355,7 +359,7 @@ def measure_block(candidate: Candidate, grid: Sequence[int], options: BenchOptio
     mhla = candidate.options(grid)
     with torch.device("meta"):
         model = candidate.build(mhla, one_block=True)
-    name = list_blocks(model, candidate.inputs(model, grid, dtype, torch.device("meta")))[0].name
+    name = _block_of(mhla_layers(model)[0])
     makers = {
         ORDINARY: partial(_block_run, candidate, name, grid, None, dtype, device),
         "mhla": partial(_block_run, candidate, name, grid, mhla, dtype, device),

@@ -18,6 +18,7 @@ from mhla_hf.estimate.candidates import on_meta
 from mhla_hf.estimate.estimating import training_memory
 from mhla_hf.recovery.recipes import load_recipe, recipe_names
 from tests import ROOT
+from tests.models.cases import FluxCase, HunyuanVideoCase, LTX2Case, SkyReelsCase, WanAnimateCase, WanVACECase
 from tests.recovery.test_recipes import DIFFUSERS, TRANSFORMERS
 from tests.tiny import TEXT_DIM, WAN
 
@@ -138,6 +139,29 @@ def test_text_beside_the_grid(candidate):
     assert found.mixing == 3 * 4 * tokens**2 * width
     exact = 3 * 4 * (text * tokens + grid * text) * width
     assert exact < found.mhla_operations < found.mixing
+
+
+@pytest.mark.parametrize(
+    ("case", "trained_as", "recipes"),
+    [
+        (WanVACECase(), "wan-vace", ["default"]),
+        (WanAnimateCase(), "wan-animate", []),
+        (SkyReelsCase(), "wan", ["default", "wan-1.3b", "wan-1.3b-hybrid"]),
+        (LTX2Case(), "ltx2", ["default"]),
+        (HunyuanVideoCase(), "hunyuan-video", []),
+        (FluxCase(), "flux", []),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "upstream") else "",
+)
+def test_models_with_inputs_or_lists_of_blocks_of_their_own(case, trained_as, recipes, candidate):
+    model = case.make(case.upstream)
+    subject = candidate({**model.config, "_class_name": case.upstream.__name__})
+    size = {"height": 64, "width": 64, **({} if "Flux" in subject.class_name else {"num_frames": 9})}
+    found = estimate(subject, find_grid(subject, **size))
+    assert found.refusal is None and found.layers == case.mhla_class.layer_count(model.config)
+    assert subject.family(model) == trained_as and [row["recipe"] for row in found.training] == recipes
+    report = measure_block(subject, found.grid, BenchOptions(device="cpu", seconds=0.05))
+    assert [(row["contestant"], row["reason"]) for row in report["results"]] == [("ordinary", None), ("mhla", None)]
 
 
 def test_linear_attention_has_nothing_to_gain(candidate):
