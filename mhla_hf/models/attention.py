@@ -100,9 +100,12 @@ def tables_with_grid(tables: tuple[torch.Tensor, torch.Tensor], grid: Sequence[i
     Returns:
         Cosines and sines `(1, *grid, 1, K)`; cosines and sines `[1, T, 1, K / 2]`, each value once, dense.
     """
-    cosine, sine = tables
-    pairs = cosine[..., 0::2].contiguous(), sine[..., 1::2].contiguous()
-    return cosine.unflatten(1, grid), sine.unflatten(1, grid), *pairs
+    return *(table.unflatten(1, grid) for table in tables), *compact(*tables)
+
+
+def compact(cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rotary tables `[..., K]` that have each value twice in a row as dense ones `[..., K / 2]`."""
+    return cosine[..., 0::2].contiguous(), sine[..., 1::2].contiguous()
 
 
 def tables_of_layer(

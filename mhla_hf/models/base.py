@@ -8,7 +8,6 @@ import inspect
 import json
 import math
 import os
-from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -120,9 +119,8 @@ class MHLAAdapterMixin(Upstream):
 class MHLAModelMixin(MHLAAdapterMixin):
     """Goes before a diffusers model class in the bases of its MHLA version.
 
-    Subclasses set `default_grid` and write `_self_attentions` and `_use_mhla`; where a model's options have other
-    defaults than `MHLAConfig`, they set `default_options`. The constructor is the upstream one plus the keyword
-    `mhla`.
+    Subclasses set `default_grid` and `attention_class`; where a model's options have other defaults than `MHLAConfig`,
+    they set `default_options`. The constructor is the upstream one plus the keyword `mhla`.
     """
 
     # The token grid that block counts are derived from when the options give neither blocks nor grid.
@@ -135,6 +133,12 @@ class MHLAModelMixin(MHLAAdapterMixin):
     upstream_is_linear: ClassVar[bool] = False
     # The module of an MHLA layer.
     layer_class: ClassVar[type[MHLA]] = MHLA
+    # What the self-attention of every layer becomes, MHLA or not.
+    attention_class: ClassVar[type]
+    # What modules of the model become, such as its rotary embedding, by their names.
+    module_classes: ClassVar[Mapping[str, type]] = MappingProxyType({})
+    # Entries of the configuration that count layers.
+    layer_counts: ClassVar[tuple[str, ...]] = ("num_layers",)
     # Whether MHLA layers can hold a part of the token sequence each.
     supports_context_parallel: ClassVar[bool] = False
 
@@ -172,13 +176,18 @@ class MHLAModelMixin(MHLAAdapterMixin):
             base for base in cls.__mro__ if issubclass(base, ModelMixin) and not issubclass(base, MHLAModelMixin)
         )
 
-    @abstractmethod
     def _self_attentions(self) -> list[nn.Module]:
         """The self-attention module of every layer, in order."""
+        return [block.attn1 for block in self.transformer_blocks]
 
-    @abstractmethod
     def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
         """Make the attention modules of `mhla_layers` compute with their new submodule `mhla`."""
+        for name, cls in self.module_classes.items():
+            getattr(self, name).__class__ = cls
+        for attention in attentions:
+            attention.__class__ = self.attention_class
+        for index in mhla_layers:
+            attentions[index].set_processor(attentions[index].mhla_processor_class())
 
     def _attention_widths(self, attention: Any) -> dict[str, Any]:
         """`hidden_size`, `num_heads` and `head_dim` of a self-attention module."""
@@ -213,12 +222,19 @@ class MHLAModelMixin(MHLAAdapterMixin):
     @classmethod
     def layer_count(cls, config: Mapping[str, Any]) -> int:
         """Return the number of self-attention layers that a model of this configuration has."""
-        return cls.config_value(config, "num_layers")
+        return sum(cls.config_value(config, name) for name in cls.layer_counts)
 
     @classmethod
     def patch_sizes(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the number of latents that a token stands for along each axis."""
-        return cls.config_value(config, "patch_size")
+        size = cls.config_value(config, "patch_size")
+        if "patch_size_t" not in inspect.signature(cls.__init__).parameters:
+            return size
+        return (cls.config_value(config, "patch_size_t"), size, size)
+
+    @classmethod
+    def check_config(cls, config: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for a configuration of the class that MHLA does not support."""
 
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -269,8 +285,10 @@ class MHLAModelMixin(MHLAAdapterMixin):
                 nothing else does.
 
         Raises:
-            ValueError: If an option is wrong, or there are more blocks than tokens on an axis.
+            ValueError: If an option is wrong, there are more blocks than tokens on an axis, or MHLA does not support
+                the configuration.
         """
+        cls.check_config(config)
         given, grid = cls.coerce_options(options), cls.config_grid(config)
         if compression is not None and (grid, given.grid, given.blocks) == (None, None, None):
             given = given.replace(grid=cls.reference_grid(config, compression))

@@ -8,12 +8,14 @@ which blocks hand to their attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxPosEmbed, FluxTransformer2DModel
 
 from ..layers import PairwiseRotary
+from .attention import compact
 from .joint import JointImageMixin, MHLAJointAttention
 
 
@@ -23,7 +25,7 @@ class MHLAFluxPosEmbed(FluxPosEmbed):
     def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return upstream's tables, and compact ones for MHLA layers, `[1, X + T, 1, K / 2]`."""
         cosine, sine = super().forward(ids)
-        return cosine, sine, *(table[None, :, None].contiguous() for table in (cosine[:, 0::2], sine[:, 1::2]))
+        return cosine, sine, *(table[None, :, None] for table in compact(cosine, sine))
 
 
 class MHLAFluxAttention(MHLAJointAttention, FluxAttention):
@@ -62,7 +64,7 @@ class MHLAFluxTransformer2DModel(JointImageMixin, FluxTransformer2DModel):
     # 1024 × 1024: latents of 128 × 128 in patches of 2 × 2.
     default_grid = (64, 64)
     attention_class = MHLAFluxAttention
-    rotary_class = ("pos_embed", MHLAFluxPosEmbed)
+    module_classes = MappingProxyType({"pos_embed": MHLAFluxPosEmbed})
     layer_counts = ("num_layers", "num_single_layers")
 
     def forward(

@@ -7,7 +7,7 @@ the models of Wan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import (
 
 from ..layers import PairwiseRotary
 from ..utils.compat.diffusers import skip_attention_in, skip_layers_in
-from .attention import Upstream
+from .attention import Upstream, compact
 from .joint import MHLAJointAttention, MHLAJointModelMixin
 
 
@@ -42,7 +42,7 @@ class RotaryOfGrid(Upstream):
         patches = (self.patch_size_t, self.patch_size, self.patch_size)
         grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], patches))
         cosine, sine = super().forward(hidden_states)
-        pairs = (table[None, :, None].contiguous() for table in (cosine[:, 0::2], sine[:, 1::2]))
+        pairs = (table[None, :, None] for table in compact(cosine, sine))
         return cosine.unflatten(0, grid), sine.unflatten(0, grid), *pairs
 
 
@@ -76,19 +76,7 @@ class MHLAHunyuanVideoAttention(MHLAJointAttention, Attention):
         )
 
 
-class HunyuanVideoMixin(MHLAJointModelMixin):
-    """Goes before a model class of the family in the bases of its MHLA version."""
-
-    attention_class = MHLAHunyuanVideoAttention
-
-    @classmethod
-    def patch_sizes(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Frames, height and width of a token, in latents."""
-        side = cls.config_value(config, "patch_size")
-        return cls.config_value(config, "patch_size_t"), side, side
-
-
-class MHLAHunyuanVideoTransformer3DModel(HunyuanVideoMixin, HunyuanVideoTransformer3DModel):
+class MHLAHunyuanVideoTransformer3DModel(MHLAJointModelMixin, HunyuanVideoTransformer3DModel):
     """`HunyuanVideoTransformer3DModel` whose joint attention is MHLA in the chosen layers.
 
     Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
@@ -98,11 +86,12 @@ class MHLAHunyuanVideoTransformer3DModel(HunyuanVideoMixin, HunyuanVideoTransfor
 
     video_size = (129, 720, 1280)
     default_grid = (33, 45, 80)
-    rotary_class = ("rope", MHLAHunyuanVideoRotaryPosEmbed)
+    attention_class = MHLAHunyuanVideoAttention
+    module_classes = MappingProxyType({"rope": MHLAHunyuanVideoRotaryPosEmbed})
     layer_counts = ("num_layers", "num_single_layers")
 
 
-class MHLAHunyuanVideo15Transformer3DModel(HunyuanVideoMixin, HunyuanVideo15Transformer3DModel):
+class MHLAHunyuanVideo15Transformer3DModel(MHLAJointModelMixin, HunyuanVideo15Transformer3DModel):
     """`HunyuanVideo15Transformer3DModel` whose joint attention is MHLA in the chosen layers.
 
     Takes arguments and checkpoints as `MHLAHunyuanVideoTransformer3DModel` does. Tokens of the image and of glyphs
@@ -111,4 +100,5 @@ class MHLAHunyuanVideo15Transformer3DModel(HunyuanVideoMixin, HunyuanVideo15Tran
 
     video_size = (121, 480, 832)
     default_grid = (31, 30, 52)
-    rotary_class = ("rope", MHLAHunyuanVideo15RotaryPosEmbed)
+    attention_class = MHLAHunyuanVideoAttention
+    module_classes = MappingProxyType({"rope": MHLAHunyuanVideo15RotaryPosEmbed})

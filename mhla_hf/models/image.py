@@ -49,22 +49,13 @@ class MHLAImageModelMixin(MHLAModelMixin):
     """`MHLAModelMixin` for models with `transformer_blocks[i].attn1`, and square `sample_size` and `patch_size`."""
 
     default_grid: ClassVar[tuple[int, ...]] = (32, 32)
-    attention_class: ClassVar[type] = MHLAImageAttention
+    attention_class = MHLAImageAttention
 
     @classmethod
     def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """The grid of an image of the size that the model was made for, in patches."""
         size = cls.config_value(config, "sample_size") // cls.config_value(config, "patch_size")
         return (size, size)
-
-    def _self_attentions(self) -> list[nn.Module]:
-        return [block.attn1 for block in self.transformer_blocks]
-
-    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
-        for attention in attentions:
-            attention.__class__ = self.attention_class
-        for index in mhla_layers:
-            attentions[index].set_processor(attentions[index].mhla_processor_class())
 
 
 class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, PeftAdapterMixin):

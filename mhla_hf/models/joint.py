@@ -107,27 +107,9 @@ class MHLAJointModelMixin(KeepsMHLAProcessors):
     """For models with `transformer_blocks[i].attn` and, in some, `single_transformer_blocks[i].attn` after those."""
 
     layer_class: ClassVar[type[MHLA]] = JointMHLA
-    attention_class: ClassVar[type] = MHLAJointAttention
-    # The class of the rotary embedding, by the name of its module.
-    rotary_class: ClassVar[tuple[str, type]]
-    # Entries of the configuration that count layers.
-    layer_counts: ClassVar[tuple[str, ...]] = ("num_layers",)
 
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn for block in (*self.transformer_blocks, *getattr(self, "single_transformer_blocks", ()))]
-
-    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
-        name, cls = self.rotary_class
-        getattr(self, name).__class__ = cls
-        for attention in attentions:
-            attention.__class__ = self.attention_class
-        for index in mhla_layers:
-            attentions[index].set_processor(MHLAJointAttnProcessor())
-
-    @classmethod
-    def layer_count(cls, config: Mapping[str, Any]) -> int:
-        """Count all lists of blocks."""
-        return sum(cls.config_value(config, name) for name in cls.layer_counts)
 
 
 class JointImageMixin(MHLAJointModelMixin):

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 import torch
-import torch.nn as nn
 from diffusers.models.transformers.transformer_ltx import (
     LTXAttention,
     LTXVideoRotaryPosEmbed,
@@ -91,30 +90,7 @@ def pairwise_rotary(tables: tuple[torch.Tensor, ...], num_heads: int) -> Pairwis
     return PairwiseRotary(*(table.unflatten(-1, (num_heads, -1))[..., 0::2] for table in tables))
 
 
-class LTXFamilyMixin(KeepsMHLAProcessors):
-    """Goes before a model class of LTX in the bases of its MHLA version."""
-
-    attention_class: ClassVar[type]
-    rotary_class: ClassVar[type]
-
-    @classmethod
-    def patch_sizes(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """The pipeline's patches of latents."""
-        frames, side = (cls.config_value(config, name) for name in ("patch_size_t", "patch_size"))
-        return (frames, side, side)
-
-    def _self_attentions(self) -> list[nn.Module]:
-        return [block.attn1 for block in self.transformer_blocks]
-
-    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
-        self.rope.__class__ = self.rotary_class
-        for attention in attentions:
-            attention.__class__ = self.attention_class
-        for index in mhla_layers:
-            attentions[index].set_processor(attentions[index].mhla_processor_class())
-
-
-class MHLALTXVideoTransformer3DModel(LTXFamilyMixin, LTXVideoTransformer3DModel):
+class MHLALTXVideoTransformer3DModel(KeepsMHLAProcessors, LTXVideoTransformer3DModel):
     """`LTXVideoTransformer3DModel` whose self-attention is MHLA in the chosen layers.
 
     Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
@@ -128,7 +104,8 @@ class MHLALTXVideoTransformer3DModel(LTXFamilyMixin, LTXVideoTransformer3DModel)
     # 161 frames of 512 × 704: (161 - 1) / 8 + 1 latent frames, and a latent for 32 × 32 pixels.
     video_size = (161, 512, 704)
     default_grid = (21, 16, 22)
-    attention_class, rotary_class = MHLALTXAttention, MHLALTXVideoRotaryPosEmbed
+    attention_class = MHLALTXAttention
+    module_classes = MappingProxyType({"rope": MHLALTXVideoRotaryPosEmbed})
 
 
 class MHLALTX2AttnProcessor(MHLAAttnProcessor):
@@ -203,7 +180,7 @@ def _token_axis(module: LTX2Attention | LTX2AudioVideoRotaryPosEmbed) -> int:
     return 2 if module.rope_type == "split" else 1
 
 
-class MHLALTX2VideoTransformer3DModel(LTXFamilyMixin, LTX2VideoTransformer3DModel):
+class MHLALTX2VideoTransformer3DModel(KeepsMHLAProcessors, LTX2VideoTransformer3DModel):
     """`LTX2VideoTransformer3DModel` whose self-attention of the video is MHLA in the chosen layers.
 
     Takes arguments and checkpoints as `MHLALTXVideoTransformer3DModel` does. Attention of the audio, to text and
@@ -213,12 +190,9 @@ class MHLALTX2VideoTransformer3DModel(LTXFamilyMixin, LTX2VideoTransformer3DMode
     # 121 frames of 512 × 768.
     video_size = (121, 512, 768)
     default_grid = (16, 16, 24)
-    attention_class, rotary_class = MHLALTX2Attention, MHLALTX2RotaryPosEmbed
+    attention_class = MHLALTX2Attention
+    module_classes = MappingProxyType({"rope": MHLALTX2RotaryPosEmbed, "cross_attn_rope": MHLALTX2CrossRotaryPosEmbed})
     _no_split_modules = ["LTX2VideoTransformerBlock"]
-
-    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
-        self.cross_attn_rope.__class__ = MHLALTX2CrossRotaryPosEmbed
-        super()._use_mhla(attentions, mhla_layers)
 
     @functools.wraps(LTX2VideoTransformer3DModel.forward)
     def forward(

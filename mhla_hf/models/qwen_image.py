@@ -8,13 +8,13 @@ their shape.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope, QwenImageTransformer2DModel
 
-from ..config import MHLAConfig
 from ..layers import PairwiseRotary
 from .joint import JointImageMixin, MHLAJointAttention
 
@@ -77,16 +77,10 @@ class MHLAQwenImageTransformer2DModel(JointImageMixin, QwenImageTransformer2DMod
     # 1328 × 1328: latents of 166 × 166 in patches of 2 × 2.
     default_grid = (83, 83)
     attention_class = MHLAQwenAttention
-    rotary_class = ("pos_embed", MHLAQwenEmbedRope)
+    module_classes = MappingProxyType({"pos_embed": MHLAQwenEmbedRope})
 
     @classmethod
-    def resolve_options(
-        cls,
-        options: MHLAConfig | Mapping[str, Any] | None,
-        config: Mapping[str, Any],
-        compression: tuple[int, int] | None = None,
-    ) -> MHLAConfig:
-        """As for other models; `ValueError` for Qwen-Image-Layered."""
+    def check_config(cls, config: Mapping[str, Any]) -> None:
+        """Refuse Qwen-Image-Layered."""
         if cls.config_value(config, "use_layer3d_rope"):
             raise ValueError("Qwen-Image-Layered (use_layer3d_rope) has no MHLA version: its images have layers.")
-        return super().resolve_options(options, config, compression)

@@ -136,6 +136,7 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
     default_options = MappingProxyType({"mixing_init": "uniform", "eps": 1e-15})
     upstream_is_linear = True
     attention_class = MHLASanaVideoAttention
+    module_classes = MappingProxyType({"rope": MHLASanaVideoRotaryPosEmbed})
     _repeated_blocks = ["SanaVideoTransformerBlock"]
 
     @classmethod
@@ -151,7 +152,3 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
             return grid
         rows = cls.config_value(config, "sample_size")
         return (grid[0], rows, round(rows * cls.default_grid[2] / cls.default_grid[1]))
-
-    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
-        self.rope.__class__ = MHLASanaVideoRotaryPosEmbed
-        super()._use_mhla(attentions, mhla_layers)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -31,9 +32,8 @@ from diffusers.models.transformers.transformer_wan import (
 )
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel
 
-from ..config import MHLAConfig
 from ..utils.compat.diffusers import context_parallel_plan, skip_attention_in, skip_layers_in
-from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor, RotaryWithGrid, tables_of_layer
+from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, RotaryWithGrid, tables_of_layer
 from .base import shard_of
 
 
@@ -99,17 +99,10 @@ class WanFamilyMixin(KeepsMHLAProcessors):
     # 81 frames of 480 × 832: (81 - 1) / 4 + 1 latent frames, 60 × 104 latent pixels in patches of 2 × 2.
     default_grid = (21, 30, 52)
     attention_class: ClassVar[type] = MHLAWanAttention
-    rotary_class: ClassVar[type] = MHLAWanRotaryPosEmbed
+    module_classes: ClassVar[Mapping[str, type]] = MappingProxyType({"rope": MHLAWanRotaryPosEmbed})
 
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn1 for block in self.blocks]
-
-    def _use_mhla(self, attentions: list[Any], mhla_layers: list[int]) -> None:
-        self.rope.__class__ = self.rotary_class
-        for attention in attentions:
-            attention.__class__ = self.attention_class
-        for index in mhla_layers:
-            attentions[index].set_processor(MHLAAttnProcessor())
 
 
 class MHLAWanTransformer3DModel(WanFamilyMixin, WanTransformer3DModel):
@@ -149,7 +142,8 @@ class MHLAWanAnimateTransformer3DModel(WanFamilyMixin, animate.WanAnimateTransfo
     # 77 frames of 720 × 1280, and the reference image as a latent frame before theirs.
     video_size = (81, 720, 1280)
     default_grid = (21, 45, 80)
-    attention_class, rotary_class = MHLAWanAnimateAttention, MHLAWanAnimateRotaryPosEmbed
+    attention_class = MHLAWanAnimateAttention
+    module_classes = MappingProxyType({"rope": MHLAWanAnimateRotaryPosEmbed})
 
 
 class MHLASkyReelsV2Transformer3DModel(WanFamilyMixin, SkyReelsV2Transformer3DModel):
@@ -161,18 +155,13 @@ class MHLASkyReelsV2Transformer3DModel(WanFamilyMixin, SkyReelsV2Transformer3DMo
 
     video_size = (97, 544, 960)
     default_grid = (25, 34, 60)
-    attention_class, rotary_class = MHLASkyReelsV2Attention, MHLASkyReelsV2RotaryPosEmbed
+    attention_class = MHLASkyReelsV2Attention
+    module_classes = MappingProxyType({"rope": MHLASkyReelsV2RotaryPosEmbed})
 
     @classmethod
-    def resolve_options(
-        cls,
-        options: MHLAConfig | Mapping[str, Any] | None,
-        config: Mapping[str, Any],
-        compression: tuple[int, int] | None = None,
-    ) -> MHLAConfig:
-        """As for other models; `ValueError` for causal blocks of frames."""
+    def check_config(cls, config: Mapping[str, Any]) -> None:
+        """Refuse causal blocks of frames."""
         _check_not_causal(cls.config_value(config, "num_frame_per_block"))
-        return super().resolve_options(options, config, compression)
 
     def _set_ar_attention(self, causal_block_size: int) -> None:
         _check_not_causal(causal_block_size)
