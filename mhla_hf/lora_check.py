@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,6 @@ from .utils.tensor_files import read_entries
 KINDS = ("MHLA layer", "other module", "MHLA parameter", "nothing")
 """Kinds of targets."""
 _PEFT_PREFIX = "base_model.model."
-# Loaders of diffusers by how names of families begin; SANA's serves the others.
-_LOADERS = {
-    "wan": "Wan",
-    "skyreels": "Wan",
-    "ltx2": "LTX2",
-    "ltx": "LTXVideo",
-    "hunyuan": "HunyuanVideo",
-    "qwen": "QwenImage",
-    "flux": "Flux",
-}
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], 
         raise ValueError(f"LoRA {path} holds no LoRA weights, but {shorten_list(shapes)}.")
     if part.is_transformers or any(name.startswith(_PEFT_PREFIX) for name in shapes):
         return {name.removeprefix(_PEFT_PREFIX): shape for name, shape in shapes.items()}, ()
-    weights = _converted_by_diffusers(path, family_for(part.class_name).name)
+    weights = _converted_by_diffusers(path, family_for(part.class_name).pipelines)
     parts = {name.partition(".")[0] for name in weights}
     parts = {name for name in parts if re.fullmatch(r"(transformer|text_encoder|unet)(_\d+)?", name)}
     # Each transformer of Wan 2.2 may have a file for itself, whose names are those of the first.
@@ -131,12 +121,13 @@ def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], 
     return found, others
 
 
-def _converted_by_diffusers(path: Path, family: str) -> Mapping[str, torch.Tensor]:
-    from diffusers.loaders import lora_pipeline
+def _converted_by_diffusers(path: Path, pipelines: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    import diffusers
     from diffusers.utils import convert_unet_state_dict_to_peft
 
-    name = next((name for start, name in _LOADERS.items() if family.startswith(start)), "Sana")
-    loader = getattr(lora_pipeline, f"{name}LoraLoaderMixin")
+    # Some pipelines load no LoRA; SANA's names are those of diffusers and peft alone.
+    classes = [getattr(diffusers, name) for name in (*pipelines, "SanaPipeline")]
+    loader = next(cls for cls in classes if hasattr(cls, "lora_state_dict"))
     try:
         weights = loader.lora_state_dict(str(path), use_safetensors=True)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:

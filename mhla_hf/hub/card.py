@@ -21,7 +21,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..config import MHLAConfig
 from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
-from ..models.registry import MHLA_CLASSES
+from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
 from ..models.stub import TAGS
 from ..recovery.report import LABELS, PLOT, REPORT, TITLES
 from ..utils import model_cards
@@ -354,24 +354,31 @@ def describe_model(model: ModelDirectory, tensors: Mapping[str, Any] | None = No
         # Damaged weights are reported by the checks.
         except (OSError, ValueError):
             tensors = {}
-    num_layers = next((config[key] for key in _LAYER_COUNTS if isinstance(config.get(key), int)), None)
-    if num_layers is not None:
-        # The control blocks of VACE have one each; other models have a second list of blocks.
-        vace, singles = config.get("vace_layers"), config.get("num_single_layers")
-        num_layers += (len(vace) if isinstance(vace, list) else 0) + (singles if isinstance(singles, int) else 0)
     counts = {name: math.prod(shape) for name, (_, shape) in tensors.items()}
     types = Counter(str(dtype).removeprefix("torch.") for dtype, _ in tensors.values())
     return {
         "name": model.component,
         "class_name": model.class_name,
         "mhla_layers": len({match[1] for match in map(_MHLA_LAYER.match, tensors) if match}),
-        "num_layers": num_layers,
+        "num_layers": _layer_count(model),
         "options": config["mhla"] if isinstance(config.get("mhla"), dict) else None,
         "parameters": sum(counts.values()),
         "mhla_parameters": sum(count for name, count in counts.items() if ".mhla." in name),
         "dtypes": dict(types.most_common()),
         "nbytes": sum(dtype.itemsize * counts[name] for name, (dtype, _) in tensors.items()),
     }
+
+
+def _layer_count(model: ModelDirectory) -> int | None:
+    """Return the number of layers in a configuration, or `None` where it does not tell."""
+    if model.class_name not in {**FAMILIES, **MHLA_CLASSES}:
+        return next((model.config[key] for key in _LAYER_COUNTS if isinstance(model.config.get(key), int)), None)
+    try:
+        count = mhla_class_for(model.class_name).layer_count(model.config)
+    # Values of other types are reported by the checks.
+    except TypeError:
+        return None
+    return count if isinstance(count, int) else None
 
 
 def _tower_options(model: ModelDirectory) -> dict[str, dict[str, Any]]:

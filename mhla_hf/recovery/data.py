@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from ..config import automatic_share, parse_layers
 from ..models.directory import ModelDirectory
-from ..models.registry import is_mhla_class
+from ..models.registry import is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, CacheConfig, TrainingConfig, parse_sizes
 from ..training.data.batches import BatchSource, Latents, RecordedCalls
 from ..training.data.images import image_batches, open_images
@@ -27,13 +28,15 @@ from ..training.matching.records import choose_cache, free_room
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes
-from .recipes import TEXT, TRANSFORMERS, Recipe, load_recipe, recipe_names
+from .recipes import TEXT, TRANSFORMERS, WITHOUT_OBJECTIVE, Recipe, load_recipe, recipe_names
 
 
 logger = logging.getLogger(__name__)
 
 GENERATED = "generated"
-DATA_FREE = ("pixart", "wan-vace", "ltx", "ltx2")
+# Sizes of a diffusion transformer whose product is the width of its hidden states.
+_WIDTHS = ("num_attention_heads", "attention_head_dim")
+DATA_FREE = tuple(family for family in WITHOUT_OBJECTIVE if family != "sana-video")
 """Families without an objective of training: the inputs of their model while the pipeline makes samples are enough to
 calibrate and match on."""
 
@@ -128,17 +131,18 @@ class RecoveryData:
             ValueError: If it does not.
         """
         config, trained = self.directory.config, (self.recipe.match, self.recipe.blocks)
+        mhla_class = mhla_class_for(self.directory.class_name)
         used = [None if stage is None else min(stage.batches, stage.steps) for stage in trained]
         if used == [None, None]:
             return
         # Batches that no step takes are not kept; the layer with the most steps takes at least the average.
         named = zip(("match.batches", "blocks.batches"), used, strict=True)
         recipe = self.recipe.changed({name: count for name, count in named if count is not None})
-        count, share = config["num_layers"], automatic_share(recipe.layers)
+        count, share = mhla_class.layer_count(config), automatic_share(recipe.layers)
         chosen = parse_layers(recipe.layers, count) if share is None else range(max(1, round(share * count)))
         size = {
             "tokens": plan.family.sizes(self.directory).num_tokens(parse_sizes(str(plan.config.sizes))[0]),
-            "width": config["num_attention_heads"] * config["attention_head_dim"],
+            "width": math.prod(mhla_class.config_value(config, name) for name in _WIDTHS),
             "layers": count if chosen is None else len(chosen),
         }
         of_layers, of_blocks = recipe.record_bytes(**size)
