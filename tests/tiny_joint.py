@@ -84,12 +84,26 @@ def text_mask(batch: int, tokens: int) -> torch.Tensor:
     return mask
 
 
-def hunyuan_video(
-    cls: type = HunyuanVideoTransformer3DModel, *, seed: int = 0, **overrides: Any
-) -> HunyuanVideoTransformer3DModel:
-    """A tiny HunyuanVideo transformer in evaluation mode; `overrides` replace entries of `HUNYUAN_VIDEO`."""
+def _make(cls: type, sizes: dict[str, Any], *, seed: int = 0, **overrides: Any) -> Any:
+    """A tiny transformer in evaluation mode; `overrides` replace entries of its sizes."""
     torch.manual_seed(seed)
-    return cls(**{**HUNYUAN_VIDEO, **overrides}).eval()
+    return cls(**{**sizes, **overrides}).eval()
+
+
+def hunyuan_video(cls: type = HunyuanVideoTransformer3DModel, **options: Any) -> HunyuanVideoTransformer3DModel:
+    return _make(cls, HUNYUAN_VIDEO, **options)
+
+
+def hunyuan_video_15(cls: type = HunyuanVideo15Transformer3DModel, **options: Any) -> HunyuanVideo15Transformer3DModel:
+    return _make(cls, HUNYUAN_VIDEO_15, **options)
+
+
+def qwen_image(cls: type = QwenImageTransformer2DModel, **options: Any) -> QwenImageTransformer2DModel:
+    return _make(cls, QWEN_IMAGE, **options)
+
+
+def flux(cls: type = FluxTransformer2DModel, **options: Any) -> FluxTransformer2DModel:
+    return _make(cls, FLUX, **options)
 
 
 def hunyuan_video_inputs(
@@ -111,14 +125,6 @@ def hunyuan_video_inputs(
         "encoder_attention_mask": text_mask(batch, text_tokens),
         "pooled_projections": random(batch, HUNYUAN_VIDEO["pooled_projection_dim"]),
     }
-
-
-def hunyuan_video_15(
-    cls: type = HunyuanVideo15Transformer3DModel, *, seed: int = 0, **overrides: Any
-) -> HunyuanVideo15Transformer3DModel:
-    """A tiny HunyuanVideo-1.5 transformer in evaluation mode; `overrides` replace entries of `HUNYUAN_VIDEO_15`."""
-    torch.manual_seed(seed)
-    return cls(**{**HUNYUAN_VIDEO_15, **overrides}).eval()
 
 
 def hunyuan_video_15_inputs(
@@ -146,14 +152,6 @@ def hunyuan_video_15_inputs(
     }
 
 
-def qwen_image(
-    cls: type = QwenImageTransformer2DModel, *, seed: int = 0, **overrides: Any
-) -> QwenImageTransformer2DModel:
-    """A tiny Qwen-Image transformer in evaluation mode; `overrides` replace entries of `QWEN_IMAGE`."""
-    torch.manual_seed(seed)
-    return cls(**{**QWEN_IMAGE, **overrides}).eval()
-
-
 def qwen_image_inputs(
     batch: int = 1,
     height: int = 4,
@@ -172,12 +170,6 @@ def qwen_image_inputs(
         "encoder_hidden_states_mask": text_mask(batch, text_tokens),
         "img_shapes": [[(1, height, width)]] * batch,
     }
-
-
-def flux(cls: type = FluxTransformer2DModel, *, seed: int = 0, **overrides: Any) -> FluxTransformer2DModel:
-    """A tiny Flux transformer in evaluation mode; `overrides` replace entries of `FLUX`."""
-    torch.manual_seed(seed)
-    return cls(**{**FLUX, **overrides}).eval()
 
 
 def flux_inputs(

@@ -330,3 +330,9 @@ class FluxCase(ModelCase):
     def inputs(self, size=0, **options):
         height, width = self.sizes[size] if isinstance(size, int) else size
         return tiny_joint.flux_inputs(height=height, width=width, **options)
+
+
+CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase()]
+CASES += [WanVACECase(), WanAnimateCase(), SkyReelsCase(), LTXCase(), LTX2Case()]
+CASES += [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase()]
+"""A case of every class."""

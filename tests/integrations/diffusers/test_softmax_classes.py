@@ -16,28 +16,10 @@ from safetensors.torch import load_file, save_file
 import mhla_hf
 from mhla_hf.integrations import diffusers as diffusers_integration
 from tests import tiny, tiny_images
-from tests.models.cases import (
-    DiTCase,
-    FluxCase,
-    HunyuanVideo15Case,
-    HunyuanVideoCase,
-    LTX2Case,
-    LTXCase,
-    PixArtCase,
-    QwenImageCase,
-    SanaCase,
-    SanaVideoCase,
-    SkyReelsCase,
-    WanAnimateCase,
-    WanCase,
-    WanVACECase,
-)
+from tests.models.cases import CASES, DiTCase, PixArtCase, WanCase
 from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
 
 
-CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase()]
-CASES += [WanVACECase(), WanAnimateCase(), SkyReelsCase(), LTXCase(), LTX2Case()]
-CASES += [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase()]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
