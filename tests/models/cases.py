@@ -255,14 +255,29 @@ class SanaVideoCase(ModelCase):
         return tiny_images.sana_video_inputs(frames=frames, height=height, width=width, **options)
 
 
-class HunyuanVideoCase(ModelCase):
+class JointCase(ModelCase):
+    """Joint attention, whose layers give the text an output as well."""
+
+    block_list = "transformer_blocks"
+    attention = "attn"
+
+    def silence(self, model, layer):
+        attention = self.mhla_class._self_attentions(model)[layer]
+        if getattr(attention, "to_add_out", None) is not None:
+            attention.to_out[0].weight.data.zero_(), attention.to_add_out.weight.data.zero_()
+            return
+        # A block with a single stream: its own projection takes the heads.
+        width = attention.to_v.out_features
+        block = model.single_transformer_blocks[layer - len(model.transformer_blocks)]
+        block.proj_out.weight.data[:, :width] = 0
+
+
+class HunyuanVideoCase(JointCase):
     """Two blocks with two streams and two with a single stream; latents of 3×4×8 are a token grid of 3×2×4."""
 
     upstream = HunyuanVideoTransformer3DModel
     mhla_class = MHLAHunyuanVideoTransformer3DModel
     options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
-    block_list = "transformer_blocks"
-    attention = "attn"
     # Frames, height and width of the latents.
     sizes = ((3, 4, 8), (1, 8, 12), (5, 6, 14))
 
@@ -274,14 +289,12 @@ class HunyuanVideoCase(ModelCase):
         return tiny_joint.hunyuan_video_inputs(frames=frames, height=height, width=width, **options)
 
 
-class HunyuanVideo15Case(ModelCase):
+class HunyuanVideo15Case(JointCase):
     """Two blocks with two streams; every latent is a token."""
 
     upstream = HunyuanVideo15Transformer3DModel
     mhla_class = MHLAHunyuanVideo15Transformer3DModel
     options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
-    block_list = "transformer_blocks"
-    attention = "attn"
     # What the last block makes of the text.
     unused = ("attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q", "ff_context")
     sizes = ((3, 2, 4), (1, 4, 6), (5, 3, 7))
@@ -294,14 +307,12 @@ class HunyuanVideo15Case(ModelCase):
         return tiny_joint.hunyuan_video_15_inputs(frames=frames, height=height, width=width, **options)
 
 
-class QwenImageCase(ModelCase):
+class QwenImageCase(JointCase):
     """Two blocks with two streams; the height and width of the grid."""
 
     upstream = QwenImageTransformer2DModel
     mhla_class = MHLAQwenImageTransformer2DModel
     options = {"blocks": [2, 3], "grid": [4, 6]}
-    block_list = "transformer_blocks"
-    attention = "attn"
     # What the last block makes of the text.
     unused = ("attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q", "txt_mlp")
     sizes = ((4, 6), (2, 12), (5, 7))
@@ -314,14 +325,12 @@ class QwenImageCase(ModelCase):
         return tiny_joint.qwen_image_inputs(height=height, width=width, **options)
 
 
-class FluxCase(ModelCase):
+class FluxCase(JointCase):
     """Two blocks with two streams and two with a single stream; the height and width of the grid."""
 
     upstream = FluxTransformer2DModel
     mhla_class = MHLAFluxTransformer2DModel
     options = {"blocks": [2, 3], "grid": [4, 6]}
-    block_list = "transformer_blocks"
-    attention = "attn"
     sizes = ((4, 6), (2, 12), (5, 7))
 
     def make(self, cls=None, **overrides):

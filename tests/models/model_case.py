@@ -5,6 +5,7 @@ A family's test module subclasses `ModelCase` once and mixes it with each `*Chec
 """
 
 import contextlib
+import copy
 import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -109,6 +110,21 @@ class ModelCase:
             for name, parameter in model.named_parameters()
             if parameter.grad is not None or not any(part in name for part in self.unused)
         }
+
+    def silence(self, model: Any, layer: int) -> None:
+        """Take away what comes out of the self-attention of a layer, of the MHLA model or of the softmax one."""
+        self.mhla_class._self_attentions(model)[layer].to_out[0].weight.data.zero_()
+
+    def assert_softmax_layers_stay(self, **options: Any) -> None:
+        """Whichever layer is MHLA, the others compute as in the softmax model, bit for bit."""
+        for layer in self.make_mhla().mhla_layers:
+            stock = self.make()
+            model = convert(copy.deepcopy(stock), {**self.options, "layers": [layer]})
+            assert model.mhla_layers == [layer]
+            for each in (stock, model):
+                self.silence(each, layer)
+            for size in range(3):
+                assert torch.equal(self.run(model, size, **options), self.run(stock, size, **options))
 
     def naive_gradient_error(self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> float:
         """Error of the gradients in float64 against those of the dense definition."""

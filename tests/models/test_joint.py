@@ -76,23 +76,7 @@ class TestJoint:
                 assert relative_error(call.output, expected) < 1e-5
 
     def test_softmax_layers_stay_exactly(self, case):
-        """Whichever layer is MHLA; what comes out of that one is taken away in both models."""
-        for layer in case.make_mhla().mhla_layers:
-            stock = case.make()
-            model = convert(copy.deepcopy(stock), {**case.options, "layers": [layer]})
-            assert model.mhla_layers == [layer]
-            for each in (stock, model):
-                attention = case.mhla_class._self_attentions(each)[layer]
-                if getattr(attention, "to_add_out", None) is None:
-                    # A block with a single stream: its own projection takes the heads.
-                    width = attention.to_v.out_features
-                    each.single_transformer_blocks[layer - len(each.transformer_blocks)].proj_out.weight.data[
-                        :, :width
-                    ] = 0
-                else:
-                    attention.to_out[0].weight.data.zero_(), attention.to_add_out.weight.data.zero_()
-            for size in range(3):
-                assert torch.equal(case.run(model, size, batch=2), case.run(stock, size, batch=2))
+        case.assert_softmax_layers_stay(batch=2)
 
     def test_text_as_a_block(self, case):
         model = case.make_mhla(text="block")

@@ -73,15 +73,7 @@ def test_every_layer_matches_the_dense_definition(rope, size, case):
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_softmax_layers_stay_exactly(case):
-    """Whichever layer is MHLA; what comes out of that one is taken away in both models."""
-    for layer in range(2):
-        stock = case.make()
-        model = convert(copy.deepcopy(stock), {**case.options, "layers": [layer]})
-        assert model.mhla_layers == [layer]
-        for each in (stock, model):
-            torch.nn.init.zeros_(case.mhla_class._self_attentions(each)[layer].to_out[0].weight)
-        for size in range(3):
-            assert torch.equal(case.run(model, size), case.run(stock, size))
+    case.assert_softmax_layers_stay()
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)

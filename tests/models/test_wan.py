@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan and its family: which layers are MHLA, grids against the dense definition, refusals, and the shared checks."""
 
-import copy
 import json
 
 import numpy as np
@@ -294,15 +293,7 @@ class TestFamily:
             assert_matches_the_dense_definition(model, inputs, case.sizes[2], layer)
 
     def test_softmax_layers_stay_exactly(self, case):
-        """Whichever layer is MHLA; what comes out of that one is taken away in both models."""
-        for layer in case.make_mhla().mhla_layers:
-            stock = case.make()
-            model = convert(copy.deepcopy(stock), {**case.options, "layers": [layer]})
-            assert model.mhla_layers == [layer]
-            for each in (stock, model):
-                case.mhla_class._self_attentions(each)[layer].to_out[0].weight.data.zero_()
-            for size in range(3):
-                assert torch.equal(case.run(model, size), case.run(stock, size))
+        case.assert_softmax_layers_stay()
 
     def test_context_parallelism_is_refused(self, case):
         with pytest.raises(ValueError, match="supports no context parallelism"):
