@@ -124,7 +124,8 @@ def demo_command(
     """
     config = DemoConfig(output=str(output), progress=not quiet, **given(options, _DEMO))
 
-    from ..demo.run import TITLES, run_demo, stage_titles
+    from ..demo.config import TITLES
+    from ..demo.run import run_demo, stage_titles
 
     report = run_demo(config)
     write_report(json_file, report)

@@ -19,6 +19,9 @@ linear attention fails in the second, and MHLA blurs in the third, though less t
 SIZE = {"height": 64, "width": 64, "num_frames": 17}
 """Size of a video in pixels and frames."""
 
+TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
+"""Names of the models in pictures and tables."""
+
 
 def base_pipeline_directory() -> Path:
     """Directory of the pretrained softmax pipeline that comes with the package."""

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from ..utils.figures import new_figure, save_figure
-from .config import SIZE, DemoConfig
+from .config import SIZE, TITLES, DemoConfig
 
 
-TITLES = {"softmax": "softmax", "mhla": "MHLA"}
 _COLORS = {"softmax": "#444444", "mhla": "#1f77b4"}
 _REPEATS, _SHOWN_FRAMES = 3, 8
 
@@ -121,9 +120,9 @@ def _figure(videos: Mapping[str, np.ndarray], report: Mapping[str, Any]) -> Any:
         label = f"{TITLES[name]}\n{generation['seconds'][name]:.1f} s"
         row[0].set_ylabel(label, color=_COLORS[name], fontsize=13, rotation=0, ha="right", va="center", labelpad=8)
     axis = right.subplots()
-    for name, title in TITLES.items():
+    for name in videos:
         seconds = [each["seconds"][name] for each in lengths]
-        axis.loglog([each["tokens"] for each in lengths], seconds, "o-", color=_COLORS[name], label=title)
+        axis.loglog([each["tokens"] for each in lengths], seconds, "o-", color=_COLORS[name], label=TITLES[name])
     axis.set_xticks([each["tokens"] for each in lengths], [f"{each['tokens']:,}" for each in lengths])
     axis.minorticks_off()
     axis.set(xlabel="tokens", ylabel="CPU seconds")

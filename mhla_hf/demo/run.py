@@ -42,7 +42,7 @@ from ..utils.figures import save_figure
 from ..utils.files import atomic_file, read_json, write_json
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.machine import machine_facts
-from .config import BLOCKS, GRID, SIZE, DemoConfig
+from .config import BLOCKS, GRID, SIZE, TITLES, DemoConfig
 from .long_videos import time_long_videos
 
 
@@ -56,8 +56,6 @@ _OPTIONS, _DATA, LONG_VIDEOS = "options.json", "data", "long_videos.png"
 # Options in which a resumed demo may differ.
 _FREE = ("output", "resume", "progress")
 _DRAWS, _ENCODE_BATCH, _CHECKPOINT_EVERY = 2, 8, 50
-
-TITLES = {"softmax": "softmax", "mhla": "MHLA", "mhla_window": "MHLA + window", "linear": "linear"}
 
 _TEMPLATE = Path(__file__).parent / "templates" / "report.md.jinja"
 _FRAMES_PER_SECOND, _SCALE = 8, 4
