@@ -446,8 +446,6 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield f"{name}: models of the family {recipe.family} have no objective yet; use calibrate and match"
     if recipe.blocks is not None and recipe.family == "wan-vace":
         yield "blocks: control blocks add to what goes from block to block of VACE; use match"
-    if recipe.blocks is not None and recipe.family == "ltx2":
-        yield "blocks: those of LTX-2 hand on the audio as well, which is not supported yet; use match"
     for name in ("match", "calibrate"):
         stage = getattr(recipe, name)
         if stage is not None and stage.batch_size > recipe.data.samples:

@@ -89,14 +89,16 @@ def test_layers_and_blocks_can_be_called_separately(case):
     reference = original_heads(model, layers)
     for layer in layers:
         call = calls[layer.name]
-        assert call.valid is None or not call.valid[1, call.num_text - 1]
+        assert call.valid is None or not call.valid[1, call.num_beside - 1]
         with reference:
             output = layer(call.arguments, call.hidden_states)
         torch.testing.assert_close(output, call.output, rtol=1e-5, atol=1e-5)
         reference = original_heads(model, layers)
         error = layer_loss(layer, call).item()
         # That of the grid, the text being exact; changes of padding are none.
-        part = attention_matching_loss(layer(*call[:2])[:, call.num_text :], call.output[:, call.num_text :]).item()
+        part = attention_matching_loss(
+            layer(*call[:2])[:, call.num_beside :], call.output[:, call.num_beside :]
+        ).item()
         assert error == pytest.approx(part / 2, rel=1e-5) and error > 1e-3
         if call.valid is not None:
             call.output[~call.valid] = torch.nan

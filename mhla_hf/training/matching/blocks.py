@@ -58,7 +58,7 @@ class Block:
         mhla: Its MHLA layer; `None` for a block that has none.
         before: The blocks before it, of the last block of a model; `None` for others.
         model: Computes the model's output from a batch.
-        text_first: In which order it returns text and grid; `None` without text.
+        streams: Its streams in the order in which it returns them; see [`one_sequence`].
     """
 
     name: str
@@ -66,7 +66,7 @@ class Block:
     mhla: MHLA | None
     before: Sequence[Block] | None
     model: Callable[[Batch], torch.Tensor]
-    text_first: bool | None
+    streams: tuple[str, ...]
     projection: None = None
     projection_name: str = ""
 
@@ -79,7 +79,7 @@ class Block:
         """
         if self.before is None:
             args, kwargs = arguments.with_hidden_states(hidden_states)
-            return one_sequence(self.attention(*args, **kwargs), self.text_first)
+            return one_sequence(self.attention(*args, **kwargs), self.streams)
 
         def replace(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return self.take(args, kwargs)[0].with_hidden_states(hidden_states)
@@ -89,16 +89,13 @@ class Block:
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallArguments, torch.Tensor]:
         """Split the block's arguments into the hidden states and all others."""
-        joint = None if self.text_first is None else self.attention
-        return take_hidden_states(args, kwargs, masks=True, joint=joint)
+        return take_hidden_states(self.attention, args, kwargs, self.streams, masks=True)
 
     def skip(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states as they are, as the block does."""
         arguments, hidden_states = self.take(args, kwargs)
-        if self.text_first is None:
-            return hidden_states
-        text, grid = hidden_states[:, : arguments.num_text], hidden_states[:, arguments.num_text :]
-        return (text, grid) if self.text_first else (grid, text)
+        _, by_name = arguments.with_hidden_states(hidden_states)
+        return tuple(by_name[name] for name in self.streams) if self.streams else hidden_states
 
     def modules(self) -> dict[str, nn.Module]:
         """The block, by its name."""
@@ -148,20 +145,20 @@ def list_blocks(model: nn.Module, batch: Batch) -> list[Block]:
     for layer in mhla_layers(model):
         match = re.match(r"(.*)\.\d+(?=\.)", layer.name)
         found[match[0] if match else layer.name] = layer.mhla
-    text_first = getattr(trunk, "text_first", None)
+    streams = getattr(trunk, "block_streams", ())
     prefixes = {name.rpartition(".")[0] for name in found}
-    if text_first is not None:
+    if streams:
         # Both lists, though all layers of one may be softmax.
         prefixes = {name for name in ("transformer_blocks", "single_transformer_blocks") if modules.get(name)}
     lists = [(name, module) for name, module in modules.items() if name in prefixes]
-    if not all(isinstance(module, nn.ModuleList) for _, module in lists) or (len(lists) > 1 and text_first is None):
+    if not all(isinstance(module, nn.ModuleList) for _, module in lists) or (len(lists) > 1 and not streams):
         raise ValueError(f"{shorten_list(found)}: not in one list of blocks; leave the stage blocks out.")
     run_model = partial(_output, trunk)
     blocks: list[Block] = []
     everything = [(f"{name}.{number}", block) for name, module in lists for number, block in enumerate(module)]  # type: ignore[arg-type]
     for name, block in everything:
         before = list(blocks) if len(blocks) == len(everything) - 1 else None
-        blocks.append(Block(name, block, found.get(name), before, run_model, text_first))
+        blocks.append(Block(name, block, found.get(name), before, run_model, streams))
     return blocks
 
 
@@ -251,7 +248,7 @@ class _Records:
         valid = self.valid[number]
         if valid is not None and valid.shape != target.shape[:2]:
             valid = None
-        return LayerCall(arguments[index], self.student[number], target, valid, arguments[index].num_text)
+        return LayerCall(arguments[index], self.student[number], target, valid, arguments[index].num_beside)
 
 
 def _check_blocks(blocks: Sequence[Block], seen: Sequence[tuple[CallArguments, torch.Tensor]], batch: Batch) -> None:

@@ -52,14 +52,16 @@ def attention_matching_loss(output: torch.Tensor, target: torch.Tensor) -> torch
 
 
 def layer_loss(layer: AttentionLayer, call: LayerCall) -> torch.Tensor:
-    """Compute the matching loss of a layer on one record; padding does not count. Text counts as much as the grid.
+    """Compute the matching loss of a layer on one record; padding does not count.
+
+    What is beside the grid, as text is, counts as much as the grid.
 
     Args:
         layer: The layer, with its projection.
         call: Input and output of the original layer.
     """
     losses, output = [], layer(call.arguments, call.hidden_states)
-    for part in (slice(call.num_text), slice(call.num_text, None)):
+    for part in (slice(call.num_beside), slice(call.num_beside, None)):
         pair = output[:, part], call.output[:, part]
         if call.valid is not None:
             pair = pair[0][call.valid[:, part]], pair[1][call.valid[:, part]]

@@ -57,9 +57,9 @@ class AttentionLayer:
         return self.projection is not None and not self.projection_name.startswith(f"{self.name}.")
 
     @property
-    def text_first(self) -> bool | None:
-        """In which order the attention module returns text and grid; `None` without text."""
-        return False if isinstance(self.mhla, JointMHLA) else None
+    def streams(self) -> tuple[str, ...]:
+        """See [`one_sequence`]."""
+        return JOINT if isinstance(self.mhla, JointMHLA) else ()
 
     def __call__(self, arguments: CallArguments, hidden_states: torch.Tensor) -> torch.Tensor:
         """Output of the layer `[B, T, D]` after its projection.
@@ -69,7 +69,7 @@ class AttentionLayer:
             hidden_states: `[B, T, D]`.
         """
         args, kwargs = arguments.with_hidden_states(hidden_states)
-        output = one_sequence(self.attention(*args, **kwargs), self.text_first)
+        output = one_sequence(self.attention(*args, **kwargs), self.streams)
         if self.projects_outside:
             assert self.projection is not None
             output = self.projection(output)
@@ -100,19 +100,23 @@ class CallArguments(NamedTuple):
         args: Positional arguments; `None` in place of the hidden states.
         kwargs: Keyword arguments; `None` in place of the hidden states.
         place: Index or name of the hidden states' argument.
-        num_text: Tokens of text at the start of the hidden states, which are an argument of their own.
+        num_beside: Tokens beside the grid, at the start of the hidden states, which are an argument of their own.
+        beside: Name of that argument.
+        width: Its width.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     place: int | str
-    num_text: int = 0
+    num_beside: int = 0
+    beside: str = ""
+    width: int = 0
 
     def with_hidden_states(self, hidden_states: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with these hidden states."""
-        if self.num_text:
-            text, grid = hidden_states[:, : self.num_text], hidden_states[:, self.num_text :]
-            return self.args, {**self.kwargs, "hidden_states": grid, "encoder_hidden_states": text}
+        if self.num_beside:
+            beside, grid = hidden_states[:, : self.num_beside, : self.width], hidden_states[:, self.num_beside :]
+            return self.args, {**self.kwargs, "hidden_states": grid, self.beside: beside}
         if isinstance(self.place, str):
             return self.args, {**self.kwargs, self.place: hidden_states}
         args = list(self.args)
@@ -121,21 +125,21 @@ class CallArguments(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """One call of an attention layer, without gradients. Tokens of text come before those of a grid.
+    """One call of an attention layer, without gradients. Tokens beside a grid, as those of text, come before its own.
 
     Attributes:
         arguments: Its arguments besides the hidden states.
         hidden_states: `[B, T, D]`.
         output: After the output projection `[B, T, D]`.
         valid: BoolTensor `[B, T]`, False for padding; `None` for no padding.
-        num_text: Number of tokens of text in joint attention.
+        num_beside: Number of tokens beside the grid.
     """
 
     arguments: CallArguments
     hidden_states: torch.Tensor
     output: torch.Tensor
     valid: torch.Tensor | None
-    num_text: int = 0
+    num_beside: int = 0
 
 
 def mhla_layers(model: nn.Module) -> list[AttentionLayer]:
@@ -293,16 +297,16 @@ def record_calls(
 
     def before(layer: AttentionLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            joint = None if layer.text_first is None else layer.attention
-            # Other MHLA layers do not read masks.
-            arguments, hidden_states = take_hidden_states(args, kwargs, masks=joint is not None, joint=joint)
+            # MHLA layers without text do not read masks.
+            has_masks = bool(layer.streams)
+            arguments, hidden_states = take_hidden_states(module, args, kwargs, layer.streams, masks=has_masks)
             inputs[layer.name] = arguments, keep(hidden_states)
 
         return hook
 
     def after(layer: AttentionLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            outputs[layer.name] = keep(one_sequence(output, layer.text_first).detach())
+            outputs[layer.name] = keep(one_sequence(output, layer.streams).detach())
 
         return hook
 
@@ -427,16 +431,30 @@ def first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def one_sequence(output: Any, text_first: bool | None) -> torch.Tensor:
-    """The tokens that a module returns, `[B, T, D]`, text before those of the grid.
+JOINT = ("hidden_states", "encoder_hidden_states")
+"""Streams of layers with joint attention."""
+
+
+def one_sequence(output: Any, streams: Sequence[str]) -> torch.Tensor:
+    """The tokens that a module returns, `[B, T, D]`, those beside the grid before its own.
 
     Args:
         output: What it returns.
-        text_first: Whether the text is the first entry of a pair; `None` for modules without text.
+        streams: Names of the arguments that a pair of outputs stands for, `"hidden_states"` the grid; none for modules
+            of one stream.
+
+    Raises:
+        ValueError: If the stream beside the grid is wider.
     """
-    if text_first is None or isinstance(output, torch.Tensor):
+    if not streams or isinstance(output, torch.Tensor):
         return first(output)
-    return torch.cat(list(output) if text_first else [output[1], output[0]], dim=1)
+    tokens = dict(zip(streams, output))
+    grid = tokens.pop("hidden_states")
+    (beside,) = tokens.values()
+    missing = grid.shape[2] - beside.shape[2]
+    if missing < 0:
+        raise ValueError("blocks whose tokens beside the grid are wider than its own: leave the stage blocks out.")
+    return torch.cat([F.pad(beside, (0, missing)), grid], dim=1)
 
 
 def valid_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, int]:
@@ -453,24 +471,32 @@ def valid_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
 
 
 def take_hidden_states(
-    args: tuple[Any, ...], kwargs: dict[str, Any], masks: bool = False, joint: nn.Module | None = None
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    streams: Sequence[str] = (),
+    masks: bool = False,
 ) -> tuple[CallArguments, torch.Tensor]:
     """Split the arguments of a module.
 
     Args:
+        module: The module.
         args: Positional arguments.
         kwargs: Keyword arguments.
+        streams: See [`one_sequence`]; the hidden states may be one argument all the same.
         masks: Keep masks.
-        joint: The module where its hidden states may come in two arguments, grid and text, which become one sequence.
     """
     left_out = () if masks else ("attention_mask", "past_key_values")
-    if joint is not None:
-        args, kwargs = (), {**dict(zip(forward_parameters(joint), args)), **kwargs}
+    if streams:
+        args, kwargs = (), {**dict(zip(forward_parameters(module), args)), **kwargs}
     kwargs = {name: None if name in left_out else kwargs[name] for name in kwargs}
-    text = None if joint is None else kwargs.pop("encoder_hidden_states", None)
-    if text is not None:
-        tokens = torch.cat([text, kwargs.pop("hidden_states")], dim=1)
-        return CallArguments(args, kwargs, "hidden_states", text.shape[1]), tokens.detach()
+    for name in streams:
+        beside = None if name == "hidden_states" else kwargs.pop(name, None)
+        if beside is not None:
+            tokens = one_sequence((kwargs.pop("hidden_states"), beside), ("hidden_states", name))
+            return CallArguments(
+                args, kwargs, "hidden_states", beside.shape[1], name, beside.shape[2]
+            ), tokens.detach()
     if "hidden_states" in kwargs:
         hidden_states = kwargs["hidden_states"]
         return CallArguments(args, {**kwargs, "hidden_states": None}, "hidden_states"), hidden_states.detach()
