@@ -160,7 +160,7 @@ def noised(latents: torch.Tensor, generator: torch.Generator) -> tuple[torch.Ten
 
 
 def make_pipeline(
-    directory: Path, seed: int, *, steps: int = 1400, vae_steps: int = 300, images: int = 6000, width: int = 64
+    directory: Path, seed: int, *, steps: int = 5000, vae_steps: int = 300, images: int = 6000, width: int = 64
 ) -> None:
     """Pretrains the pipeline.
 
@@ -409,7 +409,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where pipelines and recoveries are kept")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=1400, help="steps of the pretraining")
+    parser.add_argument("--steps", type=int, default=5000, help="steps of the pretraining")
     parser.add_argument("--distill-steps", type=int, default=120)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--results", type=Path, default=RESULTS)
