@@ -25,14 +25,15 @@ from ..utils.messages import check_choice, did_you_mean, shorten_text
 from ..utils.options import Options, check_names, option
 
 
-VIDEO, IMAGES = ("wan", "sana-video", "wan-vace", "ltx", "ltx2"), ("dit", "pixart", "sana")
+VIDEO = ("wan", "sana-video", "wan-vace", "ltx", "ltx2", "hunyuan-video-1.5")
+IMAGES = ("dit", "pixart", "sana", "qwen-image")
 TEXT = ("causal", "encoder")
 FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 """The diffusion models by the names that `mhla-hf models` gives; `causal` language models, `encoder`s of text, and
 `vision` transformers."""
 
 TRANSFORMERS = (*TEXT, "vision")
-WITHOUT_OBJECTIVE = ("pixart", "sana-video", "wan-vace", "ltx", "ltx2")
+WITHOUT_OBJECTIVE = ("pixart", "sana-video", "wan-vace", "ltx", "ltx2", "hunyuan-video-1.5", "qwen-image")
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the same."
