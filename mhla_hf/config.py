@@ -73,7 +73,8 @@ class MHLAConfig(Options):
             more blocks train, or nothing (`"none"`).
         mixing_tail_half_life: Distance in blocks over which a decaying tail halves at first; `None` for 8.
         feature_map_eps: Added to φ(q) and φ(k). The authors' Wan checkpoints need 1e-6.
-        eps: Added to the normaliser before dividing.
+        eps: Added to the normaliser before dividing. In joint attention calibration scales the mean normaliser of a
+            head to 1, which makes it relative: 0.05 is a floor that keeps outputs and gradients finite.
         blocks: Number of blocks along each axis of the token grid.
         block_size: Number of tokens of a block along each axis. Give `blocks` or `block_size`, not both; when
             neither is given the model picks a number of blocks M with M² ≤ T.

@@ -6,6 +6,7 @@ Two heads, and two layers of each kind; the text of the second sample is padded.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -26,6 +27,20 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    LlamaConfig,
+    LlamaModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
+    T5Config,
+    T5EncoderModel,
+)
+
+from tests.tiny import character_tokenizer
 
 
 TEXT_DIM, HEAD_DIM = 16, 12
@@ -284,3 +299,41 @@ def latents_of(pipeline: Any) -> torch.Tensor:
                 call[f"{prefix}prompt_embeds_mask{suffix}"] = text_mask(2, tokens)[1:]
     generator = torch.Generator().manual_seed(0)
     return pipeline(**call, num_inference_steps=2, output_type="latent", generator=generator)[0]
+
+
+def with_encoders(pipeline: Any) -> Any:
+    """The pipeline with tiny encoders of prompts, as its class has them."""
+    torch.manual_seed(0)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    length, width = len(tokenizer), {"hidden_size": TEXT_DIM, "intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    clip = CLIPTextConfig(
+        vocab_size=length, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, **ends
+    )
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    language = {"vocab_size": length, **width, **heads, **ends}
+
+    def t5(d_model: int) -> T5EncoderModel:
+        sizes = {"d_model": d_model, "d_ff": 16, "d_kv": 4, "num_layers": 1, "num_heads": 2}
+        return T5EncoderModel(T5Config(vocab_size=length, **sizes))
+
+    parts: dict[str, Any]
+    if isinstance(pipeline, FluxPipeline):
+        parts = {"text_encoder": CLIPTextModel(clip), "text_encoder_2": t5(TEXT_DIM)}
+    elif isinstance(pipeline, HunyuanVideoPipeline):
+        parts = {"text_encoder": LlamaModel(LlamaConfig(**language)), "text_encoder_2": CLIPTextModel(clip)}
+    elif isinstance(pipeline, HunyuanVideo15Pipeline):
+        config = Qwen2_5_VLTextConfig(**language, **rope)
+        parts = {"text_encoder": Qwen2_5_VLTextModel(config), "text_encoder_2": t5(8)}
+    else:
+        vision = {"hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "depth": 1, "out_hidden_size": TEXT_DIM}
+        config = Qwen2_5_VLConfig(text_config={**language, **rope}, vision_config=vision)
+        parts = {"text_encoder": Qwen2_5_VLForConditionalGeneration(config)}
+    parts = {name: part.eval() for name, part in parts.items()}
+    for name, part in parts.items():
+        own = copy.deepcopy(tokenizer)
+        own.model_max_length = 77 if isinstance(part, CLIPTextModel) else 512
+        pipeline.register_modules(**{name: part, name.replace("text_encoder", "tokenizer"): own})
+    return pipeline

@@ -40,7 +40,7 @@ from ..ops.operands import autocast_type, check_layout, head_blocks
 from ..ops.sharded import TokenShard
 from .fused import PairwiseRotary
 from .mhla import MHLA, AttentionParts
-from .mixing import layout_at
+from .mixing import features_and_normalizer, layout_at
 from .window import join_window
 
 
@@ -108,7 +108,9 @@ class JointMHLA(MHLA):
 
     Parameters beside those of [`MHLA`][mhla_hf.MHLA]: with `text="softmax"`, `text_bias` `[H]`, added to the logarithm
     of what softmax over the grid is estimated to be. With `text="block"` the first row and column of `mixing` are
-    those of the text.
+    those of the text. `normalizer_scale` `[H]`, or `[1]` for shared mixing weights, multiplies the mixing weights, and
+    with them numerator and normaliser alike: calibration sets it such that the mean normaliser is 1, and `eps` a floor
+    relative to that. It takes no gradient, or training would remove the floor.
 
     Args:
         config: The options.
@@ -118,6 +120,19 @@ class JointMHLA(MHLA):
     def __init__(self, config: MHLAConfig, **widths: Any) -> None:
         super().__init__(config, num_prefix_tokens=int(config.text == "block"), **widths)
         self.text_bias = nn.Parameter(torch.zeros(self.num_heads)) if config.text == "softmax" else None
+        self.normalizer_scale = nn.Parameter(torch.ones(self.mixing.shape[0] if self.mixing.dim() > 2 else 1))
+
+    def initial_tensor(self, name: str) -> torch.Tensor:
+        """As there; ones for `normalizer_scale`."""
+        initial = super().initial_tensor(name)
+        return torch.ones_like(initial) if name == "normalizer_scale" else initial
+
+    def mixing_matrix(self, layout: BlockLayout | None = None, causal: bool | None = None) -> torch.Tensor:
+        """As there, by the scale of the normaliser."""
+        weights, scale = super().mixing_matrix(layout, causal), self.normalizer_scale.to(self.mixing)
+        # A gradient of zero, not none: distributed training waits for those of all parameters.
+        scale = scale.detach() + 0 * scale
+        return weights * (scale[:, None, None] if weights.dim() > 2 else scale)
 
     def attention_parts(  # type: ignore[override]
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, text: TextTokens, **options: Any
@@ -225,6 +240,36 @@ class JointMHLA(MHLA):
         query = query.to(dtype).transpose(1, 2) * query.shape[3] ** -0.5
         exact = (query @ keys.permute(0, 2, 3, 1)).logsumexp(-1)
         return (exact - (query @ means.mT + counts.log()).logsumexp(-1)).transpose(1, 2)
+
+    @torch.no_grad()
+    def mean_normalizer(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        grid: Sequence[int],
+        rotary: PairwiseRotary | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """Compute φ(q)·z̃, the divisor of MHLA, without `eps`.
+
+        Args:
+            query: Queries of the grid, `[B, T, H, K]`.
+            key: Keys `[B, T, H, K]`.
+            grid: Number of tokens along each axis.
+            rotary: Rotates both.
+
+        Returns:
+            The mean over tokens, `[B, H]` in float32 or wider.
+        """
+        layout, dtype = self.layout_for(grid), torch.promote_types(key.dtype, torch.float32)
+        sums = (
+            head_blocks(features_and_normalizer(self.config, x.to(dtype), learned, rotary, None)[1], layout).sum(3)
+            for x, learned in zip((query, key), self._feature_maps)
+        )
+        mixing = self.mixing_matrix(layout).to(dtype)
+        of_queries, of_keys = sums
+        return (of_queries * (mixing @ of_keys)).sum((2, 3)) / query.shape[1]
 
     def _landmarks(self, key: torch.Tensor, grid: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Means of rotated keys by block `[B, H, M, K]`, and numbers of tokens `[M]`, in float32 or wider."""

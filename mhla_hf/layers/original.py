@@ -77,15 +77,15 @@ def original_attention(
         text: The text of joint attention.
 
     Returns:
-        `[B, T, H, V]` in the dtype of `value`; zero for padding.
+        `[B, T, H, V]` in the dtype of `value`; zero for padding. With `text="block"` of text and grid, text first.
 
     Raises:
-        ValueError: Under context parallelism, and for joint attention with `text="block"`.
+        ValueError: Under context parallelism.
     """
     if text is not None:
-        if mhla.config.text == "block":
-            raise ValueError("The original of layers with text='block' is not computed yet: use text='softmax'.")
-        return text.without_padding().attend(key, value, rotary, query)
+        text = text.without_padding()
+        grid = text.attend(key, value, rotary, query)
+        return grid if mhla.config.text == "softmax" else torch.cat([text.attend(key, value, rotary), grid], dim=1)
     if shard is not None:
         raise ValueError("A model's original attention cannot be computed under context parallelism.")
     if norms is not None:

@@ -107,6 +107,8 @@ class MHLAJointModelMixin(KeepsMHLAProcessors):
     """For models with `transformer_blocks[i].attn` and, in some, `single_transformer_blocks[i].attn` after those."""
 
     layer_class: ClassVar[type[MHLA]] = JointMHLA
+    # In the order in which blocks return them.
+    block_streams: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states")
 
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn for block in (*self.transformer_blocks, *getattr(self, "single_transformer_blocks", ()))]
@@ -114,6 +116,8 @@ class MHLAJointModelMixin(KeepsMHLAProcessors):
 
 class JointImageMixin(MHLAJointModelMixin):
     """For models of images, whose configurations tell no size."""
+
+    block_streams = ("encoder_hidden_states", "hidden_states")
 
     @classmethod
     def patch_sizes(cls, config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -192,6 +192,7 @@ class MHLALTX2VideoTransformer3DModel(KeepsMHLAProcessors, LTX2VideoTransformer3
     default_grid = (16, 16, 24)
     attention_class = MHLALTX2Attention
     module_classes = MappingProxyType({"rope": MHLALTX2RotaryPosEmbed, "cross_attn_rope": MHLALTX2CrossRotaryPosEmbed})
+    block_streams = ("hidden_states", "audio_hidden_states")
     _no_split_modules = ["LTX2VideoTransformerBlock"]
 
     @functools.wraps(LTX2VideoTransformer3DModel.forward)

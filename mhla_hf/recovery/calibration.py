@@ -45,7 +45,7 @@ from ..utils.files import link_or_copy, list_files, read_json, write_json
 from ..utils.messages import check_count, shorten_text
 from ..utils.tensor_files import FLOATS, read_entries
 from .data import open_probe
-from .fits import HeadsCall, TemperatureFit, fit_heads, fit_text_bias
+from .fits import HeadsCall, TemperatureFit, fit_heads, fit_text
 from .own_weights import fit_own_weights, trained_weights
 
 
@@ -73,8 +73,8 @@ class LayerCalibration:
         error_before: Squared error of the layer's output on held-out samples, relative to the variance of the
             original's; with the weights as they were.
         error_after: The same with the weights as they are written.
-        changed: Changed parts: `"feature_map"`, `"mixing"`, `"window_bias"`, `"text_bias"`, `"lepe"`,
-            `"projection"`.
+        changed: Changed parts: `"feature_map"`, `"mixing"`, `"window_bias"`, `"text_bias"`,
+            `"normalizer_scale"`, `"lepe"`, `"projection"`.
         projection_ridge: Strength of the ridge that the projection was fitted with.
         tokens: Tokens that were fitted.
         held_out_tokens: Tokens that the errors were measured on.
@@ -326,7 +326,7 @@ def _calibrate_layer(
         raise ValueError(
             "batches must hold at least 2 samples, one to fit and one to measure the error; the more, the better."
         )
-    starts = [fit_text_bias(layer, calls[:_TEMPERATURE_CALLS])]
+    starts = [fit_text(layer, calls[:_TEMPERATURE_CALLS])]
     if TemperatureFit.applies(layer):
         temperatures = TemperatureFit(layer)
         with swapped_parameters(starts[0]):
@@ -357,6 +357,7 @@ def _calibrate_layer(
         "mixing": mhla.mixing,
         "window_bias": mhla.window_bias,
         "text_bias": getattr(mhla, "text_bias", None),
+        "normalizer_scale": getattr(mhla, "normalizer_scale", None),
         "lepe": getattr(mhla.lepe, "weight", None),
         "projection": getattr(projection, "weight", None),
     }

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers import AttentionParts, JointMHLA
-from ..ops.tables import repeat_heads
-from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters
+from ..ops.tables import NORMALIZERS, repeat_heads
+from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters, valid_tokens
 from ..training.matching.ridge import Moments, solve_ridge, sums_device
 
 
@@ -53,8 +53,9 @@ class HeadsCall:
     @property
     def valid(self) -> torch.Tensor | None:
         """BoolTensor `[B, T]`, False for padding; `None` for no padding."""
-        sequence = self.kwargs.get("sequence")
-        return None if sequence is None else sequence.valid
+        valid, _ = valid_tokens(self.args, self.kwargs)
+        # Heads of joint attention are those of the grid, but for text that is a block of MHLA.
+        return None if valid is None else valid[:, -self.heads.shape[1] :]
 
     @property
     def value(self) -> torch.Tensor:
@@ -93,7 +94,9 @@ class TemperatureFit:
     def observe(self, call: HeadsCall) -> None:
         """Add the errors of one call at each temperature."""
         weights = self._weights()
-        text = self.mhla.text_parts(*call.args, **call.kwargs) if isinstance(self.mhla, JointMHLA) else None
+        mhla = self.mhla
+        has_share = isinstance(mhla, JointMHLA) and mhla.text_bias is not None
+        text = mhla.text_parts(*call.args, **call.kwargs) if has_share else None  # type: ignore[operator]
         for index, temperature in enumerate(TEMPERATURES):
             with swapped_parameters({weight: weight * temperature for weight in weights}):
                 attended = self.mhla.attention_parts(*call.args, **call.kwargs, attended_alone=True).attended
@@ -219,8 +222,10 @@ def fit_heads(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -
 
 
 @torch.no_grad()
-def fit_text_bias(layer: AttentionLayer, calls: Sequence[HeadsCall]) -> Changes:
-    """New values for the bias of the text of a layer, where it has one: the mean over queries spread over the grid.
+def fit_text(layer: AttentionLayer, calls: Sequence[HeadsCall]) -> Changes:
+    """New values for what a layer with text has by itself: the bias of the text and the scale of the normaliser.
+
+    The bias is the mean over queries spread over the grid. The scale makes the mean normaliser 1.
 
     Args:
         layer: The layer.
@@ -229,14 +234,21 @@ def fit_text_bias(layer: AttentionLayer, calls: Sequence[HeadsCall]) -> Changes:
     mhla = layer.mhla
     if not isinstance(mhla, JointMHLA) or mhla.text_bias is None:
         return {}
-    found = []
+    found: list[torch.Tensor] = []
+    changes: Changes = {}
+    if NORMALIZERS[mhla.config.normalizer].divides:
+        means = [mhla.mean_normalizer(*call.args[:2], **call.kwargs)[~call.held_out] for call in calls]
+        mean = torch.cat(means).mean(0)
+        scale = mhla.normalizer_scale / (mean if len(mhla.normalizer_scale) > 1 else mean.mean())
+        # Of a head whose normaliser is 0 or below nothing can be said.
+        changes[mhla.normalizer_scale] = scale.where(scale.isfinite() & (scale > 0), mhla.normalizer_scale)
     for call in calls:
         query, key, _ = (tokens[~call.held_out] for tokens in call.args)
         places = torch.linspace(0, query.shape[1] - 1, min(query.shape[1], _BIAS_QUERIES)).round().long()
         rotary = call.kwargs["rotary"]
         query = (query if rotary is None else rotary(query))[:, places.to(query.device)]
         found.append(mhla.landmark_error(query, key, grid=call.kwargs["grid"], rotary=rotary).flatten(0, 1))
-    return {mhla.text_bias: torch.cat(found).mean(0).to(mhla.text_bias)}
+    return {**changes, mhla.text_bias: torch.cat(found).mean(0).to(mhla.text_bias)}
 
 
 def _patches(image: torch.Tensor, kernel: int) -> torch.Tensor:

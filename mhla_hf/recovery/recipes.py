@@ -25,15 +25,15 @@ from ..utils.messages import check_choice, did_you_mean, shorten_text
 from ..utils.options import Options, check_names, option
 
 
-VIDEO = ("wan", "sana-video", "wan-vace", "ltx", "ltx2", "hunyuan-video-1.5")
-IMAGES = ("dit", "pixart", "sana", "qwen-image")
+VIDEO = ("wan", "sana-video", "wan-vace", "ltx", "ltx2", "hunyuan-video", "hunyuan-video-1.5")
+IMAGES = ("dit", "pixart", "sana", "qwen-image", "flux")
 TEXT = ("causal", "encoder")
 FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 """The diffusion models by the names that `mhla-hf models` gives; `causal` language models, `encoder`s of text, and
 `vision` transformers."""
 
 TRANSFORMERS = (*TEXT, "vision")
-WITHOUT_OBJECTIVE = ("pixart", "sana-video", "wan-vace", "ltx", "ltx2", "hunyuan-video-1.5", "qwen-image")
+WITHOUT_OBJECTIVE = tuple(name for name in VIDEO + IMAGES if name not in ("wan", "dit", "sana"))
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the same."
@@ -446,8 +446,6 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield f"{name}: models of the family {recipe.family} have no objective yet; use calibrate and match"
     if recipe.blocks is not None and recipe.family == "wan-vace":
         yield "blocks: control blocks add to what goes from block to block of VACE; use match"
-    if recipe.blocks is not None and recipe.family == "ltx2":
-        yield "blocks: those of LTX-2 hand on the audio as well, which is not supported yet; use match"
     for name in ("match", "calibrate"):
         stage = getattr(recipe, name)
         if stage is not None and stage.batch_size > recipe.data.samples:

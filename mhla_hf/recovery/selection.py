@@ -135,7 +135,8 @@ def select_layers(
     batches, layers = check_batches(batches), mhla_layers(model)
     share = None if latency is None else float(parse_share("latency", latency))
     count = len(layers) if share is not None else _kept_count("25%" if keep is None else keep, len(layers))
-    indices = [_index(layer.name) for layer in layers]
+    of_modules = {module: index for index, module in getattr(model, "mhla_modules", dict)().items()}
+    indices = [of_modules.get(layer.mhla, _index(layer.name)) for layer in layers]
     if len(set(indices)) < len(indices):
         raise ValueError("layers of this model have the same numbers (several towers): select them tower by tower.")
     compared, done = batches[:_COMPARED_BATCHES], 0

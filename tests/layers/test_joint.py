@@ -35,6 +35,7 @@ def of_grid(layer: JointMHLA) -> MHLA:
     plain = MHLA(layer.config, hidden_size=HIDDEN, num_heads=HEADS, head_dim=WIDTH, value_head_dim=VALUE_WIDTH)
     for name in (*plain._parameters, *plain._modules):
         setattr(plain, name, getattr(layer, name))
+    plain.mixing_matrix = layer.mixing_matrix
     return plain
 
 
@@ -156,6 +157,7 @@ def test_one_block_with_the_true_share_is_softmax_of_two_linear_parts(seed):
     """The bias that makes the estimate of each query true; then text by softmax, the grid by linear attention."""
     layer = make_layer((1, 1), seed, mixing_init="uniform")
     layer.mixing.data.fill_(1.0)
+    layer.normalizer_scale.data.fill_(1.0)
     grid, text, options = make_tokens(15, seed)
     query, key, value = grid
     rotary = options["rotary"]
@@ -181,6 +183,30 @@ def test_one_block_with_the_true_share_is_softmax_of_two_linear_parts(seed):
         values = torch.einsum("hs,shv->hv", logits[1, :, index, :TEXT].softmax(-1), text.value[1])
         expected = share[1, index] * values + (1 - share[1, index]) * linear[1, index]
         torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"mixing_heads": "per_head", "rope": "before_feature_map"}, {}])
+@pytest.mark.parametrize("size, blocks", GRIDS.values(), ids=GRIDS)
+def test_the_scale_makes_eps_relative_to_the_mean_normalizer(size, blocks, options):
+    layer = make_layer(blocks, mixing_constraint="nonnegative", eps=0.25, **options)
+    grid, text, where = make_tokens(math.prod(size))
+    rotary = where["rotary"] if options else None
+    features = [(rotate(rotary, tokens)).relu() for tokens in grid[:2]]
+    block = layer.layout_for(size).block_of_token
+    # Of all pairs of tokens; the scale of the layer is random.
+    weights = layer.mixing_matrix(layer.layout_for(size)).expand(HEADS, -1, -1)[:, block][:, :, block]
+    pairs = torch.einsum("bthk,bshk,hts->bth", *features, weights)
+    mean = layer.mean_normalizer(*grid[:2], grid=size, **where)
+    torch.testing.assert_close(mean, pairs.mean(1), rtol=1e-10, atol=1e-12)
+    before = of_grid(layer)(*grid, grid=size, **where)
+    scale = 1 / (mean.mean(0) if options else mean.mean().expand(HEADS))
+    layer.normalizer_scale.data.mul_(scale if options else scale[:1])
+    after = of_grid(layer)(*grid, grid=size, **where)
+    expected = before * ((pairs + 0.25) / (pairs + 0.25 / scale)).unsqueeze(-1)
+    torch.testing.assert_close(after, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(layer.mean_normalizer(*grid[:2], grid=size, **where).mean().item(), 1.0)
+    after.sum().backward()
+    assert layer.normalizer_scale.grad.abs().max() == 0
 
 
 @pytest.mark.parametrize("size", [(4, 6), (3, 5, 2)], ids=str)
@@ -226,6 +252,7 @@ def test_text_that_is_all_padding_leaves_the_grid_alone():
 def test_one_block_and_one_of_text_is_linear_attention_over_all_tokens(rotates_text, seed):
     layer = make_layer((1, 1), seed, text="block")
     layer.mixing.data.fill_(1.0)
+    layer.normalizer_scale.data.fill_(1.0)
     grid, text, options = make_tokens(15, seed, rotates_text=rotates_text)
     actual = attend_jointly(layer, *grid, text=text, grid=(3, 5), **options)
     query, key, value = (

@@ -260,6 +260,7 @@ class JointCase(ModelCase):
 
     block_list = "transformer_blocks"
     attention = "attn"
+    untrained = (".normalizer_scale",)
 
     def silence(self, model, layer):
         attention = self.mhla_class._self_attentions(model)[layer]

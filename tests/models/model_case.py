@@ -48,6 +48,7 @@ class ModelCase:
         block_list: Name of the model's list of layers.
         attention: Name of the self-attention of a layer.
         unused: Parts of the names of parameters that may have no gradient, as in the stock model.
+        untrained: Ends of the names of MHLA parameters whose gradient is zero.
         upstream_size: A size of `inputs` that the diffusers class takes too.
         thorough: Whether all shared checks are fast tests, not only those marked `smoke`.
     """
@@ -58,6 +59,7 @@ class ModelCase:
     block_list: ClassVar[str] = "blocks"
     attention: ClassVar[str] = "attn1"
     unused: ClassVar[tuple[str, ...]] = ()
+    untrained: ClassVar[tuple[str, ...]] = ()
     upstream_size: ClassVar[Any] = 0
     thorough: ClassVar[bool] = False
 

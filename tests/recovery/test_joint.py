@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recovery of models with joint attention: their original, calibration, and what is refused so far."""
+"""Recovery of models with joint attention: their original, calibration, matching of layers and of blocks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 
 import mhla_hf
 from mhla_hf.analysis import inspect_model
-from mhla_hf.layers.original import original_attention
 from mhla_hf.recovery import match_layers
-from mhla_hf.training.matching.layers import mhla_layers, original_heads
+from mhla_hf.recovery.selection import select_layers
+from mhla_hf.training.config import TrainingConfig
+from mhla_hf.training.matching.blocks import _Records, list_blocks, match_blocks
+from mhla_hf.training.matching.layer_training import attention_matching_loss, layer_loss
+from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
+from mhla_hf.training.matching.teacher import SharedTeacher
 from tests.models.cases import FluxCase, HunyuanVideo15Case, HunyuanVideoCase, QwenImageCase
 from tests.models.model_case import captured, relative_error
 
@@ -50,7 +54,7 @@ def test_calibration(case, seed):
     model = mhla_hf.convert(sharpen(case.make(seed=seed)), {**case.options, "feature_map": "hedgehog"})
     batches = [case.inputs(seed=number, batch=2) for number in range(8)]
     report = mhla_hf.calibrate(model, batches, fit_steps=40)
-    assert all("text_bias" in layer.changed for layer in report.layers)
+    assert all({"text_bias", "normalizer_scale"} < set(layer.changed) for layer in report.layers)
     assert report.error_after < 0.8 * report.error_before
 
 
@@ -75,16 +79,86 @@ def test_the_bias_in_closed_form(case):
     assert (bias >= 0).all() and bias.mean() > 0.01
 
 
-def test_what_is_refused_so_far():
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_layers_and_blocks_can_be_called_separately(case):
+    """On recorded inputs, with the padding of the text that both leave out."""
+    model, batch = case.make_mhla(), case.inputs(2, batch=2)
+    layers = find_projections(model, mhla_layers(model), batch)
+    calls = SharedTeacher(model).record(layers, batch)
+    reference = original_heads(model, layers)
+    for layer in layers:
+        call = calls[layer.name]
+        assert call.valid is None or not call.valid[1, call.num_beside - 1]
+        with reference:
+            output = layer(call.arguments, call.hidden_states)
+        torch.testing.assert_close(output, call.output, rtol=1e-5, atol=1e-5)
+        reference = original_heads(model, layers)
+        error = layer_loss(layer, call).item()
+        # That of the grid, the text being exact; changes of padding are none.
+        part = attention_matching_loss(
+            layer(*call[:2])[:, call.num_beside :], call.output[:, call.num_beside :]
+        ).item()
+        assert error == pytest.approx(part / 2, rel=1e-5) and error > 1e-3
+        if call.valid is not None:
+            call.output[~call.valid] = torch.nan
+            assert layer_loss(layer, call).item() == error
+    expected, hidden_states = case.run(model, 2, batch=2), None
+    blocks = list_blocks(model, batch)
+    records = _Records.start(blocks, [0], lambda number: batch, model)
+    for index, block in enumerate(blocks):
+        records.advance(block, index, records.student)
+        hidden_states = records.student[0]
+    torch.testing.assert_close(hidden_states, expected, rtol=1e-4, atol=1e-5)
+    assert [block.name for block in blocks if block.mhla is not None] == [layer.name[:-5] for layer in layers]
+
+
+@pytest.mark.parametrize("text", ["softmax", "block"])
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_recovery_lowers_the_error_in_every_stage(case, text, tmp_path):
+    options = {**case.options, "text": text, "eps": 0.05, "mixing_heads": "per_head", "feature_map": "relu"}
+    stock = sharpen(case.make())
+    model = mhla_hf.convert(copy.deepcopy(stock), options)
+    batches = [case.inputs(2, seed=number, batch=2) for number in range(6)]
+    teacher = SharedTeacher(model)
+    teacher.keep()
+    errors = [output_error(case, model, stock)]
+    mhla_hf.calibrate(model, batches, fit_steps=40)
+    errors.append(output_error(case, model, stock))
+    report = match_layers(model, batches, steps=40, teacher=teacher, learning_rate=2e-3, mhla_learning_rate=1e-2)
+    errors.append(output_error(case, model, stock))
+    config = TrainingConfig(max_steps=1, learning_rate=5e-4, mhla_learning_rate=2e-3, seed=0)
+    count = len(report.losses)
+    match_blocks(
+        model, batches.__getitem__, num_batches=6, steps=[0] * (count - 1) + [60], teacher=teacher, config=config,
+        output=tmp_path,
+    )  # fmt: skip
+    errors.append(output_error(case, model, stock))
+    assert errors == sorted(errors, reverse=True)
+
+
+@torch.no_grad()
+def output_error(case, model, stock):
+    return sum(relative_error(case.run(model, 2, seed=seed), case.run(stock, 2, seed=seed)) for seed in range(6)) / 6
+
+
+def test_hybrids_over_both_lists_are_matched(tmp_path):
+    """Layers that stay softmax are blocks as well, and layers have their numbers over both lists."""
+    case = FluxCase()
+    model = mhla_hf.convert(sharpen(case.make()), {**case.options, "layers": [1, 3]})
+    batches = [case.inputs(2, seed=number, batch=2) for number in range(4)]
+    assert [block.mhla is not None for block in list_blocks(model, batches[0])] == [False, True, False, True]
+    assert list(match_layers(model, batches, steps=3).losses) == [
+        "transformer_blocks.1.attn",
+        "single_transformer_blocks.1.attn",
+    ]
+    selection = select_layers(model, batches, keep=1)
+    assert [layer.index for layer in selection.layers] == [1, 3] and len(selection.mhla_layers) == 1
+
+
+def test_matrices_of_joint_attention_are_refused():
     case = FluxCase()
     model, batches = case.make_mhla(), [case.inputs()] * 2
-    with pytest.raises(ValueError, match="layers with joint attention cannot be matched yet"):
-        match_layers(model, batches, steps=1)
     with pytest.raises(ValueError, match="Attention matrices of joint attention are not computed yet"):
         inspect_model(model, batches)
     assert len(inspect_model(model, []).mhla_layers) == 4
-    block = case.make_mhla(text="block")
-    with captured(block.mhla_modules()[0]) as calls:
-        case.run(block)
-    with pytest.raises(ValueError, match="The original of layers with text='block' is not computed yet"):
-        original_attention(block.mhla_modules()[0], *calls[0].arguments, **calls[0].keywords)

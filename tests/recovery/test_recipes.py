@@ -134,7 +134,7 @@ def test_default_recipes(family):
         ({"match": {"steps": "many"}}, r"match.steps must be a whole number \(at least 1 and at most .*, got 'many'"),
         ({"match": {"steps": 0}}, "match.steps must be at least 1, got 0"),
         ({"match": 600}, "match options must be a dict"),
-        ({"family": "flux"}, "family='flux' is not one of 'wan', 'sana-video'"),
+        ({"family": "mochi"}, "family='mochi' is not one of 'wan', 'sana-video'"),
         ({"mhla": {"feature_maps": "relu"}}, "Unknown mhla option feature_maps. Known options: feature_map, rope"),
         ({"mhla": {"layers": [1]}}, "mhla.layers: give layers at the top of the recipe instead"),
         ({"mhla": {"causal": True}}, "mhla.causal: models of the family wan decide that themselves"),

@@ -19,7 +19,7 @@ from mhla_hf.cli.main import app
 from mhla_hf.recovery import data
 from mhla_hf.recovery import recover as module
 from mhla_hf.utils.messages import format_bytes
-from tests import tiny, tiny_images
+from tests import tiny, tiny_images, tiny_joint
 from tests.models.cases import WanAnimateCase
 
 from .sources import model_directory, text_folder
@@ -289,11 +289,18 @@ def _option(name: str) -> str:
         "wan-vace": tiny.vace_pipeline,
         "ltx": tiny.ltx_pipeline,
         "ltx2": tiny.ltx2_pipeline,
+        "hunyuan-video": tiny_joint.hunyuan_video_pipeline,
+        "hunyuan-video-1.5": tiny_joint.hunyuan_video_15_pipeline,
+        "qwen-image": tiny_joint.qwen_image_pipeline,
+        "flux": tiny_joint.flux_pipeline,
     }.items(),
 )
 def test_families_without_an_objective_need_no_data(family, make, tmp_path):
     source = tmp_path / "source"
-    make().save_pretrained(source)
+    pipeline = make()
+    if pipeline.text_encoder is None:
+        tiny_joint.with_encoders(pipeline)
+    pipeline.save_pretrained(source)
     with pytest.raises(ValueError, match=f"data have no effect on models of the family {family}"):
         mhla_hf.recover(source, tmp_path / "out", "digits")
     changes = {
@@ -304,9 +311,11 @@ def test_families_without_an_objective_need_no_data(family, make, tmp_path):
         "match.steps": 4,
         "match.batches": 4,
     }
-    if family != "pixart":
+    if family in ("qwen-image", "flux"):
+        changes |= {"data.height": 64, "data.width": 96, "mhla.blocks": [2, 2]}
+    elif family != "pixart":
         changes |= {"data.height": 32, "data.width": 64, "data.num_frames": 5, "mhla.blocks": [2, 2, 2]}
-    refusals = {"wan-vace": "control blocks add to what goes from block to block", "ltx2": "hand on the audio as well"}
+    refusals = {"wan-vace": "control blocks add to what goes from block to block"}
     if family in refusals:
         with pytest.raises(ValueError, match=f"blocks: .*{refusals[family]}"):
             mhla_hf.recover(source, tmp_path / "out", changes={**changes, "blocks.steps": 4}, progress=False)

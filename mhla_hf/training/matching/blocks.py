@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,16 +30,16 @@ from .layers import (
     Batch,
     CallArguments,
     LayerCall,
-    check_matchable,
     evaluating,
-    first,
     first_output,
     mhla_layers,
     on_device,
+    one_sequence,
     only_trainable,
     replaced_forward,
     take_hidden_states,
     trunk_for,
+    valid_tokens,
 )
 from .records import free_room
 from .teacher import SharedTeacher
@@ -58,13 +58,15 @@ class Block:
         mhla: Its MHLA layer; `None` for a block that has none.
         before: The blocks before it, of the last block of a model; `None` for others.
         model: Computes the model's output from a batch.
+        streams: Its streams in the order in which it returns them; see [`one_sequence`].
     """
 
     name: str
     attention: nn.Module
     mhla: MHLA | None
-    before: Sequence[nn.Module] | None
+    before: Sequence[Block] | None
     model: Callable[[Batch], torch.Tensor]
+    streams: tuple[str, ...]
     projection: None = None
     projection_name: str = ""
 
@@ -77,13 +79,23 @@ class Block:
         """
         if self.before is None:
             args, kwargs = arguments.with_hidden_states(hidden_states)
-            return first(self.attention(*args, **kwargs))
+            return one_sequence(self.attention(*args, **kwargs), self.streams)
 
         def replace(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return take_hidden_states(args, kwargs, masks=True)[0].with_hidden_states(hidden_states)
+            return self.take(args, kwargs)[0].with_hidden_states(hidden_states)
 
         with _skipped(self.before), _watched(self.attention, replace):
             return self.model(arguments.kwargs)
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallArguments, torch.Tensor]:
+        """Split the block's arguments into the hidden states and all others."""
+        return take_hidden_states(self.attention, args, kwargs, self.streams, masks=True)
+
+    def skip(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states as they are, as the block does."""
+        arguments, hidden_states = self.take(args, kwargs)
+        _, by_name = arguments.with_hidden_states(hidden_states)
+        return tuple(by_name[name] for name in self.streams) if self.streams else hidden_states
 
     def modules(self) -> dict[str, nn.Module]:
         """The block, by its name."""
@@ -95,15 +107,11 @@ class Block:
 
 
 @contextmanager
-def _skipped(blocks: Iterable[nn.Module]) -> Iterator[None]:
+def _skipped(blocks: Iterable[Block]) -> Iterator[None]:
     """A context in which blocks return their hidden states as they are."""
-
-    def skip(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return take_hidden_states(args, kwargs)[1]
-
     with ExitStack() as stack:
         for block in blocks:
-            stack.enter_context(replaced_forward(block, skip))
+            stack.enter_context(replaced_forward(block.attention, block.skip))
         yield
 
 
@@ -130,25 +138,28 @@ def list_blocks(model: nn.Module, batch: Batch) -> list[Block]:
         batch: A batch to run, on the model's device.
 
     Raises:
-        ValueError: If the MHLA layers are not in one list of blocks.
+        ValueError: If the MHLA layers are not in one list of blocks, or those of text and grid.
     """
     trunk, modules = trunk_for(model, batch), dict(model.named_modules())
     found: dict[str, MHLA] = {}
-    layers = mhla_layers(model)
-    check_matchable(layers)
-    for layer in layers:
+    for layer in mhla_layers(model):
         match = re.match(r"(.*)\.\d+(?=\.)", layer.name)
         found[match[0] if match else layer.name] = layer.mhla
-    prefix, *others = {name.rpartition(".")[0] for name in found}
-    blocks = None if others else modules.get(prefix)
-    if not isinstance(blocks, nn.ModuleList):
+    streams = getattr(trunk, "block_streams", ())
+    prefixes = {name.rpartition(".")[0] for name in found}
+    if streams:
+        # Both lists, though all layers of one may be softmax.
+        prefixes = {name for name in ("transformer_blocks", "single_transformer_blocks") if modules.get(name)}
+    lists = [(name, module) for name, module in modules.items() if name in prefixes]
+    if not all(isinstance(module, nn.ModuleList) for _, module in lists) or (len(lists) > 1 and not streams):
         raise ValueError(f"{shorten_list(found)}: not in one list of blocks; leave the stage blocks out.")
-    names = [f"{prefix}.{number}" for number in range(len(blocks))]
-    befores = [None] * (len(blocks) - 1) + [list(blocks)[:-1]]
     run_model = partial(_output, trunk)
-    return [
-        Block(name, block, found.get(name), before, run_model) for name, block, before in zip(names, blocks, befores)
-    ]
+    blocks: list[Block] = []
+    everything = [(f"{name}.{number}", block) for name, module in lists for number, block in enumerate(module)]  # type: ignore[arg-type]
+    for name, block in everything:
+        before = list(blocks) if len(blocks) == len(everything) - 1 else None
+        blocks.append(Block(name, block, found.get(name), before, run_model, streams))
+    return blocks
 
 
 @dataclass
@@ -160,12 +171,14 @@ class _Records:
         arguments: Of each batch the arguments of every block.
         student: Hidden states of the converted model by the number of the batch, in fp32.
         original: Those of the original.
+        valid: BoolTensor `[B, T]` of the tokens of text and grid, False for padding; `None` for no padding.
     """
 
     dtype: torch.dtype
     arguments: dict[int, list[CallArguments]]
     student: dict[int, torch.Tensor]
     original: dict[int, torch.Tensor]
+    valid: dict[int, torch.Tensor | None]
 
     @classmethod
     @torch.no_grad()
@@ -177,18 +190,18 @@ class _Records:
         Raises:
             ValueError: If they do not fit into memory, or blocks hand on more than hidden states.
         """
-        records = cls(torch.float32, {}, {}, {})
+        records = cls(torch.float32, {}, {}, {}, {})
         for number in numbers:
             batch = on_device(make_batch(number), model)
             seen: list[tuple[CallArguments, torch.Tensor]] = []
 
-            def watch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-                seen.append(take_hidden_states(args, kwargs, masks=True))  # noqa: B023
+            def watch(block: Block, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+                seen.append(block.take(args, kwargs))  # noqa: B023
 
             with ExitStack() as stack:
-                stack.enter_context(_skipped(block.attention for block in blocks))
+                stack.enter_context(_skipped(blocks))
                 for block in blocks:
-                    stack.enter_context(_watched(block.attention, watch))
+                    stack.enter_context(_watched(block.attention, partial(watch, block)))
                 blocks[0].model(batch)
             if not records.arguments:
                 _check_blocks(blocks, seen, batch)
@@ -219,16 +232,23 @@ class _Records:
             index: Its number.
             hidden_states: `student` or `original`.
         """
+
+        def attending(number: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            valid = valid_tokens(args, kwargs)[0]
+            self.valid[number] = None if valid is None else valid.cpu()
+
         for number, before in hidden_states.items():
             call = on_device((self.arguments[number][index], before.to(self.dtype)), block.attention)
-            hidden_states[number] = block(*call).float().cpu()
+            with nullcontext() if block.mhla is None else _watched(block.mhla, partial(attending, number)):
+                hidden_states[number] = block(*call).float().cpu()
 
     def call(self, number: int, index: int) -> LayerCall:
         """The call of a block in the converted model, with what the original has after it."""
         target, arguments = self.original[number], self.arguments[number]
-        valid = arguments[-1].kwargs.get("attention_mask")
-        valid = valid.bool() if isinstance(valid, torch.Tensor) and valid.shape == target.shape[:2] else None
-        return LayerCall(arguments[index], self.student[number], target, valid)
+        valid = self.valid[number]
+        if valid is not None and valid.shape != target.shape[:2]:
+            valid = None
+        return LayerCall(arguments[index], self.student[number], target, valid, arguments[index].num_beside)
 
 
 def _check_blocks(blocks: Sequence[Block], seen: Sequence[tuple[CallArguments, torch.Tensor]], batch: Batch) -> None:

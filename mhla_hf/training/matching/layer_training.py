@@ -54,14 +54,20 @@ def attention_matching_loss(output: torch.Tensor, target: torch.Tensor) -> torch
 def layer_loss(layer: AttentionLayer, call: LayerCall) -> torch.Tensor:
     """Compute the matching loss of a layer on one record; padding does not count.
 
+    What is beside the grid, as text is, counts as much as the grid.
+
     Args:
         layer: The layer, with its projection.
         call: Input and output of the original layer.
     """
-    output, target = layer(call.arguments, call.hidden_states), call.output
-    if call.valid is not None:
-        output, target = output[call.valid], target[call.valid]
-    return attention_matching_loss(output, target)
+    losses, output = [], layer(call.arguments, call.hidden_states)
+    for part in (slice(call.num_beside), slice(call.num_beside, None)):
+        pair = output[:, part], call.output[:, part]
+        if call.valid is not None:
+            pair = pair[0][call.valid[:, part]], pair[1][call.valid[:, part]]
+        if pair[0].numel():
+            losses.append(attention_matching_loss(*pair))
+    return torch.stack(losses).mean()
 
 
 def trained_names(layer: AttentionLayer, train: str) -> list[str]:
@@ -225,9 +231,11 @@ class LayerTraining:
             call = send_to_device(call, self.weight.device)
             self.layer(call.arguments, call.hidden_states.to(self.weight.dtype))
         hook.remove()
-        heads, output = rows[0].flatten(2), call.output
-        valid = torch.ones_like(heads[..., 0], dtype=torch.bool) if call.valid is None else call.valid
-        fit.add(heads[valid], output[valid], held_out)
+        heads = rows[0].flatten(2)
+        # That of joint attention projects the grid alone.
+        output, valid = (None if x is None else x[:, -heads.shape[1] :] for x in (call.output, call.valid))
+        valid = torch.ones_like(heads[..., 0], dtype=torch.bool) if valid is None else valid
+        fit.add(heads[valid], output[valid], held_out)  # type: ignore[index]
 
     @property
     def fits_projection(self) -> bool:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import send_to_device
 from torch import nn
 
@@ -55,6 +56,11 @@ class AttentionLayer:
         """True if the output projection is not part of the attention module, as in BERT."""
         return self.projection is not None and not self.projection_name.startswith(f"{self.name}.")
 
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """See [`one_sequence`]."""
+        return JOINT if isinstance(self.mhla, JointMHLA) else ()
+
     def __call__(self, arguments: CallArguments, hidden_states: torch.Tensor) -> torch.Tensor:
         """Output of the layer `[B, T, D]` after its projection.
 
@@ -63,7 +69,7 @@ class AttentionLayer:
             hidden_states: `[B, T, D]`.
         """
         args, kwargs = arguments.with_hidden_states(hidden_states)
-        output = first(self.attention(*args, **kwargs))
+        output = one_sequence(self.attention(*args, **kwargs), self.streams)
         if self.projects_outside:
             assert self.projection is not None
             output = self.projection(output)
@@ -88,20 +94,29 @@ class AttentionLayer:
 
 
 class CallArguments(NamedTuple):
-    """Arguments of an attention module besides its hidden states.
+    """Arguments of an attention module, or a block, besides its hidden states.
 
     Attributes:
         args: Positional arguments; `None` in place of the hidden states.
         kwargs: Keyword arguments; `None` in place of the hidden states.
         place: Index or name of the hidden states' argument.
+        num_beside: Tokens beside the grid, at the start of the hidden states, which are an argument of their own.
+        beside: Name of that argument.
+        width: Its width.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     place: int | str
+    num_beside: int = 0
+    beside: str = ""
+    width: int = 0
 
     def with_hidden_states(self, hidden_states: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with these hidden states."""
+        if self.num_beside:
+            beside, grid = hidden_states[:, : self.num_beside, : self.width], hidden_states[:, self.num_beside :]
+            return self.args, {**self.kwargs, "hidden_states": grid, self.beside: beside}
         if isinstance(self.place, str):
             return self.args, {**self.kwargs, self.place: hidden_states}
         args = list(self.args)
@@ -110,19 +125,21 @@ class CallArguments(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """One call of an attention layer, without gradients.
+    """One call of an attention layer, without gradients. Tokens beside a grid, as those of text, come before its own.
 
     Attributes:
         arguments: Its arguments besides the hidden states.
         hidden_states: `[B, T, D]`.
         output: After the output projection `[B, T, D]`.
         valid: BoolTensor `[B, T]`, False for padding; `None` for no padding.
+        num_beside: Number of tokens beside the grid.
     """
 
     arguments: CallArguments
     hidden_states: torch.Tensor
     output: torch.Tensor
     valid: torch.Tensor | None
+    num_beside: int = 0
 
 
 def mhla_layers(model: nn.Module) -> list[AttentionLayer]:
@@ -149,17 +166,6 @@ def mhla_layers(model: nn.Module) -> list[AttentionLayer]:
             "model.set_attn_implementation('mhla') first."
         )
     return layers
-
-
-def check_matchable(layers: Iterable[AttentionLayer]) -> None:
-    """Refuse layers that cannot be called separately from records.
-
-    Raises:
-        ValueError: For joint attention.
-    """
-    for layer in layers:
-        if isinstance(layer.mhla, JointMHLA):
-            raise ValueError(f"{layer.name}: layers with joint attention cannot be matched yet; calibrate the model.")
 
 
 @torch.no_grad()
@@ -285,28 +291,28 @@ def record_calls(
     Returns:
         A call for each layer, by name.
     """
-    check_matchable(layers)
     inputs: dict[str, tuple[CallArguments, torch.Tensor]] = {}
     outputs: dict[str, torch.Tensor] = {}
-    valid: dict[str, torch.Tensor | None] = {}
+    tokens: dict[str, tuple[torch.Tensor | None, int]] = {}
 
-    def before(name: str) -> Callable[..., None]:
+    def before(layer: AttentionLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            arguments, hidden_states = take_hidden_states(args, kwargs)
-            inputs[name] = arguments, keep(hidden_states)
+            # MHLA layers without text do not read masks.
+            has_masks = bool(layer.streams)
+            arguments, hidden_states = take_hidden_states(module, args, kwargs, layer.streams, masks=has_masks)
+            inputs[layer.name] = arguments, keep(hidden_states)
 
         return hook
 
-    def after(name: str) -> Callable[..., None]:
+    def after(layer: AttentionLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            outputs[name] = keep(first(output).detach())
+            outputs[layer.name] = keep(one_sequence(output, layer.streams).detach())
 
         return hook
 
-    def attending(name: str) -> Callable[..., None]:
+    def attending(layer: AttentionLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            sequence = kwargs.get("sequence")
-            valid[name] = None if sequence is None else sequence.valid
+            tokens[layer.name] = valid_tokens(args, kwargs)
 
         return hook
 
@@ -315,15 +321,15 @@ def record_calls(
             if only is not None and layer.name not in only:
                 continue
             # Ahead of hooks that add arguments: they add them again when the layer is called separately.
-            handle = layer.attention.register_forward_pre_hook(before(layer.name), with_kwargs=True, prepend=True)
+            handle = layer.attention.register_forward_pre_hook(before(layer), with_kwargs=True, prepend=True)
             hooks.callback(handle.remove)
             last = layer.projection if layer.projects_outside else layer.attention
             assert last is not None
-            hooks.callback(last.register_forward_hook(after(layer.name)).remove)
-            handle = layer.mhla.register_forward_pre_hook(attending(layer.name), with_kwargs=True)
+            hooks.callback(last.register_forward_hook(after(layer)).remove)
+            handle = layer.mhla.register_forward_pre_hook(attending(layer), with_kwargs=True)
             hooks.callback(handle.remove)
         run(trunk_for(model, batch), batch)
-    return {name: LayerCall(*inputs[name], outputs[name], valid[name]) for name in inputs}
+    return {name: LayerCall(*inputs[name], outputs[name], *tokens[name]) for name in inputs}
 
 
 @contextmanager
@@ -425,12 +431,72 @@ def first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
+JOINT = ("hidden_states", "encoder_hidden_states")
+"""Streams of layers with joint attention."""
+
+
+def one_sequence(output: Any, streams: Sequence[str]) -> torch.Tensor:
+    """The tokens that a module returns, `[B, T, D]`, those beside the grid before its own.
+
+    Args:
+        output: What it returns.
+        streams: Names of the arguments that a pair of outputs stands for, `"hidden_states"` the grid; none for modules
+            of one stream.
+
+    Raises:
+        ValueError: If the stream beside the grid is wider.
+    """
+    if not streams or isinstance(output, torch.Tensor):
+        return first(output)
+    tokens = dict(zip(streams, output))
+    grid = tokens.pop("hidden_states")
+    (beside,) = tokens.values()
+    missing = grid.shape[2] - beside.shape[2]
+    if missing < 0:
+        raise ValueError("blocks whose tokens beside the grid are wider than its own: leave the stage blocks out.")
+    return torch.cat([F.pad(beside, (0, missing)), grid], dim=1)
+
+
+def valid_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, int]:
+    """Read from the arguments of an `mhla` module which tokens are not padding, and how many are text.
+
+    Returns:
+        BoolTensor `[B, T]`, text first, or `None` for no padding; and the number of tokens of text.
+    """
+    text, sequence = kwargs.get("text"), kwargs.get("sequence")
+    if text is None:
+        return None if sequence is None else sequence.valid, 0
+    valid = None if text.valid is None else F.pad(text.valid, (0, args[0].shape[1]), value=True)
+    return valid, text.key.shape[1]
+
+
 def take_hidden_states(
-    args: tuple[Any, ...], kwargs: dict[str, Any], masks: bool = False
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    streams: Sequence[str] = (),
+    masks: bool = False,
 ) -> tuple[CallArguments, torch.Tensor]:
-    """Split the arguments of a module; masks become `None` unless asked for, for MHLA layers do not read them."""
+    """Split the arguments of a module.
+
+    Args:
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        streams: See [`one_sequence`]; the hidden states may be one argument all the same.
+        masks: Keep masks.
+    """
     left_out = () if masks else ("attention_mask", "past_key_values")
+    if streams:
+        args, kwargs = (), {**dict(zip(forward_parameters(module), args)), **kwargs}
     kwargs = {name: None if name in left_out else kwargs[name] for name in kwargs}
+    for name in streams:
+        beside = None if name == "hidden_states" else kwargs.pop(name, None)
+        if beside is not None:
+            tokens = one_sequence((kwargs.pop("hidden_states"), beside), ("hidden_states", name))
+            return CallArguments(
+                args, kwargs, "hidden_states", beside.shape[1], name, beside.shape[2]
+            ), tokens.detach()
     if "hidden_states" in kwargs:
         hidden_states = kwargs["hidden_states"]
         return CallArguments(args, {**kwargs, "hidden_states": None}, "hidden_states"), hidden_states.detach()

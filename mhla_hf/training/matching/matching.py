@@ -29,7 +29,7 @@ from ..config import TRANSFER_CACHES, TrainingConfig
 from ..data.batches import DataOrder, model_fingerprint, samples_fingerprint
 from ..processes import Processes, StopSignals, TrainingStopped
 from .layer_training import LayerTraining, autocast, layer_loss, trained_names
-from .layers import AttentionLayer, Batch, check_matchable, evaluating, find_projections, mhla_layers, only_trainable
+from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable
 from .records import Record, Records, choose_cache, free_room
 from .ridge import ProjectionFit
 from .teacher import SharedTeacher, shared_teacher
@@ -425,7 +425,6 @@ def match_layers(
         OSError: If there is no room on the disk.
     """
     layers = mhla_layers(model)
-    check_matchable(layers)
     by_layer = [steps] * len(layers) if isinstance(steps, int) else list(steps)
     for name, number in (*(("steps", number) for number in by_layer), ("batch_size", batch_size)):
         check_count(name, number)
