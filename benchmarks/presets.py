@@ -75,12 +75,18 @@ def example_inputs(
     size = _latents(model)
     size = size if latents is None or "sample_size" in config else latents[-len(size) :]
     inputs = diffusion_inputs(model, size, model.dtype, model.device, text=_TEXT_TOKENS.get(kind, 0))
-    if kind == "HunyuanVideo15Transformer3DModel":
-        shapes = {"encoder_hidden_states_2": (_GLYPHS, config.text_embed_2_dim)}
-        shapes["image_embeds"] = (_IMAGE, config.image_embed_dim)
-        inputs |= {name: torch.zeros(1, *shape, device=model.device) for name, shape in shapes.items()}
-        inputs["encoder_attention_mask_2"] = torch.ones(1, _GLYPHS, dtype=torch.long, device=model.device)
-    return inputs
+    return {**inputs, **further_text(model)}
+
+
+def further_text(model: Any) -> dict[str, Any]:
+    """What HunyuanVideo-1.5 takes beside its text; nothing for other models."""
+    config = model.config
+    if not type(model).__name__.endswith("HunyuanVideo15Transformer3DModel"):
+        return {}
+    shapes = {"encoder_hidden_states_2": (_GLYPHS, config.text_embed_2_dim)}
+    shapes["image_embeds"] = (_IMAGE, config.image_embed_dim)
+    inputs = {name: torch.zeros(1, *shape, device=model.device, dtype=model.dtype) for name, shape in shapes.items()}
+    return {**inputs, "encoder_attention_mask_2": torch.ones(1, _GLYPHS, dtype=torch.long, device=model.device)}
 
 
 def _latents(model: Any) -> tuple[int, ...]:
