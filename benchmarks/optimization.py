@@ -15,7 +15,7 @@ from mhla_hf.training.parameters import learning_rate_factor, set_learning_rate
 
 GRADIENT_CLIP = 1.0
 # Parameters of transformer layers, in transformers and in diffusers, without tables of classes.
-_OF_LAYERS = re.compile(r"(?!.*embedding_table)(.*\.layers|transformer_blocks)\.")
+_OF_LAYERS = re.compile(r"(?!.*embedding_table)(.*\.layers|(.*\.)?(single_)?transformer_blocks)\.")
 
 
 def freeze_mixing(model: nn.Module) -> None:

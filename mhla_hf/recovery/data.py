@@ -242,6 +242,7 @@ class RecoveryData:
             height=options.height,
             width=options.width,
             num_frames=options.num_frames,
+            max_sequence_length=options.max_length,
         )
         return RecordedCalls(calls[name], options.held_out, self.seed)
 

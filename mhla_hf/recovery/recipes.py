@@ -64,10 +64,10 @@ class DataOptions(Options):
     )
     max_length: int | None = option(
         None,
-        "Tokens per row, or at most per passage. Default: 512 for language models, 128 for encoders.",
+        "Tokens per row, or at most per passage or prompt. Default: 512 for language models, 128 for encoders.",
         minimum=2,
         maximum=LONGEST_TEXT,
-        families=TEXT,
+        families=TEXT + WITHOUT_OBJECTIVE,
     )
     text_field: str = option("text", "Field that holds the text, in JSONL files and data sets.", families=TEXT)
     height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos.")
