@@ -405,7 +405,7 @@ def layer_tokens(
     *,
     grid: Sequence[int] | None = None,
     sequence: TokenSequence | None = None,
-    rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    rotary: Any = None,
     norms: HeadNorms | None = None,
     scaling: float | None = None,
     linear: bool = False,
@@ -448,7 +448,6 @@ def layer_tokens(
     causal, valid = mhla.config.causal, None
     if sequence is not None:
         causal, valid = sequence.causal, sequence.valid
-    words = None
     if text is not None:
         words = text.key if text.rotary is None else text.rotary(text.key)
         if mhla.num_prefix_tokens:
@@ -478,7 +477,7 @@ def layer_tokens(
         layout = layout_at(mhla.config, mhla.blocks, axes, count - math.prod(axes))
         mixing = mhla.mixing_matrix(layout, causal).detach()
         own |= {"mhla": mhla, "layout": layout, "mixing": mixing.double(), "causal": causal, "scaling": scaling}
-        if words is not None and not mhla.num_prefix_tokens:
+        if text is not None and not mhla.num_prefix_tokens:
             own["text"] = words[index : index + 1, slice(None) if text.valid is None else text.valid[index]].double()
         own["original"] = _of_sample(original, index, keep) if linear else None
         samples.append(LayerTokens(**own, features=_of_sample(features, index, keep)))

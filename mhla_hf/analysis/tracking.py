@@ -176,9 +176,9 @@ class AttentionSummary:
             self.rank_bound = max(self.rank_bound or 0, min(sample.rank_bound, count))
         if isinstance(sample, LayerTokens) and not sample.causal:
             self.linear_bound = min(self.rows, sample.num_features)
-        for kind, shares in sample.text_share(rows).items() if isinstance(sample, LayerTokens) else ():
-            means = zip(self.text_share.get(kind, shares), shares, strict=True)
-            self.text_share[kind] = [old + (new - old) / self.samples for old, new in means]
+        for name, shares in sample.text_share(rows).items() if isinstance(sample, LayerTokens) else ():
+            means = zip(self.text_share.get(name, shares), shares, strict=True)
+            self.text_share[name] = [old + (new - old) / self.samples for old, new in means]
         for kind in kinds or (None,):
             values = self._values.setdefault(kind, {})
             for head in range(sample.num_heads):
