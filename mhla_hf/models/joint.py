@@ -109,6 +109,7 @@ class MHLAJointModelMixin(KeepsMHLAProcessors):
     layer_class: ClassVar[type[MHLA]] = JointMHLA
     # In the order in which blocks return them.
     block_streams: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states")
+    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks", "single_transformer_blocks")
 
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn for block in (*self.transformer_blocks, *getattr(self, "single_transformer_blocks", ()))]

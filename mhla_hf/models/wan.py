@@ -124,6 +124,8 @@ class MHLAWanVACETransformer3DModel(WanFamilyMixin, WanVACETransformer3DModel):
     in Wan, and those of `vace_blocks` after them.
     """
 
+    block_lists = ("blocks",)
+
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn1 for block in (*self.blocks, *self.vace_blocks)]
 

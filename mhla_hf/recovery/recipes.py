@@ -444,8 +444,6 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     for name in ("distill", "finetune"):
         if getattr(recipe, name) is not None and recipe.family in WITHOUT_OBJECTIVE:
             yield f"{name}: models of the family {recipe.family} have no objective yet; use calibrate and match"
-    if recipe.blocks is not None and recipe.family == "wan-vace":
-        yield "blocks: control blocks add to what goes from block to block of VACE; use match"
     for name in ("match", "calibrate"):
         stage = getattr(recipe, name)
         if stage is not None and stage.batch_size > recipe.data.samples:

@@ -104,7 +104,7 @@ def test_layers_and_blocks_can_be_called_separately(case):
             assert layer_loss(layer, call).item() == error
     expected, hidden_states = case.run(model, 2, batch=2), None
     blocks = list_blocks(model, batch)
-    records = _Records.start(blocks, [0], lambda number: batch, model)
+    records = _Records.start(blocks, [0], lambda number: batch, model, SharedTeacher(model))
     for index, block in enumerate(blocks):
         records.advance(block, index, records.student)
         hidden_states = records.student[0]

@@ -92,8 +92,9 @@ class Block:
         return take_hidden_states(self.attention, args, kwargs, self.streams, masks=True)
 
     def skip(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states as they are, as the block does."""
+        """Return zeros in place of the hidden states: the next block then sees what comes in between alone."""
         arguments, hidden_states = self.take(args, kwargs)
+        hidden_states = torch.zeros_like(hidden_states)
         _, by_name = arguments.with_hidden_states(hidden_states)
         return tuple(by_name[name] for name in self.streams) if self.streams else hidden_states
 
@@ -108,7 +109,7 @@ class Block:
 
 @contextmanager
 def _skipped(blocks: Iterable[Block]) -> Iterator[None]:
-    """A context in which blocks return their hidden states as they are."""
+    """A context in which blocks are not computed."""
     with ExitStack() as stack:
         for block in blocks:
             stack.enter_context(replaced_forward(block.attention, block.skip))
@@ -146,12 +147,11 @@ def list_blocks(model: nn.Module, batch: Batch) -> list[Block]:
         match = re.match(r"(.*)\.\d+(?=\.)", layer.name)
         found[match[0] if match else layer.name] = layer.mhla
     streams = getattr(trunk, "block_streams", ())
-    prefixes = {name.rpartition(".")[0] for name in found}
-    if streams:
-        # Both lists, though all layers of one may be softmax.
-        prefixes = {name for name in ("transformer_blocks", "single_transformer_blocks") if modules.get(name)}
+    # Those of a class, though all layers of one may be softmax, or MHLA layers be elsewhere.
+    prefixes = getattr(trunk, "block_lists", None) or {name.rpartition(".")[0] for name in found}
     lists = [(name, module) for name, module in modules.items() if name in prefixes]
-    if not all(isinstance(module, nn.ModuleList) for _, module in lists) or (len(lists) > 1 and not streams):
+    is_known = hasattr(trunk, "block_lists") or len(lists) == 1
+    if not is_known or not all(isinstance(module, nn.ModuleList) for _, module in lists):
         raise ValueError(f"{shorten_list(found)}: not in one list of blocks; leave the stage blocks out.")
     run_model = partial(_output, trunk)
     blocks: list[Block] = []
@@ -172,6 +172,9 @@ class _Records:
         student: Hidden states of the converted model by the number of the batch, in fp32.
         original: Those of the original.
         valid: BoolTensor `[B, T]` of the tokens of text and grid, False for padding; `None` for no padding.
+        added: What the converted model adds to the hidden states after each block, as VACE its control hints; fp32, or
+            `None` for nothing.
+        original_added: What the original adds.
     """
 
     dtype: torch.dtype
@@ -179,34 +182,36 @@ class _Records:
     student: dict[int, torch.Tensor]
     original: dict[int, torch.Tensor]
     valid: dict[int, torch.Tensor | None]
+    added: dict[int, list[torch.Tensor | None]]
+    original_added: dict[int, list[torch.Tensor | None]]
 
     @classmethod
     @torch.no_grad()
     def start(
-        cls, blocks: Sequence[Block], numbers: Sequence[int], make_batch: Callable[[int], Batch], model: nn.Module
+        cls,
+        blocks: Sequence[Block],
+        numbers: Sequence[int],
+        make_batch: Callable[[int], Batch],
+        model: nn.Module,
+        teacher: SharedTeacher,
     ) -> _Records:
         """Record what goes into the first block, and the other arguments of all of them.
 
         Raises:
             ValueError: If they do not fit into memory, or blocks hand on more than hidden states.
         """
-        records = cls(torch.float32, {}, {}, {}, {})
+        records = cls(torch.float32, {}, {}, {}, {}, {}, {})
         for number in numbers:
             batch = on_device(make_batch(number), model)
-            seen: list[tuple[CallArguments, torch.Tensor]] = []
-
-            def watch(block: Block, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-                seen.append(block.take(args, kwargs))  # noqa: B023
-
-            with ExitStack() as stack:
-                stack.enter_context(_skipped(blocks))
-                for block in blocks:
-                    stack.enter_context(_watched(block.attention, partial(watch, block)))
-                blocks[0].model(batch)
+            seen = _inputs(blocks, batch)
+            records.added[number] = records.original_added[number] = added = _added(seen)
+            if any(each is not None for each in added):
+                records.original_added[number] = teacher.compute(lambda _: _added(_inputs(blocks, batch)))  # noqa: B023
             if not records.arguments:
                 _check_blocks(blocks, seen, batch)
                 records.dtype = seen[0][1].dtype
-                needed, room = 2 * len(numbers) * 4 * seen[0][1].numel(), free_room(None)[0]
+                tensors = 2 + 2 * sum(each is not None for each in added)
+                needed, room = tensors * len(numbers) * 4 * seen[0][1].numel(), free_room(None)[0]
                 if needed > room:
                     raise ValueError(
                         f"the hidden states of {len(numbers)} batches need {format_bytes(needed)}, more than half of "
@@ -237,18 +242,43 @@ class _Records:
             valid = valid_tokens(args, kwargs)[0]
             self.valid[number] = None if valid is None else valid.cpu()
 
+        all_added = self.original_added if hidden_states is self.original else self.added
         for number, before in hidden_states.items():
             call = on_device((self.arguments[number][index], before.to(self.dtype)), block.attention)
             with nullcontext() if block.mhla is None else _watched(block.mhla, partial(attending, number)):
                 hidden_states[number] = block(*call).float().cpu()
+            if (added := all_added[number][index]) is not None:
+                hidden_states[number] = hidden_states[number] + added
 
     def call(self, number: int, index: int) -> LayerCall:
         """The call of a block in the converted model, with what the original has after it."""
         target, arguments = self.original[number], self.arguments[number]
+        if (added := self.added[number][index]) is not None:
+            target = target - added
         valid = self.valid[number]
         if valid is not None and valid.shape != target.shape[:2]:
             valid = None
         return LayerCall(arguments[index], self.student[number], target, valid, arguments[index].num_beside)
+
+
+def _inputs(blocks: Sequence[Block], batch: Batch) -> list[tuple[CallArguments, torch.Tensor]]:
+    """Arguments of all blocks: the hidden states of the first, and of others what is added before them."""
+    seen: list[tuple[CallArguments, torch.Tensor]] = []
+
+    def watch(block: Block, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(block.take(args, kwargs))
+
+    with ExitStack() as stack:
+        stack.enter_context(_skipped(blocks))
+        for block in blocks:
+            stack.enter_context(_watched(block.attention, partial(watch, block)))
+        blocks[0].model(batch)
+    return seen
+
+
+def _added(seen: Sequence[tuple[CallArguments, torch.Tensor]]) -> list[torch.Tensor | None]:
+    """What is added after each block; nothing after the last one, whose output is the model's."""
+    return [each.float().cpu() if each.any() else None for _, each in seen[1:]] + [None]
 
 
 def _check_blocks(blocks: Sequence[Block], seen: Sequence[tuple[CallArguments, torch.Tensor]], batch: Batch) -> None:
@@ -257,8 +287,8 @@ def _check_blocks(blocks: Sequence[Block], seen: Sequence[tuple[CallArguments, t
     if not expected.isfinite().all():
         raise ValueError("the model's output is not finite for the first batch of the stage blocks.")
     hidden_states = seen[0][1]
-    for block, (arguments, _) in zip(blocks[:-1], seen):
-        hidden_states = block(arguments, hidden_states)
+    for block, (arguments, _), (_, added) in zip(blocks[:-1], seen, seen[1:]):
+        hidden_states = block(arguments, hidden_states) + added
     output = blocks[-1](CallArguments((), dict(batch), 0), hidden_states)
     if len(seen) != len(blocks) or not torch.allclose(output, expected, rtol=1e-2, atol=1e-2 * expected.std().item()):
         raise ValueError("the blocks of this model hand on more than hidden states: leave the stage blocks out.")
@@ -281,7 +311,7 @@ def match_blocks(
         model: The model; changed in place.
         make_batch: Makes the keyword arguments of the model's forward of a number, always the same.
         num_batches: Number of batches.
-        steps: Steps of each block with an MHLA layer; one with 0 is left as it is.
+        steps: Steps of the block of each MHLA layer; one with 0 is left as it is, as are layers outside the blocks.
         teacher: The original, with the values of all parameters; those outside the blocks must be the model's.
         config: Learning rates, optimizer, seed and the rest of the options.
         output: Directory of finished blocks; a killed run repeats the block that it was at.
@@ -299,10 +329,11 @@ def match_blocks(
     report: dict[str, dict[str, float]] = {}
     with evaluating(model):
         blocks = list_blocks(model, on_device(make_batch(0), model))
-        converted = [index for index, block in enumerate(blocks) if block.mhla is not None]
-        counts = {index: count for index, count in zip(converted, steps, strict=True) if count}
+        by_layer = {layer.mhla: count for layer, count in zip(mhla_layers(model), steps, strict=True)}
+        of_blocks = [0 if block.mhla is None else by_layer[block.mhla] for block in blocks]
+        counts = {index: count for index, count in enumerate(of_blocks) if count}
         numbers = sorted({order.dataset_index(step) for step in range(max(counts.values(), default=0))})
-        records = _Records.start(blocks, numbers, make_batch, model)
+        records = _Records.start(blocks, numbers, make_batch, model, teacher)
         last_trained = max(counts, default=-1)
         for index, block in enumerate(blocks[: last_trained + 1]):
             teacher.compute(lambda _: records.advance(block, index, records.original))  # noqa: B023

@@ -11,19 +11,26 @@ import mhla_hf
 from mhla_hf.training import TrainingConfig
 from mhla_hf.training.matching import blocks as module
 from mhla_hf.training.matching.blocks import list_blocks, match_blocks
-from mhla_hf.training.matching.layers import evaluating, first_output, trunk_for
+from mhla_hf.training.matching.layers import evaluating, first_output, mhla_layers, trunk_for
 from mhla_hf.training.matching.teacher import SharedTeacher
 from tests.integrations.transformers.mhla_models import default_options
 from tests.layers.test_original import DIFFUSERS, models
+from tests.models.cases import FluxCase, HunyuanVideoCase, LTX2Case, WanVACECase
 
 
 CONFIG = TrainingConfig(max_steps=1, learning_rate=1e-3, lr_schedule="cosine", adam_beta2=0.99, weight_decay=0.0)
-NAMES = ["wan", "dit", "llama", "bert", "vit"]
+# What else goes from block to block: control hints, the audio, the text in both orders.
+STREAMS = {"vace": WanVACECase(), "ltx2": LTX2Case(), "flux": FluxCase(), "hunyuan-video": HunyuanVideoCase()}
+NAMES = ["wan", "dit", "llama", "bert", "vit", *STREAMS]
 
 
 def converted(name):
-    softmax, _, batch = models(name)
-    options = DIFFUSERS[name]().options if name in DIFFUSERS else default_options(name)
+    if name in STREAMS:
+        case = STREAMS[name]
+        softmax, options, batch = case.make(), case.options, case.inputs(2, batch=2)
+    else:
+        softmax, _, batch = models(name)
+        options = DIFFUSERS[name]().options if name in DIFFUSERS else default_options(name)
     model = mhla_hf.convert(softmax, {**options, "feature_map": "hedgehog", "rope": "before_feature_map"}).eval()
     teacher = SharedTeacher(model)
     teacher.keep()
@@ -38,7 +45,7 @@ def test_blocks_one_by_one_are_the_model(name):
         blocks = list_blocks(model, batch)
         expected = first_output(trunk_for(model, batch), batch, padding=True)
         original = teacher.compute(lambda model: first_output(trunk_for(model, batch), batch, padding=True))
-        records = module._Records.start(blocks, [3], {3: batch}.__getitem__, model)
+        records = module._Records.start(blocks, [3], {3: batch}.__getitem__, model, teacher)
         for index, block in enumerate(blocks):
             teacher.compute(lambda _: records.advance(block, index, records.original))  # noqa: B023
             records.advance(block, index, records.student)
@@ -52,7 +59,8 @@ def test_only_blocks_learn(name, tmp_path):
     model, teacher, batch = converted(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     found = [block.name for block in list_blocks(model, batch) if block.mhla is not None]
-    steps = [0] * (len(found) - 1) + [8]
+    steps = [0] * len(mhla_layers(model))
+    steps[len(found) - 1] = 8
     report = match_blocks(
         model, lambda number: batch, num_batches=2, steps=steps, teacher=teacher, config=CONFIG, output=tmp_path
     )
