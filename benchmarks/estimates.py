@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import table_row, with_sections
+from benchmarks.presets import TextWithoutValues, further_text
 from mhla_hf.estimate import Estimate, estimate, find_candidate, find_grid
 from mhla_hf.utils.messages import format_bytes
 
@@ -42,6 +43,13 @@ def _images(*sides: int) -> dict[str, dict[str, int]]:
     return {f"{side}²": {"height": side, "width": side} for side in sides}
 
 
+def _videos(*sizes: tuple[int, int, int]) -> dict[str, dict[str, int]]:
+    return {
+        f"{height} × {width}, {frames} frames": {"height": height, "width": width, "num_frames": frames}
+        for height, width, frames in sizes
+    }
+
+
 def _texts(*lengths: int) -> dict[str, dict[str, int]]:
     return {f"{length:,}": {"tokens": length} for length in lengths}
 
@@ -55,10 +63,7 @@ def _qwen(**sizes: Any) -> dict[str, Any]:
     return {**fixed, "num_key_value_heads": 8, "max_position_embeddings": 40_960, **sizes}
 
 
-_VIDEOS = {
-    "480 × 832, 81 frames": {"height": 480, "width": 832, "num_frames": 81},
-    "720 × 1280, 81 frames": {"height": 720, "width": 1280, "num_frames": 81},
-}
+_VIDEOS = _videos((480, 832, 81), (720, 1280, 81))
 _PROMPTS = _texts(2048, 8192, 32_768, 131_072)
 
 MODELS = (
@@ -67,7 +72,26 @@ MODELS = (
     Model(
         "HunyuanVideo",
         {"_class_name": "HunyuanVideoTransformer3DModel"},
-        {"720 × 1280, 129 frames": {"height": 720, "width": 1280, "num_frames": 129}},
+        _videos((544, 960, 129), (720, 1280, 129)),
+    ),
+    Model(
+        "HunyuanVideo-1.5",
+        {"_class_name": "HunyuanVideo15Transformer3DModel"},
+        _videos((480, 832, 121), (720, 1280, 121)),
+    ),
+    Model("LTX-Video 2B", {"_class_name": "LTXVideoTransformer3DModel"}, _videos((512, 704, 161), (704, 1216, 121))),
+    Model(
+        "LTX-Video 13B",
+        {
+            "_class_name": "LTXVideoTransformer3DModel", "attention_head_dim": 128, "num_layers": 48,
+            "cross_attention_dim": 4096,
+        },
+        _videos((704, 1216, 121)),
+    ),
+    Model(
+        "LTX-2",
+        {"_class_name": "LTX2VideoTransformer3DModel"},
+        _videos((512, 768, 121), (1024, 1536, 121), (1088, 1920, 241)),
     ),
     Model(
         "DiT-XL/2",
@@ -80,6 +104,7 @@ MODELS = (
         _images(1024, 2048, 4096),
     ),
     Model("SANA 1.6B", {"_class_name": "SanaTransformer2DModel"}, _images(4096)),
+    Model("Qwen-Image", {"_class_name": "QwenImageTransformer2DModel"}, _images(1328, 2048)),
     Model("FLUX.1-dev", {"_class_name": "FluxTransformer2DModel", "guidance_embeds": True}, _images(1024, 2048)),
     Model(
         "Qwen3-0.6B",
@@ -112,9 +137,12 @@ def estimates(model: Model) -> Iterator[tuple[str, Estimate]]:
     """Yield the estimate of a model at each of its sizes, by the name of the size."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model.config), encoding="utf-8")
-        candidate = find_candidate(folder)
-        for size, given in model.sizes.items():
-            yield size, estimate(candidate, find_grid(candidate, **given))
+        candidate: Any = find_candidate(folder)
+        inputs = candidate.inputs
+        candidate.inputs = lambda model, *args: {**inputs(model, *args), **further_text(model)}
+        with TextWithoutValues():
+            for size, given in model.sizes.items():
+                yield size, estimate(candidate, find_grid(candidate, **given))
 
 
 def bounds_row(model: str, size: str, found: Estimate) -> str:
@@ -137,13 +165,23 @@ def cache_rows(found: dict[str, Estimate]) -> list[str]:
     ]
 
 
+RECIPES = {
+    "Wan2.1 1.3B": ("wan-1.3b", "wan-1.3b-hybrid"),
+    "Wan2.1 14B": ("wan-14b", "wan-1.3b", "wan-1.3b-hybrid"),
+    "HunyuanVideo-1.5": ("hunyuan-video-1.5",),
+    "LTX-2": ("ltx-2",),
+    "Qwen-Image": ("qwen-image",),
+}
+"""Recipes of the table of recoveries, by model."""
+
+
 def training_rows(model: str, found: Estimate) -> list[str]:
-    """Return the rows of the table of recoveries: the recipes for large videos."""
-    rows = [row for row in found.training if row["recipe"].startswith("wan-")]
+    """Return the rows of the table of recoveries: the recipes for large models of videos and images."""
+    rows = {row["recipe"]: row for row in found.training}
     sizes = ("weights", "training", "records", "block_records")
     return [
-        table_row(model, f"`{row['recipe']}`", f"{row['steps']:,}", *(format_bytes(row[size]) for size in sizes))
-        for row in rows
+        table_row(model, f"`{name}`", f"{rows[name]['steps']:,}", *(format_bytes(rows[name][size]) for size in sizes))
+        for name in RECIPES.get(model, ())
     ]
 
 
@@ -155,8 +193,7 @@ def main() -> None:
         tables["bounds"] += [bounds_row(model.name, size, each) for size, each in found.items()]
         if model.name == "Qwen3-8B":
             tables["caches"] = cache_rows(found)
-        if model.sizes is _VIDEOS:
-            tables["training"] += training_rows(model.name, next(iter(found.values())))
+        tables["training"] += training_rows(model.name, next(iter(found.values())))
     heads = {
         "bounds": table_row("model", "size", "tokens", "in softmax", "all layers", "3/4", "2/3", "advice"),
         "caches": table_row("cache", *_PROMPTS),

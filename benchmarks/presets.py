@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -20,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.pages import table_row, with_sections
 from mhla_hf import MHLA, from_preset
 from mhla_hf.bench import OperatorShape, diffusion_inputs
+from mhla_hf.models.registry import mhla_class_for
 from mhla_hf.presets import PRESETS
 
 
@@ -36,8 +39,10 @@ WAN_LATENTS = (21, 60, 100)
 _WAN_FAMILY = [f"{name}Transformer3DModel" for name in ("Wan", "WanVACE", "WanAnimate", "SkyReelsV2")]
 _TEXT_TOKENS = {"SanaTransformer2DModel": 300, **dict.fromkeys(_WAN_FAMILY, 512)}
 _TEXT_TOKENS |= {"LTXVideoTransformer3DModel": 128, "LTX2VideoTransformer3DModel": 1024}
-# 161 frames of 512 × 704 and 121 of 512 × 768, as the pipelines make them without being asked for a size.
-_LTX_LATENTS = {"LTXVideoTransformer3DModel": (21, 16, 22), "LTX2VideoTransformer3DModel": (16, 16, 24)}
+_TEXT_TOKENS |= {"HunyuanVideoTransformer3DModel": 256, "HunyuanVideo15Transformer3DModel": 1000}
+_TEXT_TOKENS |= {"QwenImageTransformer2DModel": 256, "FluxTransformer2DModel": 512}
+# Tokens of glyphs and of the image, which HunyuanVideo-1.5 has beside the text.
+_GLYPHS, _IMAGE = 256, 729
 
 
 def make_model(name: str, mhla: Any = None, **overrides: Any) -> nn.Module:
@@ -67,9 +72,51 @@ def example_inputs(
     if kind == "DeiTForImageClassification":
         size = (1, config.num_channels, config.image_size, config.image_size)
         return {"pixel_values": torch.randn(size, device=model.device, dtype=model.dtype)}
-    side = config.get("sample_size")
-    size = (latents or _LTX_LATENTS.get(kind, WAN_LATENTS)) if side is None else (side, side)
-    return diffusion_inputs(model, size, model.dtype, model.device, text=_TEXT_TOKENS.get(kind, 0))
+    size = _latents(model)
+    size = size if latents is None or "sample_size" in config else latents[-len(size) :]
+    inputs = diffusion_inputs(model, size, model.dtype, model.device, text=_TEXT_TOKENS.get(kind, 0))
+    return {**inputs, **further_text(model)}
+
+
+def further_text(model: Any) -> dict[str, Any]:
+    """What HunyuanVideo-1.5 takes beside its text; nothing for other models."""
+    config = model.config
+    if not type(model).__name__.endswith("HunyuanVideo15Transformer3DModel"):
+        return {}
+    shapes = {"encoder_hidden_states_2": (_GLYPHS, config.text_embed_2_dim)}
+    shapes["image_embeds"] = (_IMAGE, config.image_embed_dim)
+    inputs = {name: torch.zeros(1, *shape, device=model.device, dtype=model.dtype) for name, shape in shapes.items()}
+    return {**inputs, "encoder_attention_mask_2": torch.ones(1, _GLYPHS, dtype=torch.long, device=model.device)}
+
+
+def _latents(model: Any) -> tuple[int, ...]:
+    """Size of the latents that a pipeline makes without being asked for one, those of Wan as in the paper."""
+    config, kind = model.config, type(model).__name__.removeprefix("MHLA")
+    if kind in _WAN_FAMILY:
+        return WAN_LATENTS
+    if (side := config.get("sample_size")) is not None:
+        return (side, side)
+    mhla_class = mhla_class_for(kind)
+    return tuple(map(operator.mul, mhla_class.default_grid, mhla_class.patch_sizes(config)))
+
+
+class TextWithoutValues(TorchFunctionMode):
+    """Lets HunyuanVideo-1.5, which sorts its text by a mask, run where tensors have no values: all text is valid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.padding: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_mask = func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].is_meta
+        if is_mask and args[1].dtype == torch.bool:
+            return args[0][:0] if any(args[1] is mask for mask in self.padding) else args[0]
+        if func is torch.all and args[0].is_meta:
+            return False
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.__invert__:
+            self.padding.append(result)
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +171,7 @@ def size_of(name: str) -> Size:
 
 def multiply_adds(model: nn.Module) -> int:
     """Counts the multiply-adds of a forward pass."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), TextWithoutValues(), FlopCounterMode(display=False) as counter:
         model(**example_inputs(model))
     return counter.get_total_flops() // 2
 
@@ -136,11 +183,11 @@ def operator_shape(model: nn.Module) -> OperatorShape:
     if layer.config.causal:
         grid, chunk = (config.max_position_embeddings,), layer.config.block_size
     else:
-        size = config.get("sample_size") if hasattr(config, "get") else config.image_size
-        latents = _LTX_LATENTS.get(type(model).__name__.removeprefix("MHLA"), WAN_LATENTS)
-        frames, height, width = latents if size is None else (1, size, size)
-        patch = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[-1]
-        grid, chunk = (frames * (height // patch) * (width // patch) + layer.num_prefix_tokens,), None
+        if hasattr(model, "patch_sizes"):
+            patches = model.patch_sizes(config)
+            sides = map(operator.floordiv, _latents(model), (patches,) * 2 if isinstance(patches, int) else patches)
+            return OperatorShape(1, layer.num_heads, layer.head_dim, tuple(sides), layer.blocks)
+        grid, chunk = ((config.image_size // config.patch_size) ** 2 + layer.num_prefix_tokens,), None
     blocks = None if chunk else (layer.mixing.shape[-1],)
     return OperatorShape(1, layer.num_heads, layer.head_dim, grid, blocks, chunk[0] if chunk else None)
 

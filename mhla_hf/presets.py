@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the MHLA paper, others of the Wan family and LTX by name, with fresh weights.
+"""The models of the MHLA paper, and other models of videos and images by name, with fresh weights.
 
 They are classes of transformers and diffusers.
 
@@ -87,25 +87,41 @@ def _wan(part: str, **mhla: Any) -> Preset:
 
 def _wan_family() -> dict[str, Preset]:
     # Not of the paper: scripts/convert_wan_to_diffusers.py and convert_skyreelsv2_to_diffusers.py of diffusers.
-    vace, animate = "WanVACETransformer3DModel", "WanAnimateTransformer3DModel"
+    vace, animate, skyreels = (f"{name}Transformer3DModel" for name in ("WanVACE", "WanAnimate", "SkyReelsV2"))
     with_image = {**_WAN_LARGE, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
     small, large = ({"vace_layers": [*range(*bounds)]} for bounds in ((0, 30, 2), (0, 40, 5)))
     mhla = {"blocks": [3, 5, 10]}
     return {
+        "wan2.1-14b": Preset("Wan2.1-T2V-14B", "WanTransformer3DModel", _WAN_LARGE, mhla),
         "wan2.1-vace-1.3b": Preset("Wan2.1-VACE-1.3B", vace, {**_WAN_SMALL, **small}, mhla),
         "wan2.1-vace-14b": Preset("Wan2.1-VACE-14B", vace, {**_WAN_LARGE, **large}, mhla),
         "wan2.2-animate-14b": Preset("Wan2.2-Animate-14B", animate, with_image, mhla),
-        "skyreels-v2-14b": Preset("SkyReels-V2 14B from text", "SkyReelsV2Transformer3DModel", _WAN_LARGE, mhla),
+        "skyreels-v2-1.3b": Preset("SkyReels-V2 1.3B from text", skyreels, _WAN_SMALL, mhla),
+        "skyreels-v2-14b": Preset("SkyReels-V2 14B from text", skyreels, _WAN_LARGE, mhla),
     }
 
 
-def _ltx() -> dict[str, Preset]:
-    # Not of the paper: the defaults of the constructors in diffusers. Blocks divide the grid of the pipelines' size.
+def _other_models() -> dict[str, Preset]:
+    # Not of the paper: the defaults of the constructors in diffusers, and Lightricks/LTX-Video-0.9.7-dev,
+    # transformer/config.json. Blocks divide the grid of the pipelines' size where it has divisors.
     first = {"num_attention_heads": 32, "attention_head_dim": 64, "num_layers": 28}
     second, about = {**first, "attention_head_dim": 128, "num_layers": 48}, "LTX-2 19B with MHLA for the video"
+    double = {"num_attention_heads": 24, "attention_head_dim": 128}
+    hunyuan, flux = ({**double, "num_layers": count, "num_single_layers": 2 * count} for count in (20, 19))
+    smaller = {**double, "num_attention_heads": 16, "num_layers": 54}
+    ltx, first_blocks, flux["guidance_embeds"] = "LTXVideoTransformer3DModel", {"blocks": [7, 4, 2]}, True
     return {
-        "ltx-video-2b": Preset("LTX-Video 2B", "LTXVideoTransformer3DModel", first, {"blocks": [7, 4, 2]}),
+        "ltx-video-2b": Preset("LTX-Video 2B", ltx, first, first_blocks),
+        "ltx-video-13b": Preset("LTX-Video 13B", ltx, {**second, "cross_attention_dim": 4096}, first_blocks),
         "ltx-2-19b": Preset(about, "LTX2VideoTransformer3DModel", second, {"blocks": [4, 4, 4]}),
+        "hunyuan-video": Preset("HunyuanVideo", "HunyuanVideoTransformer3DModel", hunyuan, {"blocks": [3, 9, 10]}),
+        "hunyuan-video-1.5": Preset(
+            "HunyuanVideo-1.5", "HunyuanVideo15Transformer3DModel", smaller, {"blocks": [4, 5, 8]}
+        ),
+        "qwen-image": Preset(
+            "Qwen-Image", "QwenImageTransformer2DModel", {**double, "num_layers": 60}, {"blocks": [9, 9]}
+        ),
+        "flux.1-dev": Preset("FLUX.1-dev", "FluxTransformer2DModel", flux, {"blocks": [8, 8]}),
     }
 
 
@@ -138,20 +154,21 @@ PRESETS: dict[str, Preset] = {
     "wan2.1-1.3b": _wan("all"),
     "wan2.1-1.3b-hybrid": _wan("two thirds of the", layers="2/3"),
     **_wan_family(),
-    **_ltx(),
+    **_other_models(),
     "mhla-lm-340m": _language_model(),
 }
 """All presets by name."""
 
 
 def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None = None, **overrides: Any) -> Any:
-    """Return a model of the MHLA paper (arXiv 2601.07832), of the Wan family or of LTX by name, without weights.
+    """Return a model of the MHLA paper (arXiv 2601.07832), or another of videos or images, by name, without weights.
 
     Models of transformers (`deit-t`, `deit-s`, `vlt-t`, `vlt-s`, `mhla-lm-340m`) come as their configuration. Those of
-    diffusers (`dit-{s,b,l,xl}-2-{256,512}`, `sana-0.6b`, `wan2.1-1.3b`, `wan2.1-1.3b-hybrid`,
-    `wan2.1-vace-{1.3b,14b}`, `wan2.2-animate-14b`, `skyreels-v2-14b`, `ltx-video-2b`, `ltx-2-19b`) come as the
-    untrained model, on the current device: `with torch.device("meta")` allocates nothing. docs/presets.md says for
-    each what the paper and its code state, and what is chosen here.
+    diffusers (`dit-{s,b,l,xl}-2-{256,512}`, `sana-0.6b`, `wan2.1-{1.3b,1.3b-hybrid,14b}`, `wan2.1-vace-{1.3b,14b}`,
+    `wan2.2-animate-14b`, `skyreels-v2-{1.3b,14b}`, `ltx-video-{2b,13b}`, `ltx-2-19b`, `hunyuan-video`,
+    `hunyuan-video-1.5`, `qwen-image`, `flux.1-dev`) come as the untrained model, on the current device:
+    `with torch.device("meta")` allocates nothing. docs/presets.md says for each what the paper and its code state, and
+    what is chosen here.
 
     Args:
         name: Name of a preset.

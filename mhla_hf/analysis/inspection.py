@@ -125,6 +125,10 @@ class ModelInspection:
             ranks = [layer.attention.statistics[kind]["effective_rank"]["mean"] for layer in layers if layer.attention]
             if ranks:
                 facts[f"effective rank, {name}"] = f"{mean(ranks):.1f}"
+        for kind, name in self.kinds.items():
+            shares = [layer.attention.text_share.get(kind, []) for layer in layers if layer.attention]
+            if any(shares):
+                facts[f"attention to the text, {name}"] = percent(mean(list(map(mean, shares))))
         errors = [layer.output_error["mean"] for layer in layers if layer.output_error]
         if errors:
             facts["output error of a layer"] = percent(mean(errors))

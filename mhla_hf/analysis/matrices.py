@@ -9,6 +9,7 @@ F features, M blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layers.fused import HeadNorms
+from ..layers.joint import JointMHLA, TextTokens, of_all_tokens
 from ..layers.mhla import MHLA
-from ..layers.mixing import features_and_normalizer
+from ..layers.mixing import features_and_normalizer, layout_at
 from ..layers.state import TokenSequence
 from ..layouts.blocks import BlockLayout
 from ..ops.band import StoredMixing, extend_mixing
@@ -226,6 +228,8 @@ class LayerTokens(SoftmaxTokens):
         original: Arguments of [`linear_matrix`][mhla_hf.analysis.linear_matrix] if the host model's own attention is
             linear, as in SANA; `None` for softmax.
         value: `[1, T, H, V]`.
+        text: Keys of the text beside the grid, rotated, `[1, X, H, K]`; `None` where there is none, or where it is a
+            block of its own among the tokens.
     """
 
     mhla: MHLA
@@ -234,6 +238,7 @@ class LayerTokens(SoftmaxTokens):
     features: Tokens
     original: Tokens | None
     value: torch.Tensor
+    text: torch.Tensor | None = None
 
     @property
     def kind(self) -> str:
@@ -284,6 +289,32 @@ class LayerTokens(SoftmaxTokens):
         else:
             return super().matrix(head=head, rows=rows)
         return matrix[0] if head is None else matrix[0, 0]
+
+    def text_share(self, rows: torch.Tensor | None = None) -> dict[str, list[float]]:
+        """Compute how much of the grid's attention goes to the text, mean over queries.
+
+        Args:
+            rows: Query tokens, LongTensor `[R]`; `None` for all.
+
+        Returns:
+            The share of each head, for the `"original"` attention and for `"mhla"`; empty without text.
+        """
+        if not isinstance(self.mhla, JointMHLA):
+            return {}
+        rows = torch.arange(self.num_tokens, device=self.query.device) if rows is None else rows.to(self.query.device)
+        if self.text is None:
+            count = self.layout.num_prefix_tokens
+            shares = {kind: self.matrix(kind, rows=rows[rows >= count])[..., :count].sum(-1) for kind in KINDS[:2]}
+        else:
+            assert self.mhla.text_bias is not None
+            words, grid = (
+                (_scores(self.query, key, rows)[0] * self.query.shape[3] ** -0.5).logsumexp(-1)
+                for key in (self.text, self.key)
+            )
+            error = self.mhla.landmark_error(self.query[:, rows], self.key, grid=self.layout.grid)[0].T
+            bias = self.mhla.text_bias.detach().to(grid)[:, None]
+            shares = {"original": (words - grid).sigmoid(), "mhla": (words - grid + error - bias).sigmoid()}
+        return {kind: share.mean(-1).tolist() for kind, share in shares.items()}
 
     def normalizer_terms(self, *, head: int, rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what MHLA's normaliser divides, and what it divides by, without output norm and window.
@@ -374,10 +405,11 @@ def layer_tokens(
     *,
     grid: Sequence[int] | None = None,
     sequence: TokenSequence | None = None,
-    rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    rotary: Any = None,
     norms: HeadNorms | None = None,
     scaling: float | None = None,
     linear: bool = False,
+    text: TextTokens | None = None,
     **unused: Any,
 ) -> list[LayerTokens]:
     """Split one call of an MHLA layer into samples, which compute attention matrices.
@@ -389,6 +421,8 @@ def layer_tokens(
         key: `[B, T, H_kv, K]`.
         value: `[B, T, H_kv, V]`.
         linear: Whether the host model's own attention is linear, as in SANA.
+        text: The text of joint attention. With `text="softmax"` matrices are of the grid alone, whose weights add up
+            to one; with `text="block"` of text and grid.
         **unused: `hidden_states` of the output gate, which is no part of a matrix.
 
     Returns:
@@ -408,14 +442,19 @@ def layer_tokens(
         >>> layer_tokens(layer, *tokens, grid=(6, 6))[0].matrix("mhla").shape
         torch.Size([2, 36, 36])
     """
-    if unused.get("text") is not None:
-        raise ValueError("Attention matrices of joint attention are not computed yet: inspect weights alone.")
     packed = sequence is not None and (sequence.documents is not None or sequence.state is not None)
     if packed or unused.get("shard") is not None or unused.get("identity"):
         raise ValueError("Attention matrices are of one whole sequence a row, without a cache or perturbed attention.")
     causal, valid = mhla.config.causal, None
     if sequence is not None:
         causal, valid = sequence.causal, sequence.valid
+    if text is not None:
+        words = text.key if text.rotary is None else text.rotary(text.key)
+        if mhla.num_prefix_tokens:
+            valid = None if text.valid is None else F.pad(text.valid, (0, query.shape[1]), value=True)
+            rotary = of_all_tokens(text, rotary)["rotary"]
+            pairs = ((text.query, query), (text.key, key), (text.value, value))
+            query, key, value = (torch.cat(pair, dim=1) for pair in pairs)
     original: Tokens = {}
     with torch.autocast(query.device.type, enabled=False):
         if norms is not None:
@@ -433,9 +472,13 @@ def layer_tokens(
     for index in range(len(query)):
         keep = slice(None) if valid is None else _checked(valid[index], index)
         own = _of_sample(tokens, index, keep)
-        layout = mhla.layout_for(own["query"].shape[1:2] if grid is None else grid)
+        count = own["query"].shape[1]
+        axes = (count - mhla.num_prefix_tokens,) if grid is None else grid
+        layout = layout_at(mhla.config, mhla.blocks, axes, count - math.prod(axes))
         mixing = mhla.mixing_matrix(layout, causal).detach()
         own |= {"mhla": mhla, "layout": layout, "mixing": mixing.double(), "causal": causal, "scaling": scaling}
+        if text is not None and not mhla.num_prefix_tokens:
+            own["text"] = words[index : index + 1, slice(None) if text.valid is None else text.valid[index]].double()
         own["original"] = _of_sample(original, index, keep) if linear else None
         samples.append(LayerTokens(**own, features=_of_sample(features, index, keep)))
     return samples

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,28 @@ def bars_figure(
     return figure
 
 
+def share_figure(shares: Mapping[int, Mapping[str, Sequence[float]]], names: Mapping[str, str]) -> Any:
+    """Draw the share of the text in the attention of each layer and head, a panel for each kind of attention.
+
+    Args:
+        shares: Shares of the heads by kind, by layer.
+        names: Names of the kinds.
+    """
+    panels = {kind: np.array([layer[kind] for layer in shares.values()]) for kind in next(iter(shares.values()))}
+    figure = new_figure(6.4, 0.16 * len(shares) + 1.4)
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    limit = 100 * max(panel.max() for panel in panels.values())
+    for axes, (kind, panel) in zip(grid, panels.items()):
+        image = axes.imshow(100 * panel, aspect="auto", cmap="Blues", vmin=0, vmax=limit, interpolation="none")
+        axes.set_title(f"{names[kind]}, mean {percent(panel.mean())}", fontsize=9)
+        axes.set(xlabel="head", xticks=evenly_spaced(range(panel.shape[1]), 6))
+    layers = list(shares)
+    ticks = evenly_spaced(range(len(layers)), 20)
+    grid[0].set_yticks(ticks, [f"layer {layers[tick]}" for tick in ticks], fontsize=8)
+    figure.colorbar(image, ax=list(grid), fraction=0.04, format="%g %%").ax.tick_params(labelsize=8)
+    return figure
+
+
 def _mean_matrix(matrix: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     if matrix.shape[-1] != layout.num_blocks:
         raise ValueError(f"matrices has {matrix.shape[-1]} blocks, but the layout has {layout.num_blocks}.")
@@ -253,6 +275,7 @@ def _model(model: ModelInspection, block: int | None) -> dict[str, Any]:
     mixing = {layer.index: layer.mixing for layer in layers if layer.mixing}
     attention = {layer.index: layer.attention.statistics for layer in layers if layer.attention}
     errors = {layer.index: {"error": layer.output_error["mean"]} for layer in layers if layer.output_error}
+    shares = {layer.index: found for layer in layers if layer.attention and (found := layer.attention.text_share)}
     kinds = model.kinds
     statistics = {}
     if attention:
@@ -265,6 +288,7 @@ def _model(model: ModelInspection, block: int | None) -> dict[str, Any]:
         "kinds": kinds,
         "layouts": _layouts(mixing, block, model.is_untrained),
         "statistics": statistics,
+        "text_share": _svg(share_figure(shares, kinds)) if shares else "",
         "errors": _svg(bars_figure(errors, {"error": "error"}, digits=3)) if errors else "",
     }
 

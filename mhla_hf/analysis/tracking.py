@@ -153,6 +153,8 @@ class AttentionSummary:
         is_finite: Whether all matrices are.
         statistics: Mean and standard deviation over samples and heads, by kind of attention and statistic, see
             [`attention_statistics`][mhla_hf.analysis.attention_statistics]; filled when all samples are there.
+        text_share: Share of the text in the attention of joint layers by kind, mean over samples and queries for each
+            head; see [`LayerTokens.text_share`][mhla_hf.analysis.LayerTokens].
     """
 
     tokens: int = 0
@@ -162,6 +164,7 @@ class AttentionSummary:
     linear_bound: int | None = None
     is_finite: bool = True
     statistics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    text_share: dict[str, list[float]] = field(default_factory=dict)
     _values: dict[str | None, dict[str, list[float]]] = field(default_factory=dict)
 
     def add(self, sample: Sample, rows: torch.Tensor | None, kinds: Sequence[str] = ()) -> None:
@@ -173,6 +176,9 @@ class AttentionSummary:
             self.rank_bound = max(self.rank_bound or 0, min(sample.rank_bound, count))
         if isinstance(sample, LayerTokens) and not sample.causal:
             self.linear_bound = min(self.rows, sample.num_features)
+        for name, shares in sample.text_share(rows).items() if isinstance(sample, LayerTokens) else ():
+            means = zip(self.text_share.get(name, shares), shares, strict=True)
+            self.text_share[name] = [old + (new - old) / self.samples for old, new in means]
         for kind in kinds or (None,):
             values = self._values.setdefault(kind, {})
             for head in range(sample.num_heads):

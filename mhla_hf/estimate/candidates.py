@@ -171,6 +171,11 @@ class DiffusionModel(Candidate):
             vae = read_json(path, "the VAE's configuration")
             stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
             found = (1, 2 ** (len(stages) - 1)) if isinstance(stages, list) and stages else None
+        if found is None and "3D" in self.class_name and self.class_name in FAMILIES:
+            mhla_class = family_for(self.class_name).load_class()
+            frames, height, _ = mhla_class.video_size
+            latents = [size * side for size, side in zip(mhla_class.default_grid, mhla_class.patch_sizes(self.config))]
+            found = ((frames - 1) // (latents[0] - 1), height // latents[1])
         return found or (_SANA_COMPRESSION if self.class_name == "SanaTransformer2DModel" else _COMPRESSION)
 
     def inputs(self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

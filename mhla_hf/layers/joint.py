@@ -158,7 +158,7 @@ class JointMHLA(MHLA):
             if text.valid is not None:
                 _check_takes_padding(self.config)
             tokens = (torch.cat(pair, dim=1) for pair in zip((text.query, text.key, text.value), (query, key, value)))
-            return super().attention_parts(*tokens, **_of_all_tokens(text, **options))
+            return super().attention_parts(*tokens, **of_all_tokens(text, **options))
         parts = super().attention_parts(query, key, value, **options)
         if options.get("identity") or options.get("attended_alone"):
             return parts
@@ -338,13 +338,13 @@ def _block_tokens(layout: BlockLayout, dtype: torch.dtype, device: torch.device)
     return layout.block_tokens.to(device, dtype)
 
 
-def _of_all_tokens(
+def of_all_tokens(
     text: TextTokens,
     rotary: PairwiseRotary | None = None,
     hidden_states: torch.Tensor | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Options of a call for the tokens of the grid, as those for the text and them."""
+    """Return options of a call for the tokens of the grid as those for the text and them."""
     if rotary is not None:
         cosine = text.rotary.cosine if text.rotary else rotary.cosine.new_ones(1, text.key.shape[1], 1, 1)
         sine = text.rotary.sine if text.rotary else rotary.sine.new_zeros(1, text.key.shape[1], 1, 1)

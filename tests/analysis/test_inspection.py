@@ -15,7 +15,7 @@ from mhla_hf.analysis.inspection import plain
 from mhla_hf.training.matching.layers import run
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
-from tests.models.cases import WanCase
+from tests.models.cases import FluxCase, HunyuanVideoCase, WanCase
 
 
 def wan(**options: object):
@@ -90,6 +90,67 @@ def test_original_attention_is_that_of_the_model_without_mhla():
         assert sample.causal
         by_hand = softmax_matrix(sample.query, sample.key, scale=sample.scaling, causal=True)[0]
         torch.testing.assert_close(sample.matrix("original"), by_hand)
+
+
+@pytest.mark.parametrize("case", (FluxCase(), HunyuanVideoCase()), ids=("flux", "padded"))
+@pytest.mark.parametrize(
+    "options",
+    ({"text": "softmax", "window": "block"}, {"text": "block", "feature_map": "relu"}),
+    ids=lambda options: options["text"],
+)
+def test_joint_attention_is_taken_apart(case, options):
+    """The matrix and the share of the text give what layers compute; softmax's are those of softmax over all."""
+    model = mhla_hf.convert(case.make(case.upstream), {**case.options, **options}).eval()
+    batch, seen = case.inputs(batch=2), []
+    layers = [module for module in model.modules() if isinstance(module, mhla_hf.MHLA)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.mixing.add_(0.1 * torch.randn(layer.mixing.shape, generator=torch.Generator().manual_seed(0)))
+            if layer.text_bias is not None:
+                layer.text_bias.copy_(torch.tensor([0.3, -0.5]))
+
+    def observe(module, args, kwargs, output):
+        samples = layer_tokens(module, *args, **kwargs)
+        seen.extend((sample, output[index], kwargs["text"], index) for index, sample in enumerate(samples))
+
+    hooks = [layer.register_forward_hook(observe, with_kwargs=True) for layer in layers]
+    with torch.no_grad():
+        run(model, batch)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 2 * len(layers)
+    for sample, output, text, index in seen:
+        count = 0 if text.valid is None else int((~text.valid[index]).sum())
+        tokens, row = sample.num_tokens, sample.num_tokens - 1
+        of_row = [torch.tensor(sample.text_share(torch.tensor([row]))[kind]) for kind in ("original", "mhla")]
+        attended = torch.einsum("htj,jhv->thv", sample.matrix("mhla"), sample.value[0])
+        if options["text"] == "block":
+            keep = [*range(text.key.shape[1] - count), *range(text.key.shape[1], len(output))]
+            torch.testing.assert_close(attended.float(), output[keep], atol=1e-5, rtol=1e-4)
+            of_text = sample.matrix("original")[:, row, : sample.layout.num_prefix_tokens].sum(-1)
+        else:
+            keys = torch.cat([sample.text, sample.key], dim=1)
+            weights = torch.einsum("hk,jhk->hj", sample.query[0, row], keys[0]) * keys.shape[-1] ** -0.5
+            of_text = weights.softmax(-1)[:, :-tokens].sum(-1)
+            words = weights[:, :-tokens].softmax(-1)
+            valid = slice(None) if text.valid is None else text.valid[index]
+            words = torch.einsum("hx,xhv->hv", words, text.value[index, valid].double())
+            share = of_row[1][:, None]
+            expected = share * words + (1 - share) * attended[row]
+            torch.testing.assert_close(expected.float(), output[row], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(of_row[0].double(), of_text, atol=1e-6, rtol=1e-5)
+
+
+def test_the_share_of_the_text_is_exact_where_blocks_are_tokens():
+    case = FluxCase()
+    model = mhla_hf.convert(case.make(case.upstream), {**case.options, "blocks": [4, 6]}).eval()
+    report = inspect_model(model, [case.inputs(batch=2), case.inputs(seed=3)])
+    for layer in report.mhla_layers:
+        assert 0 < min(layer.attention.text_share["original"]) < 1 and len(layer.attention.text_share["mhla"]) == 2
+        assert layer.attention.text_share["mhla"] == pytest.approx(layer.attention.text_share["original"])
+    share = sum(sum(layer.attention.text_share["mhla"]) / 2 for layer in report.mhla_layers) / len(report.layers)
+    assert report.facts()["attention to the text, MHLA"] == f"{100 * share:.0f}\N{NO-BREAK SPACE}%"
+    assert plain(report)["layers"][0]["attention"]["text_share"] == report.layers[0].attention.text_share
 
 
 def test_causal_models_have_no_bound_and_fewer_rows():

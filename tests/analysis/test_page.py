@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import copy
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import torch
 
+import mhla_hf
 from mhla_hf import BlockLayout
 from mhla_hf.analysis import InspectionReport, inspect_model, mixing_figure
 from mhla_hf.analysis.plots import decay_figure, frames_shown, mixing_parts, render_html, weights_on_grid
 from mhla_hf.analysis.statistics import DistanceDecay, middle_block
 from mhla_hf.utils.machine import machine_facts
 from tests.analysis.test_inspection import language_model, wan
+from tests.models.cases import FluxCase
 
 
 LAYOUTS = {
@@ -24,7 +27,17 @@ LAYOUTS = {
     "long-video": BlockLayout(grid=(21, 4, 4), blocks=(21, 2, 2)),
 }
 HOSTILE = "<script>alert(1)</script><img src=http://example.com/x.png>\"'{{ 7 * 7 }}$x^$"
+
+
+def flux():
+    case = FluxCase()
+    softmax = case.make(case.upstream)
+    model = mhla_hf.convert(copy.deepcopy(softmax), case.options).eval()
+    return softmax, model, [case.inputs()]
+
+
 MODELS = {
+    "flux": flux,
     "wan": lambda: wan(mixing_heads="per_head", window="block"),
     "llama": language_model,
     "vit": lambda: language_model("vit"),
@@ -75,9 +88,10 @@ def test_page_is_self_contained(name, reports):
                 assert value.startswith(("data:image/png;base64,", "#"))
     assert "@import" not in page
     model = reports[name].models[0]
-    # Two figures of mixing weights for each layer, their decay, four statistics and errors.
+    # Two figures of mixing weights for each layer, their decay, four statistics, errors, and the share of a text.
     drawn = sum(tag == "svg" for tag, _ in elements.tags)
-    assert drawn == 2 * len(model.mhla_layers) + 6
+    assert drawn == 2 * len(model.mhla_layers) + 6 + (name == "flux")
+    assert ("Attention to the text" in elements.text) == (name == "flux")
     for layer in model.mhla_layers:
         mean = layer.attention.statistics["mhla"]["effective_rank"]["mean"]
         assert f"{mean:.1f} ±" in page and f"{layer.output_error['mean']:.3f}" in page

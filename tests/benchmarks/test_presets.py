@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.presets import PAGE, make_model, mhla_layers, operator_shape, size_of, with_tables
+from benchmarks.presets import PAGE, example_inputs, make_model, mhla_layers, operator_shape, size_of, with_tables
+from mhla_hf.layers.joint import JointMHLA
 from mhla_hf.presets import PRESETS
 
 
@@ -25,6 +26,11 @@ PUBLISHED = {
     "dit-xl-2-512": (675, 524.60),
     "sana-0.6b": (590, None),
     "wan2.1-1.3b": (1420, None),
+    "wan2.1-14b": (14300, None),
+    "hunyuan-video": (13000, None),
+    "hunyuan-video-1.5": (8300, None),
+    "flux.1-dev": (12000, None),
+    "ltx-video-13b": (13000, None),
 }
 
 
@@ -61,6 +67,11 @@ def test_counted_operations_follow_the_formula(name):
     else:
         # Where blocks are small, weights for all pairs of tokens take fewer operations than their summaries.
         mhla = min(mhla, 2 * heads * shape.tokens**2 * shape.width)
+    if layers[0].config.text == "softmax" and isinstance(layers[0], JointMHLA):
+        # Softmax over the text and the blocks' mean keys, its vectors widened, in place of that over the text.
+        names = ("encoder_hidden_states", "encoder_hidden_states_2", "image_embeds")
+        text = sum(value.shape[1] for name, value in example_inputs(model).items() if name in names)
+        mhla += 2 * heads * shape.tokens * ((text + size.blocks) * (shape.width + 8) - text * shape.width)
     width = shape.heads * shape.width
     gate = width**2 if layers[0].gate is not None else 0
     convolution = width * layers[0].config.lepe_kernel ** 2 if layers[0].lepe is not None else 0

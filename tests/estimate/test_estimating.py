@@ -146,8 +146,8 @@ def test_text_beside_the_grid(candidate):
     [
         (WanVACECase(), "wan-vace", ["default"]),
         (WanAnimateCase(), "wan-animate", []),
-        (SkyReelsCase(), "wan", ["default", "wan-1.3b", "wan-1.3b-hybrid"]),
-        (LTX2Case(), "ltx2", ["default"]),
+        (SkyReelsCase(), "wan", ["default", "wan-1.3b", "wan-1.3b-hybrid", "wan-14b"]),
+        (LTX2Case(), "ltx2", ["default", "ltx-2"]),
         (HunyuanVideoCase(), "hunyuan-video", []),
         (FluxCase(), "flux", []),
     ],

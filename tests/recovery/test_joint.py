@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import mhla_hf
-from mhla_hf.analysis import inspect_model
 from mhla_hf.recovery import match_layers
 from mhla_hf.recovery.selection import select_layers
 from mhla_hf.training.config import TrainingConfig
@@ -154,11 +153,3 @@ def test_hybrids_over_both_lists_are_matched(tmp_path):
     ]
     selection = select_layers(model, batches, keep=1)
     assert [layer.index for layer in selection.layers] == [1, 3] and len(selection.mhla_layers) == 1
-
-
-def test_matrices_of_joint_attention_are_refused():
-    case = FluxCase()
-    model, batches = case.make_mhla(), [case.inputs()] * 2
-    with pytest.raises(ValueError, match="Attention matrices of joint attention are not computed yet"):
-        inspect_model(model, batches)
-    assert len(inspect_model(model, []).mhla_layers) == 4

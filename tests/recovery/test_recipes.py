@@ -33,6 +33,14 @@ DIFFUSERS = {
             "cross_attention_head_dim": 72, "cross_attention_dim": 1152, "caption_channels": 2304, "sample_size": 16,
         },
     ),
+    "wan-14b": (
+        "MHLAWanTransformer3DModel",
+        {"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824, "attention_head_dim": 128, "text_dim": 4096},
+    ),
+    # The defaults of their constructors.
+    "ltx-2": ("MHLALTX2VideoTransformer3DModel", {"num_layers": 48}),
+    "hunyuan-video-1.5": ("MHLAHunyuanVideo15Transformer3DModel", {"num_layers": 54}),
+    "qwen-image": ("MHLAQwenImageTransformer2DModel", {"num_layers": 60}),
     "dit-xl-2": (
         "MHLADiTTransformer2DModel",
         {"num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72, "out_channels": 8, "sample_size": 32},
@@ -54,7 +62,14 @@ TRANSFORMERS = {
         ),
     ),
 }  # fmt: skip
-PARAMETERS = {"wan-1.3b": 1.42e9, "sana-0.6b": 5.9e8, "dit-xl-2": 6.75e8, "qwen3-0.6b": 5.96e8, "minilm": 2.27e7}
+PARAMETERS = {
+    "wan-1.3b": 1.42e9, "sana-0.6b": 5.9e8, "dit-xl-2": 6.75e8, "qwen3-0.6b": 5.96e8, "minilm": 2.27e7,
+    "wan-14b": 1.43e10, "ltx-2": 1.9e10, "hunyuan-video-1.5": 8.3e9, "qwen-image": 2.04e10,
+}  # fmt: skip
+LAYERS = {
+    "wan-1.3b-hybrid": 20, "wan-1.3b": 30, "wan-14b": 40, "ltx-2": 48, "hunyuan-video-1.5": 54, "qwen-image": 60,
+    "qwen3-0.6b": 21, "minilm": 6,
+}  # fmt: skip
 VARIANTS = default_settings()["variants"]
 MINIMAL = {"family": "wan", "match": {"steps": 600}}
 
@@ -89,8 +104,7 @@ def test_recipes_fit_the_published_models(name):
     model = full_size(name, recipe)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == pytest.approx(PARAMETERS[name.removesuffix("-hybrid")], rel=0.25)
-    layers = len(mhla_layers(model))
-    assert layers == {"wan-1.3b-hybrid": 20, "wan-1.3b": 30, "qwen3-0.6b": 21, "minilm": 6}.get(name, 28)
+    assert len(mhla_layers(model)) == LAYERS.get(name, 28)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,6 +170,6 @@ def test_files(tmp_path: Path):
             load_recipe(path)
     for name in ("nothing", "../recipes/minilm", "nothing.yaml"):
         with pytest.raises(
-            ValueError, match="is neither a .yaml file nor one of fast, paper, dit-xl-2, minilm, qwen3-0.6b"
+            ValueError, match="is neither a .yaml file nor one of fast, paper, dit-xl-2, hunyuan-video-1.5, ltx-2"
         ):
             load_recipe(name)
