@@ -141,7 +141,7 @@ class RecoveryData:
         count, share = mhla_class.layer_count(config), automatic_share(recipe.layers)
         chosen = parse_layers(recipe.layers, count) if share is None else range(max(1, round(share * count)))
         size = {
-            "tokens": plan.family.sizes(self.directory).num_tokens(parse_sizes(str(plan.config.sizes))[0]),
+            "tokens": math.prod(plan.family.sizes(self.directory).grid(parse_sizes(str(plan.config.sizes))[0])),
             "width": math.prod(mhla_class.config_value(config, name) for name in _WIDTHS),
             "layers": count if chosen is None else len(chosen),
         }

@@ -23,6 +23,8 @@ FAMILIES = {
     "softmax model.",
     "sana": "Fine-tune a SANA pipeline by flow matching.\n\nWith --match-steps, layers that do not start from SANA's "
     "linear attention are first matched to it.",
+    "flux": "Fine-tune a Flux pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
+    "softmax model.",
     "dit": "Fine-tune a DiT pipeline by noise prediction.\n\nWith --match-steps, its layers are first matched to the "
     "softmax model.",
 }
@@ -48,8 +50,9 @@ LONGEST_SIDE = 16_384
 MOST_FRAMES = 16_384
 LONGEST_TEXT = 65_536
 MOST_SAMPLES = 10**7
-# Families with flow matching, and those that are conditioned on text.
-_FLOW = _TEXT = ("wan", "sana")
+# Families that are conditioned on text, all by flow matching, and those of them with negative prompts.
+_TEXT = ("wan", "sana", "flux")
+_NEGATIVE = ("wan", "sana")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +130,13 @@ class TrainingConfig(Options):
     )
 
     flow_shift: float | None = option(
-        None, "Timestep shift of the noise schedule. Default: the scheduler's.", above=0, advanced=True, families=_FLOW
+        None, "Timestep shift of the noise schedule. Default: the scheduler's.", above=0, advanced=True, families=_TEXT
     )
     logit_mean: float | None = option(
-        None, "Mean of the logit-normal noise levels. Default: 0.", advanced=True, families=_FLOW
+        None, "Mean of the logit-normal noise levels. Default: 0.", advanced=True, families=_TEXT
     )
     logit_std: float | None = option(
-        None, "Their standard deviation. Default: 1.", above=0, advanced=True, families=_FLOW
+        None, "Their standard deviation. Default: 1.", above=0, advanced=True, families=_TEXT
     )
     condition_dropout: float = option(
         0.1, "Share of samples that train without their caption or class, for guidance.", minimum=0, maximum=1
@@ -157,7 +160,7 @@ class TrainingConfig(Options):
     validation_steps: int = option(500, "Make validation samples every N fine-tuning steps.", minimum=1)
     validation_inference_steps: int = option(20, "Denoising steps of a validation sample.", minimum=1, advanced=True)
     validation_guidance: float = option(4.0, "Guidance scale of validation samples.", minimum=0, advanced=True)
-    validation_negative_prompt: str = option("", "Negative prompt of the samples.", advanced=True, families=_TEXT)
+    validation_negative_prompt: str = option("", "Negative prompt of the samples.", advanced=True, families=_NEGATIVE)
 
     progress: bool = option(True, "Show a progress bar.")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..utils.files import Types, check_fields, read_json
 from .config import COMPONENTS, DIGITS, UNCONVERTED, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
 from .data.images import find_label, pipeline_labels
 from .parameters import check_conversion, check_takes_adapters
-from .stages.objectives import DiTObjective, Objective, SanaObjective, WanObjective
+from .stages.objectives import DiTObjective, FluxObjective, Objective, SanaObjective, WanObjective
 
 
 # The factor of a VAE or a patch, or the side of an image in latents, is far below.
@@ -44,6 +43,10 @@ _NOISE_ENTRIES = (
 _DEFAULT_SHIFT = 3.0
 _DIGIT_VIDEO = "64,64,17"
 _DIGIT_IMAGE_SIDE = 64
+# Parts that encode the samples of pipelines with two text encoders; others have the first three.
+TWO_ENCODERS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+# Tensors of text that are stored without padding.
+PADDED = ("prompt_embeds", "prompt_attention_mask")
 # The label without class that diffusers' DiTPipeline has built in.
 GUIDANCE_LABEL = 1000
 
@@ -66,11 +69,11 @@ class SampleSizes:
     own_size: int
     num_classes: int
 
-    def num_tokens(self, size: Bucket) -> int:
-        """Return the number of tokens of a sample."""
-        latents = (size.num_frames - 1) // self.temporal_factor + 1 if self.temporal_factor else 1
+    def grid(self, size: Bucket) -> tuple[int, ...]:
+        """Return the number of tokens of a sample along each axis, frames first."""
+        frames = ((size.num_frames - 1) // self.temporal_factor + 1,) if self.temporal_factor else ()
         rows, columns = (self.spatial_factor * side for side in self.patch_size)
-        return latents * (size.height // rows) * (size.width // columns)
+        return (*frames, size.height // rows, size.width // columns)
 
     def check(self, buckets: tuple[Bucket, ...]) -> None:
         """Check that the VAE and the transformer's patches divide the wanted sizes.
@@ -89,7 +92,7 @@ class SampleSizes:
                 )
 
 
-class Family(ABC):
+class Family:
     """A family of diffusion models: its encoding of data and prompts, its objective and the sizes of its samples.
 
     Attributes:
@@ -97,26 +100,33 @@ class Family(ABC):
         encoders: Parts of the pipeline that encode samples.
         text_length: Default number of tokens that captions are padded to; 0 for models of classes.
         video_size: Default height, width and number of frames; empty for models of images.
-        encoded_names: Arguments of the pipeline's call for what its `encode_prompt` returns.
+        encoded_names: Arguments of the pipeline's call for what its `encode_prompt` returns, those of negative prompts
+            last.
         call_options: Further arguments of the pipeline's call.
+        fixed_config: Entries that replace those of the transformer's configuration in `sizes`.
     """
 
     name: ClassVar[str]
     objective: ClassVar[type[Objective]]
-    encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
+    encoders: ClassVar[tuple[str, ...]] = TWO_ENCODERS[:3]
     text_length: ClassVar[int] = 0
     video_size: ClassVar[str] = ""
     encoded_names: ClassVar[tuple[str, ...]] = ()
     call_options: ClassVar[dict[str, Any]] = {}
+    fixed_config: ClassVar[dict[str, int]] = {}
 
     @property
     def prompt_encoders(self) -> tuple[str, ...]:
         """Parts of the pipeline that encode prompts."""
         return tuple(name for name in self.encoders if name != "vae")
 
-    @abstractmethod
+    @property
+    def takes_negative(self) -> bool:
+        """Whether the pipeline encodes a negative prompt with each prompt."""
+        return self.encoded_names[-1].startswith("negative")
+
     def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
-        """Make the objective of a run.
+        """Make the objective of a run; by default flow matching, whose shift is the scheduler's if not given.
 
         Args:
             config: The options.
@@ -125,8 +135,9 @@ class Family(ABC):
         Raises:
             ValueError: If the pipeline's scheduler does not go with this objective.
         """
+        return self.objective(**_flow_noise(config, directory))
 
-    def check_model(self, config: Any) -> None:  # noqa: B027
+    def check_model(self, config: Any) -> None:
         """Check that a model of a configuration can be trained; by default all can.
 
         Raises:
@@ -139,7 +150,7 @@ class Family(ABC):
         Raises:
             ValueError: If a configuration is damaged.
         """
-        path, config = directory.root / "vae" / "config.json", directory.config
+        path, config = directory.root / "vae" / "config.json", {**directory.config, **self.fixed_config}
         vae = read_json(path, "the VAE's configuration")
         stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
         if not isinstance(stages, list) or not 1 <= len(stages) <= _MOST_STAGES:
@@ -173,9 +184,8 @@ class Family(ABC):
         length = config.max_sequence_length or self.text_length or None
         return config.replace(sizes=text, max_sequence_length=length), buckets
 
-    @abstractmethod
     def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
-        """Encode one video or image.
+        """Encode one video or image; by default to the mode of the VAE's distribution, shifted and scaled.
 
         Args:
             pipeline: The pipeline, without its transformer.
@@ -184,10 +194,12 @@ class Family(ABC):
         Returns:
             Latents as the transformer takes them, fp32.
         """
+        vae, encoded = pipeline.vae, _encode(pipeline.vae, media[None])
+        latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
+        return (latents[0].float() - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
 
-    @abstractmethod
     def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
-        """Encode a caption or class.
+        """Encode a caption or class; by default a caption, without guidance.
 
         Args:
             pipeline: See `encode_media`.
@@ -195,12 +207,18 @@ class Family(ABC):
             length: Tokens that captions are padded to.
 
         Returns:
-            The tensors of the objective's `condition_names`, text without its padding.
+            The tensors of the objective's `condition_names`, text that is masked without its padding.
         """
+        options = {"do_classifier_free_guidance": False} if self.takes_negative else {}
+        encoded = pipeline.encode_prompt(
+            str(condition), max_sequence_length=length, **options, **self.prompt_options(pipeline)
+        )
+        named = zip(self.encoded_names, encoded)
+        return _without_padding({name: each[0] for name, each in named if name in self.objective.condition_names})
 
-    @abstractmethod
     def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
-        """Encode the condition of a sample without caption or class, as the pipeline's guidance takes it."""
+        """Encode the condition of a sample without caption or class; by default the empty prompt."""
+        return self.encode_condition(pipeline, "", length)
 
     def validation_inputs(
         self, pipeline: Any, directory: ModelDirectory, config: TrainingConfig, dataset: Any
@@ -219,13 +237,14 @@ class Family(ABC):
         Raises:
             ValueError: If the pipeline cannot make one of the samples.
         """
+        negative = {"negative_prompt": config.validation_negative_prompt} if self.takes_negative else {}
         encoded = pipeline.encode_prompt(
             list(config.validation_prompts),
-            negative_prompt=config.validation_negative_prompt,
             max_sequence_length=dataset.settings["max_sequence_length"],
             device=pipeline.text_encoder.device,
+            **negative,
             **self.prompt_options(pipeline),
-        )
+        )[: len(self.encoded_names)]
         common = {**self.call_options, **vars(dataset.sizes[0])}
         if not self.video_size:
             del common["num_frames"]
@@ -278,15 +297,9 @@ class Wan(Family):
         return encode_videos(pipeline.vae, media[None])[0]
 
     def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
-        embeddings, _ = pipeline.encode_prompt(
-            str(condition), do_classifier_free_guidance=False, max_sequence_length=length
-        )
-        used = embeddings[0].abs().sum(dim=1).nonzero()
-        return {"prompt_embeds": embeddings[0, : int(used.max()) + 1 if len(used) else 0]}
-
-    def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
-        """Encode the empty prompt."""
-        return self.encode_condition(pipeline, "", length)
+        embeddings = super().encode_condition(pipeline, condition, length)["prompt_embeds"]
+        used = embeddings.abs().sum(dim=1).nonzero()
+        return {"prompt_embeds": embeddings[: int(used.max()) + 1 if len(used) else 0]}
 
 
 class Sana(Family):
@@ -305,10 +318,6 @@ class Sana(Family):
     # By default the negative prompt is an empty text, which the pipeline refuses beside embeddings.
     call_options = {"negative_prompt": None, "use_resolution_binning": False}
 
-    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
-        """Take a shift that the options do not give from the pipeline's scheduler."""
-        return SanaObjective(**_flow_noise(config, directory))
-
     def check_model(self, config: Any) -> None:
         """Refuse SANA-Sprint, which is distilled."""
         if config.get("guidance_embeds"):
@@ -317,27 +326,29 @@ class Sana(Family):
                 "SANA model that it comes from"
             )
 
-    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
-        vae = pipeline.vae
-        return _encode(vae, media[None]).latent[0].float() * vae.config.scaling_factor
-
-    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
-        embeddings, mask, _, _ = pipeline.encode_prompt(
-            str(condition),
-            do_classifier_free_guidance=False,
-            max_sequence_length=length,
-            **self.prompt_options(pipeline),
-        )
-        return _without_padding(embeddings[0], mask[0])
-
     def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
         """Encode the empty negative prompt."""
         _, _, embeddings, mask = pipeline.encode_prompt("", negative_prompt="", max_sequence_length=length)
-        return _without_padding(embeddings[0], mask[0])
+        return _without_padding({"prompt_embeds": embeddings[0], "prompt_attention_mask": mask[0]})
 
     def prompt_options(self, pipeline: Any) -> dict[str, Any]:
         """Return the lines that the pipeline puts before prompts by default."""
         return {"complex_human_instruction": list(call_default(pipeline, "complex_human_instruction"))}
+
+
+class Flux(Family):
+    """Images `[3, H, W]` to `[C, H', W']`; captions to `prompt_embeds` `[L, D]`, `pooled_prompt_embeds` `[P]`.
+
+    Flux attends to the padding of captions: it stays.
+    """
+
+    name = "flux"
+    objective = FluxObjective
+    encoders = TWO_ENCODERS
+    text_length = 512
+    encoded_names = ("prompt_embeds", "pooled_prompt_embeds")
+    # Of images of 1024x1024 pixels; entries of the same name mean something else to Flux, or are not there.
+    fixed_config = {"patch_size": FluxObjective.packed, "sample_size": 128}
 
 
 class DiT(Family):
@@ -352,11 +363,6 @@ class DiT(Family):
         stored = {} if directory is None else read_scheduler(directory)
         noise = {name: stored[name] for name in _NOISE_ENTRIES if stored.get(name) is not None}
         return DiTObjective(scheduler=noise) if noise else DiTObjective()
-
-    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
-        """Return the mode of the VAE's distribution, scaled as the pipeline scales it."""
-        vae = pipeline.vae
-        return _encode(vae, media[None]).latent_dist.mode()[0].float() * vae.config.scaling_factor
 
     def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
         return {"class_label": torch.tensor(int(condition))}
@@ -379,7 +385,7 @@ class DiT(Family):
         return [{"class_labels": [find_label(each, known, sizes.num_classes)]} for each in config.validation_prompts]
 
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), Sana(), DiT())}
+FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), Sana(), Flux(), DiT())}
 """The families by name."""
 
 
@@ -423,7 +429,7 @@ def check_run(directory: ModelDirectory, config: TrainingConfig) -> None:
         ValueError: If options, pipeline and teacher do not fit together.
     """
     family_of_class(directory.class_name).make_objective(config, directory)
-    for name in (directory.component, "vae", "text_encoder"):
+    for name in (directory.component, *TWO_ENCODERS):
         check_weights(directory.root / name)
     check_conversion(directory, config.mhla)
     model_class = directory.load_class() if config.mhla == UNCONVERTED else mhla_class_for(directory.class_name)
@@ -532,6 +538,9 @@ def _flow_noise(config: TrainingConfig, directory: ModelDirectory | None) -> dic
         # Schedulers for flow matching alone have no such entry.
         prediction_type = scheduler.get("prediction_type", "flow_prediction")
         shift = float(scheduler.get("flow_shift") or scheduler.get("shift") or 1.0)
+        if scheduler.get("use_dynamic_shifting"):
+            # That of the largest samples; smaller ones are shifted less.
+            shift = math.exp(float(scheduler.get("max_shift", 1.15)))
         if prediction_type != "flow_prediction" or not 0 < shift < math.inf:
             raise ValueError(
                 f"model: the scheduler of {directory.root}, {scheduler.get('_class_name')}, has prediction_type="
@@ -558,9 +567,11 @@ def _encode(vae: Any, media: torch.Tensor) -> Any:
     return vae.encode(media.to(parameter.device, parameter.dtype))
 
 
-def _without_padding(embeddings: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Cut the padding off embeddings `[L, D]` and their mask `[L]`."""
-    used = mask.nonzero()
+def _without_padding(text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cut the padding off embeddings `[L, D]` and their mask `[L]`, if there is one."""
+    if "prompt_attention_mask" not in text:
+        return text
+    used = text["prompt_attention_mask"].nonzero()
     # With everything masked, attention would look at the padding: it stays.
-    length = int(used.max()) + 1 if len(used) else len(mask)
-    return {"prompt_embeds": embeddings[:length], "prompt_attention_mask": mask[:length]}
+    length = int(used.max()) + 1 if len(used) else len(text["prompt_attention_mask"])
+    return text | {name: text[name][:length] for name in PADDED}
