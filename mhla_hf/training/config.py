@@ -21,6 +21,8 @@ from ..utils.options import DEVICE_HELP, Options, option
 FAMILIES = {
     "wan": "Fine-tune a Wan pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
     "softmax model.",
+    "ltx": "Fine-tune an LTX-Video pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to "
+    "the softmax model. Videos are taken to have 25 frames per second.",
     "sana": "Fine-tune a SANA pipeline by flow matching.\n\nWith --match-steps, layers that do not start from SANA's "
     "linear attention are first matched to it.",
     "flux": "Fine-tune a Flux pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
@@ -51,8 +53,9 @@ MOST_FRAMES = 16_384
 LONGEST_TEXT = 65_536
 MOST_SAMPLES = 10**7
 # Families that are conditioned on text, all by flow matching, and those of them with negative prompts.
-_TEXT = ("wan", "sana", "flux")
-_NEGATIVE = ("wan", "sana")
+_TEXT = ("wan", "ltx", "sana", "flux")
+_NEGATIVE = ("wan", "ltx", "sana")
+_VIDEO = ("wan", "ltx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +238,7 @@ class CacheConfig(Options):
         "Frame rate to sample at. Default: take the frames as they are.",
         above=0,
         maximum=1000,
-        families=("wan",),
+        families=_VIDEO,
     )
     num_samples: int | None = option(
         None,

@@ -25,7 +25,7 @@ from ..utils.files import Types, check_fields, read_json
 from .config import COMPONENTS, DIGITS, UNCONVERTED, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
 from .data.images import find_label, pipeline_labels
 from .parameters import check_conversion, check_takes_adapters
-from .stages.objectives import DiTObjective, FluxObjective, Objective, SanaObjective, WanObjective
+from .stages.objectives import DiTObjective, FluxObjective, LTXObjective, Objective, SanaObjective, WanObjective
 
 
 # The factor of a VAE or a patch, or the side of an image in latents, is far below.
@@ -47,6 +47,10 @@ _DIGIT_IMAGE_SIDE = 64
 TWO_ENCODERS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 # Tensors of text that are stored without padding.
 PADDED = ("prompt_embeds", "prompt_attention_mask")
+MASKED_NAMES = (*PADDED, *(f"negative_{name}" for name in PADDED))
+_WAN_COMPRESSION = {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
+_PATCH = (int, type(None))
+_VAE_FIELDS: dict[str, Types] = {"spatio_temporal_scaling": list, "patch_size": _PATCH, "patch_size_t": _PATCH}
 # The label without class that diffusers' DiTPipeline has built in.
 GUIDANCE_LABEL = 1000
 
@@ -103,6 +107,7 @@ class Family:
         encoded_names: Arguments of the pipeline's call for what its `encode_prompt` returns, those of negative prompts
             last.
         call_options: Further arguments of the pipeline's call.
+        out_channels: Number that configurations without it stand for; None for as many as go in.
         fixed_config: Entries that replace those of the transformer's configuration in `sizes`.
     """
 
@@ -113,6 +118,7 @@ class Family:
     video_size: ClassVar[str] = ""
     encoded_names: ClassVar[tuple[str, ...]] = ()
     call_options: ClassVar[dict[str, Any]] = {}
+    out_channels: ClassVar[int | None] = None
     fixed_config: ClassVar[dict[str, int]] = {}
 
     @property
@@ -138,11 +144,16 @@ class Family:
         return self.objective(**_flow_noise(config, directory))
 
     def check_model(self, config: Any) -> None:
-        """Check that a model of a configuration can be trained; by default all can.
+        """Check that a model of a configuration can be trained; by default all that take latents and no images.
 
         Raises:
             ValueError: If it is of a kind that needs another objective.
         """
+        channels = config.get("in_channels", self.out_channels)
+        # As in diffusers, `null` stands for as many as go in.
+        if channels != (config.get("out_channels", self.out_channels) or channels):
+            kind = "video" if self.video_size else "image"
+            raise ValueError(f"model: this is an image-to-{kind} model, which cannot be recovered or trained here yet")
 
     def sizes(self, directory: ModelDirectory) -> SampleSizes:
         """Read the sizes of samples that a pipeline takes; those of images by default.
@@ -256,14 +267,38 @@ class Family:
         return {}
 
 
-class Wan(Family):
+class Video(Family):
+    """Videos `[3, F, H, W]` to `[C, F', H', W']`."""
+
+    video_size = "480,832,81"
+
+    def compression(self, vae: dict[str, Any]) -> dict[str, Any]:
+        """Return frames and pixels of a side per latent, by their entries in a VAE's configuration."""
+        # Checkpoints older than these entries have the VAE of Wan 2.1.
+        return {name: vae.get(name, default) for name, default in _WAN_COMPRESSION.items()}
+
+    def sizes(self, directory: ModelDirectory) -> SampleSizes:
+        path, vae_path = directory.folder / "config.json", directory.root / "vae" / "config.json"
+        config = check_fields(directory.config, f"the configuration {path}", required={"patch_size": (list, int)})
+        patch = config["patch_size"]
+        sides = patch[-2:] if isinstance(patch, list) else [patch, patch]
+        height, width = (_count({"patch_size": side}, "patch_size", path) for side in sides)
+        compression = self.compression(read_json(vae_path, "the VAE's configuration", optional=_VAE_FIELDS))
+        temporal, spatial = (_count(compression, name, vae_path) for name in compression)
+        return SampleSizes(spatial, temporal, (height, width), 0, 0)
+
+    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
+        return encode_videos(pipeline.vae, media[None])[0]
+
+
+class Wan(Video):
     """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions to `prompt_embeds` `[l, D]`."""
 
     name = "wan"
     objective = WanObjective
     text_length = 512
-    video_size = "480,832,81"
     encoded_names = ("prompt_embeds", "negative_prompt_embeds")
+    out_channels = 16
 
     def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
         """Restrict each of two transformers of a pipeline to its side of the boundary."""
@@ -278,28 +313,36 @@ class Wan(Family):
         """Refuse image-to-video models, and those that are told the frame rate, which are for diffusion forcing."""
         if config.get("inject_sample_info"):
             raise ValueError("model: this is a diffusion-forcing model, which cannot be trained here yet")
-        in_channels = config.get("in_channels", 16)
-        # As in diffusers, `null` stands for as many as go in.
-        if in_channels != (config.get("out_channels", 16) or in_channels):
-            raise ValueError("model: this is an image-to-video model, which cannot be recovered or trained here yet")
-
-    def sizes(self, directory: ModelDirectory) -> SampleSizes:
-        path, vae_path = directory.folder / "config.json", directory.root / "vae" / "config.json"
-        config = check_fields(directory.config, f"the configuration {path}", required={"patch_size": list})
-        height, width = (_count({"patch_size": side}, "patch_size", path) for side in config["patch_size"][-2:])
-        # Checkpoints older than these entries have the VAE of Wan 2.1.
-        defaults = {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
-        vae = {**defaults, **read_json(vae_path, "the VAE's configuration")}
-        temporal, spatial = (_count(vae, name, vae_path) for name in defaults)
-        return SampleSizes(spatial, temporal, (height, width), 0, 0)
-
-    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
-        return encode_videos(pipeline.vae, media[None])[0]
+        super().check_model(config)
 
     def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
         embeddings = super().encode_condition(pipeline, condition, length)["prompt_embeds"]
         used = embeddings.abs().sum(dim=1).nonzero()
         return {"prompt_embeds": embeddings[: int(used.max()) + 1 if len(used) else 0]}
+
+
+class LTX(Video):
+    """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions as those of SANA, without instruction."""
+
+    name = "ltx"
+    objective = LTXObjective
+    text_length = 128
+    encoded_names = MASKED_NAMES
+
+    def compression(self, vae: dict[str, Any]) -> dict[str, Any]:
+        """Take what a configuration leaves to the VAE's stages from them."""
+        stages = 2 ** sum(map(bool, vae.get("spatio_temporal_scaling", (1, 1, 1))[:_MOST_STAGES]))
+        patches = {"temporal": vae.get("patch_size_t") or 1, "spatial": vae.get("patch_size") or 4}
+        names = {f"{axis}_compression_ratio": patch * stages for axis, patch in patches.items()}
+        return {name: vae.get(name) or computed for name, computed in names.items()}
+
+    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
+        """Take the distances between latents in seconds and pixels from the pipeline's VAE."""
+        noise = _flow_noise(config, directory)
+        if directory is None or directory.index is None:
+            return LTXObjective(**noise)
+        sizes = self.sizes(directory)
+        return LTXObjective(**noise, temporal_factor=sizes.temporal_factor, spatial_factor=sizes.spatial_factor)
 
 
 class Sana(Family):
@@ -312,9 +355,7 @@ class Sana(Family):
     name = "sana"
     objective = SanaObjective
     text_length = 300
-    encoded_names = (
-        "prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask",
-    )  # fmt: skip
+    encoded_names = MASKED_NAMES
     # By default the negative prompt is an empty text, which the pipeline refuses beside embeddings.
     call_options = {"negative_prompt": None, "use_resolution_binning": False}
 
@@ -358,6 +399,9 @@ class DiT(Family):
     objective = DiTObjective
     encoders = ("vae",)
 
+    def check_model(self, config: Any) -> None:
+        """Take all: variances that a model predicts are further channels."""
+
     def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
         """Take the noise of the pipeline's scheduler."""
         stored = {} if directory is None else read_scheduler(directory)
@@ -385,7 +429,7 @@ class DiT(Family):
         return [{"class_labels": [find_label(each, known, sizes.num_classes)]} for each in config.validation_prompts]
 
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), Sana(), Flux(), DiT())}
+FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), LTX(), Sana(), Flux(), DiT())}
 """The families by name."""
 
 
@@ -472,17 +516,18 @@ def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:
     """Encode videos to normalised latents: the mean of the distribution, less the VAE's mean, over its deviation.
 
     Args:
-        vae: An `AutoencoderKLWan`.
+        vae: An `AutoencoderKLWan`, or `AutoencoderKLLTXVideo`.
         videos: `[N, 3, F, H, W]` in [-1, 1].
 
     Returns:
-        `[N, C, F', H', W']`, fp32, as Wan's transformer takes it.
+        `[N, C, F', H', W']`, fp32, as the transformer takes it.
     """
     with torch.no_grad():
         encoded = _encode(vae, videos).latent_dist.mode().float()
-    mean = torch.tensor(vae.config.latents_mean, device=encoded.device).view(1, -1, 1, 1, 1)
-    deviation = torch.tensor(vae.config.latents_std, device=encoded.device).view(1, -1, 1, 1, 1)
-    return (encoded - mean) / deviation
+    # Of LTX-Video they are buffers.
+    stored = ({**vae.config, **dict(vae.named_buffers())}[f"latents_{name}"] for name in ("mean", "std"))
+    mean, deviation = (torch.as_tensor(each).to(encoded).view(1, -1, 1, 1, 1) for each in stored)
+    return (encoded - mean) / deviation * vae.config.get("scaling_factor", 1.0)
 
 
 def load_encoders(directory: ModelDirectory) -> Any:

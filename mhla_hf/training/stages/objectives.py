@@ -320,7 +320,8 @@ class FlowObjective(Objective):
 
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
         """Return sigmas in [0, 1], fp32."""
-        return sigmas_from_uniform(uniform, **dataclasses.asdict(self))
+        names = [item.name for item in dataclasses.fields(FlowObjective)]
+        return sigmas_from_uniform(uniform, **{name: getattr(self, name) for name in names})
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         """Return x_t = (1 - sigma) x_0 + sigma eps."""
@@ -370,6 +371,39 @@ class SanaObjective(FlowObjective):
             "encoder_attention_mask": condition["prompt_attention_mask"],
             # As the pipeline hands it over.
             "timestep": timesteps_from_sigmas(levels) * config["timestep_scale"],
+            "return_dict": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTXObjective(FlowObjective):
+    """Flow matching of videos, of 25 frames per second as the pipeline's by default.
+
+    Samples have `latents` `[C, F, H, W]`, `prompt_embeds` `[L, D]` and `prompt_attention_mask` `[L]`.
+
+    Attributes:
+        temporal_factor: Frames per latent.
+        spatial_factor: Pixels of height or width per latent.
+    """
+
+    model_class = "LTXVideoTransformer3DModel"
+    condition_names = ("prompt_embeds", "prompt_attention_mask")
+    packed = 1
+
+    temporal_factor: int = 8
+    spatial_factor: int = 32
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the packed direction `[B, F H W, C]`."""
+        return {
+            "hidden_states": self.pack(noisy),
+            "encoder_hidden_states": condition["prompt_embeds"],
+            "timestep": timesteps_from_sigmas(levels),
+            "encoder_attention_mask": condition["prompt_attention_mask"].bool(),
+            **dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True)),
+            "rope_interpolation_scale": (self.temporal_factor / 25, self.spatial_factor, self.spatial_factor),
             "return_dict": False,
         }
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, LTXPipeline
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
@@ -20,7 +20,7 @@ from mhla_hf.training.data.latent_cache import CachePlan
 from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.parameters import load_model
 
-from ... import tiny_joint
+from ... import tiny, tiny_joint
 from .test_objectives import first_call
 
 
@@ -44,7 +44,8 @@ class Case:
         length: Tokens of prompts.
         blocks: Of MHLA.
         call: Further arguments of the pipeline's call.
-        unpacked: Shape of the latents of a sample.
+        shape: Of the latents of a sample.
+        normalised: Latents from what the VAE makes of a sample, as the pipeline has them.
     """
 
     make: Any
@@ -53,6 +54,7 @@ class Case:
     blocks: list[int]
     call: dict[str, Any]
     shape: tuple[int, ...]
+    normalised: Any
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -60,7 +62,23 @@ class Case:
         return {**dict(zip(names, self.size)), "max_sequence_length": self.length, **self.call}
 
 
-CASES = {"flux": Case(flux, (64, 96), 24, [2, 2], {"guidance_scale": 1.0}, (4, 8, 12))}
+def ltx():
+    pipeline = tiny.ltx_pipeline()
+    for name, offset in (("latents_mean", 0.1), ("latents_std", 1.0)):
+        getattr(pipeline.vae, name).copy_(offset + torch.arange(4) / 10)
+    pipeline.vae.register_to_config(scaling_factor=0.5)
+    return pipeline
+
+
+def ltx_normalised(vae, latents):
+    return LTXPipeline._normalize_latents(latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
+
+
+GUIDED = {"guidance_scale": 1.0}
+CASES = {
+    "flux": Case(flux, (64, 96), 24, [2, 2], GUIDED, (4, 8, 12), lambda vae, latents: (latents - 0.1) * 0.4),
+    "ltx": Case(ltx, (32, 64, 5), 24, [1, 2, 2], GUIDED, (4, 3, 4, 8), ltx_normalised),
+}
 every_family = pytest.mark.parametrize("name", CASES)
 
 
@@ -125,6 +143,17 @@ def test_models_are_called_as_their_pipeline_calls_them(name, sources):
     assert not kept["args"] and not inputs
     with torch.no_grad():
         torch.testing.assert_close(objective.predict(pipeline.transformer, noisy, sigma, batch), output)
+
+
+@every_family
+def test_samples_are_encoded_as_their_pipeline_takes_latents(name, sources):
+    case, pipeline = CASES[name], DiffusionPipeline.from_pretrained(sources(name) / "source")
+    media = torch.rand(3, *case.size[2:], *case.size[:2]) * 2 - 1
+    with torch.no_grad():
+        expected = case.normalised(pipeline.vae, pipeline.vae.encode(media[None]).latent_dist.mode())
+        latents = FAMILIES[name].encode_media(pipeline, media)
+    assert latents.shape == case.shape
+    torch.testing.assert_close(latents[None], expected)
 
 
 def train(name, sources, output, *arguments):
