@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .libraries import TransformersTrainer as TransformersTrainer
     from .stages.objectives import DiTObjective as DiTObjective
     from .stages.objectives import FluxObjective as FluxObjective
+    from .stages.objectives import HunyuanVideoObjective as HunyuanVideoObjective
     from .stages.objectives import LTXObjective as LTXObjective
     from .stages.objectives import SanaObjective as SanaObjective
     from .stages.objectives import WanObjective as WanObjective

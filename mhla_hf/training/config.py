@@ -23,6 +23,8 @@ FAMILIES = {
     "softmax model.",
     "ltx": "Fine-tune an LTX-Video pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to "
     "the softmax model. Videos are taken to have 25 frames per second.",
+    "hunyuan-video": "Fine-tune a HunyuanVideo pipeline by flow matching.\n\nWith --match-steps, its layers are first "
+    "matched to the softmax model.",
     "sana": "Fine-tune a SANA pipeline by flow matching.\n\nWith --match-steps, layers that do not start from SANA's "
     "linear attention are first matched to it.",
     "flux": "Fine-tune a Flux pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
@@ -52,10 +54,10 @@ LONGEST_SIDE = 16_384
 MOST_FRAMES = 16_384
 LONGEST_TEXT = 65_536
 MOST_SAMPLES = 10**7
-# Families that are conditioned on text, all by flow matching, and those of them with negative prompts.
-_TEXT = ("wan", "ltx", "sana", "flux")
+# Families with negative prompts, those that are conditioned on text, all with flow matching, and those of videos.
 _NEGATIVE = ("wan", "ltx", "sana")
-_VIDEO = ("wan", "ltx")
+_TEXT = (*_NEGATIVE, "hunyuan-video", "flux")
+_VIDEO = ("wan", "ltx", "hunyuan-video")
 
 
 @dataclass(frozen=True, kw_only=True)

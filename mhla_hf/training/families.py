@@ -25,7 +25,15 @@ from ..utils.files import Types, check_fields, read_json
 from .config import COMPONENTS, DIGITS, UNCONVERTED, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
 from .data.images import find_label, pipeline_labels
 from .parameters import check_conversion, check_takes_adapters
-from .stages.objectives import DiTObjective, FluxObjective, LTXObjective, Objective, SanaObjective, WanObjective
+from .stages.objectives import (
+    DiTObjective,
+    FluxObjective,
+    HunyuanVideoObjective,
+    LTXObjective,
+    Objective,
+    SanaObjective,
+    WanObjective,
+)
 
 
 # The factor of a VAE or a patch, or the side of an image in latents, is far below.
@@ -48,7 +56,6 @@ TWO_ENCODERS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer
 # Tensors of text that are stored without padding.
 PADDED = ("prompt_embeds", "prompt_attention_mask")
 MASKED_NAMES = (*PADDED, *(f"negative_{name}" for name in PADDED))
-_WAN_COMPRESSION = {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
 _PATCH = (int, type(None))
 _VAE_FIELDS: dict[str, Types] = {"spatio_temporal_scaling": list, "patch_size": _PATCH, "patch_size_t": _PATCH}
 # The label without class that diffusers' DiTPipeline has built in.
@@ -151,7 +158,8 @@ class Family:
         """
         channels = config.get("in_channels", self.out_channels)
         # As in diffusers, `null` stands for as many as go in.
-        if channels != (config.get("out_channels", self.out_channels) or channels):
+        takes_more = channels != (config.get("out_channels", self.out_channels) or channels)
+        if takes_more or config.get("image_condition_type"):
             kind = "video" if self.video_size else "image"
             raise ValueError(f"model: this is an image-to-{kind} model, which cannot be recovered or trained here yet")
 
@@ -272,10 +280,9 @@ class Video(Family):
 
     video_size = "480,832,81"
 
-    def compression(self, vae: dict[str, Any]) -> dict[str, Any]:
-        """Return frames and pixels of a side per latent, by their entries in a VAE's configuration."""
-        # Checkpoints older than these entries have the VAE of Wan 2.1.
-        return {name: vae.get(name, default) for name, default in _WAN_COMPRESSION.items()}
+    def compression(self, vae: dict[str, Any]) -> dict[str, int]:
+        """Return frames and pixels of a side per latent where a VAE's configuration does not say, by their entries."""
+        return {"temporal_compression_ratio": 4, "spatial_compression_ratio": 8}
 
     def sizes(self, directory: ModelDirectory) -> SampleSizes:
         path, vae_path = directory.folder / "config.json", directory.root / "vae" / "config.json"
@@ -283,8 +290,10 @@ class Video(Family):
         patch = config["patch_size"]
         sides = patch[-2:] if isinstance(patch, list) else [patch, patch]
         height, width = (_count({"patch_size": side}, "patch_size", path) for side in sides)
-        compression = self.compression(read_json(vae_path, "the VAE's configuration", optional=_VAE_FIELDS))
-        temporal, spatial = (_count(compression, name, vae_path) for name in compression)
+        vae = read_json(vae_path, "the VAE's configuration", optional=_VAE_FIELDS)
+        defaults = self.compression(vae)
+        vae = {**defaults, **{name: value for name, value in vae.items() if value is not None}}
+        temporal, spatial = (_count(vae, name, vae_path) for name in defaults)
         return SampleSizes(spatial, temporal, (height, width), 0, 0)
 
     def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
@@ -315,6 +324,10 @@ class Wan(Video):
             raise ValueError("model: this is a diffusion-forcing model, which cannot be trained here yet")
         super().check_model(config)
 
+    def compression(self, vae: dict[str, Any]) -> dict[str, int]:
+        # Checkpoints older than these entries have the VAE of Wan 2.1.
+        return {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
+
     def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
         embeddings = super().encode_condition(pipeline, condition, length)["prompt_embeds"]
         used = embeddings.abs().sum(dim=1).nonzero()
@@ -329,12 +342,11 @@ class LTX(Video):
     text_length = 128
     encoded_names = MASKED_NAMES
 
-    def compression(self, vae: dict[str, Any]) -> dict[str, Any]:
-        """Take what a configuration leaves to the VAE's stages from them."""
+    def compression(self, vae: dict[str, Any]) -> dict[str, int]:
+        """Return what follows from the VAE's stages."""
         stages = 2 ** sum(map(bool, vae.get("spatio_temporal_scaling", (1, 1, 1))[:_MOST_STAGES]))
         patches = {"temporal": vae.get("patch_size_t") or 1, "spatial": vae.get("patch_size") or 4}
-        names = {f"{axis}_compression_ratio": patch * stages for axis, patch in patches.items()}
-        return {name: vae.get(name) or computed for name, computed in names.items()}
+        return {f"{axis}_compression_ratio": patch * stages for axis, patch in patches.items()}
 
     def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
         """Take the distances between latents in seconds and pixels from the pipeline's VAE."""
@@ -343,6 +355,21 @@ class LTX(Video):
             return LTXObjective(**noise)
         sizes = self.sizes(directory)
         return LTXObjective(**noise, temporal_factor=sizes.temporal_factor, spatial_factor=sizes.spatial_factor)
+
+
+class HunyuanVideo(Video):
+    """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions as those of SANA, and to `pooled_prompt_embeds` `[P]`.
+
+    Captions follow the instruction that the pipeline puts before prompts.
+    """
+
+    name = "hunyuan-video"
+    objective = HunyuanVideoObjective
+    encoders = TWO_ENCODERS
+    text_length = 256
+    encoded_names = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
+
+    encode_media = Family.encode_media
 
 
 class Sana(Family):
@@ -429,7 +456,7 @@ class DiT(Family):
         return [{"class_labels": [find_label(each, known, sizes.num_classes)]} for each in config.validation_prompts]
 
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), LTX(), Sana(), Flux(), DiT())}
+FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), LTX(), HunyuanVideo(), Sana(), Flux(), DiT())}
 """The families by name."""
 
 

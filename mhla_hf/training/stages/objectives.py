@@ -409,6 +409,33 @@ class LTXObjective(FlowObjective):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HunyuanVideoObjective(FlowObjective):
+    """Flow matching of videos.
+
+    Samples have `latents` `[C, F, H, W]`, `prompt_embeds` `[L, D]`, `prompt_attention_mask` `[L]` and
+    `pooled_prompt_embeds` `[P]`. Models are told a guidance scale of 1, as those of Flux.
+    """
+
+    model_class = "HunyuanVideoTransformer3DModel"
+    condition_names = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
+        return {
+            "hidden_states": noisy,
+            "timestep": timesteps_from_sigmas(levels),
+            "encoder_hidden_states": condition["prompt_embeds"],
+            "encoder_attention_mask": condition["prompt_attention_mask"].to(noisy.dtype),
+            "pooled_projections": condition["pooled_prompt_embeds"],
+            # As guidance scales are counted; models without them ignore it.
+            "guidance": timesteps_from_sigmas(torch.ones_like(levels)),
+            "return_dict": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class FluxObjective(FlowObjective):
     """Flow matching of images.
 

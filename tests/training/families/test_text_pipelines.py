@@ -70,6 +70,12 @@ def ltx():
     return pipeline
 
 
+def hunyuan_video():
+    pipeline = tiny_joint.with_encoders(tiny_joint.hunyuan_video_pipeline())
+    pipeline.vae.register_to_config(scaling_factor=0.5)
+    return pipeline
+
+
 def ltx_normalised(vae, latents):
     return LTXPipeline._normalize_latents(latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
 
@@ -78,8 +84,15 @@ GUIDED = {"guidance_scale": 1.0}
 CASES = {
     "flux": Case(flux, (64, 96), 24, [2, 2], GUIDED, (4, 8, 12), lambda vae, latents: (latents - 0.1) * 0.4),
     "ltx": Case(ltx, (32, 64, 5), 24, [1, 2, 2], GUIDED, (4, 3, 4, 8), ltx_normalised),
+    "hunyuan-video": Case(
+        hunyuan_video, (32, 48, 5), 500, [1, 2, 2], GUIDED, (4, 2, 4, 6), lambda vae, latents: latents * 0.5
+    ),
 }
 every_family = pytest.mark.parametrize("name", CASES)
+# Most of the text of HunyuanVideo is an instruction.
+fast_families = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "hunyuan-video")) for name in CASES]
+)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +179,7 @@ def train(name, sources, output, *arguments):
     return DiffusionPipeline.from_pretrained(output / "pipeline")
 
 
-@every_family
+@fast_families
 def test_a_trained_pipeline_is_whole_and_better(name, sources, tmp_path):
     pipeline = train(
         name, sources, tmp_path, "--match-steps", 2, "--distill-steps", 2, "--max-steps", 30, "--learning-rate", 5e-3,
