@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .stages.objectives import LTXObjective as LTXObjective
     from .stages.objectives import SanaObjective as SanaObjective
     from .stages.objectives import WanObjective as WanObjective
+    from .stages.objectives import WanVACEObjective as WanVACEObjective
     from .stages.objectives import add_noise as add_noise
     from .stages.objectives import flow_matching_loss as flow_matching_loss
     from .stages.objectives import sample_sigmas as sample_sigmas

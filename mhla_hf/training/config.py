@@ -21,6 +21,8 @@ from ..utils.options import DEVICE_HELP, Options, option
 FAMILIES = {
     "wan": "Fine-tune a Wan pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
     "softmax model.",
+    "wan-vace": "Fine-tune a Wan-VACE pipeline by flow matching, from text alone.\n\nWith --match-steps, its layers "
+    "are first matched to the softmax model.",
     "ltx": "Fine-tune an LTX-Video pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to "
     "the softmax model. Videos are taken to have 25 frames per second.",
     "hunyuan-video": "Fine-tune a HunyuanVideo pipeline by flow matching.\n\nWith --match-steps, its layers are first "
@@ -55,9 +57,10 @@ MOST_FRAMES = 16_384
 LONGEST_TEXT = 65_536
 MOST_SAMPLES = 10**7
 # Families with negative prompts, those that are conditioned on text, all with flow matching, and those of videos.
-_NEGATIVE = ("wan", "ltx", "sana")
+_WAN = ("wan", "wan-vace")
+_NEGATIVE = (*_WAN, "ltx", "sana")
 _TEXT = (*_NEGATIVE, "hunyuan-video", "flux")
-_VIDEO = ("wan", "ltx", "hunyuan-video")
+_VIDEO = (*_WAN, "ltx", "hunyuan-video")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,7 @@ class TrainingConfig(Options):
     model: str | None = option(None, "Pipeline to train: a directory or a Hub id, MHLA or ordinary.")
     output: str | None = option(None, "Directory of the run: checkpoints, metrics, validation samples, pipeline.")
     cache: str | None = option(None, "Directory of the cached latents. Default: OUTPUT/cache.")
-    component: str = option("transformer", "Transformer to train.", choices=COMPONENTS, families=("wan",))
+    component: str = option("transformer", "Transformer to train.", choices=COMPONENTS, families=_WAN)
     mhla: dict | str | None = option(
         None, "MHLA options (JSON or a JSON file) to convert an ordinary pipeline with; 'none' leaves it unconverted."
     )

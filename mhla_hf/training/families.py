@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +34,7 @@ from .stages.objectives import (
     Objective,
     SanaObjective,
     WanObjective,
+    WanVACEObjective,
 )
 
 
@@ -139,7 +141,7 @@ class Family:
         return self.encoded_names[-1].startswith("negative")
 
     def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
-        """Make the objective of a run; by default flow matching, whose shift is the scheduler's if not given.
+        """Make the objective of a run.
 
         Args:
             config: The options.
@@ -148,7 +150,11 @@ class Family:
         Raises:
             ValueError: If the pipeline's scheduler does not go with this objective.
         """
-        return self.objective(**_flow_noise(config, directory))
+        return self.objective(**self.objective_fields(config, directory))
+
+    def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
+        """Return the fields of the objective, see `make_objective`; by default the noise levels of flow matching."""
+        return _flow_noise(config, directory)
 
     def check_model(self, config: Any) -> None:
         """Check that a model of a configuration can be trained; by default all that take latents and no images.
@@ -304,19 +310,19 @@ class Wan(Video):
     """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions to `prompt_embeds` `[l, D]`."""
 
     name = "wan"
-    objective = WanObjective
+    objective: ClassVar[type[Objective]] = WanObjective
     text_length = 512
     encoded_names = ("prompt_embeds", "negative_prompt_embeds")
     out_channels = 16
 
-    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
+    def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
         """Restrict each of two transformers of a pipeline to its side of the boundary."""
         boundary = None if directory is None or directory.index is None else directory.index.get("boundary_ratio")
-        noise = _flow_noise(config, directory)
-        if boundary is None:
-            return WanObjective(**noise)
-        is_first = directory is not None and directory.component == "transformer"
-        return WanObjective(**noise, sigma_range=(float(boundary), 1.0) if is_first else (0.0, float(boundary)))
+        fields = super().objective_fields(config, directory)
+        if boundary is not None:
+            is_first = directory is not None and directory.component == "transformer"
+            fields["sigma_range"] = (float(boundary), 1.0) if is_first else (0.0, float(boundary))
+        return fields
 
     def check_model(self, config: Any) -> None:
         """Refuse image-to-video models, and those that are told the frame rate, which are for diffusion forcing."""
@@ -334,6 +340,20 @@ class Wan(Video):
         return {"prompt_embeds": embeddings[: int(used.max()) + 1 if len(used) else 0]}
 
 
+class WanVACE(Wan):
+    """As Wan, from text alone: without a video, reference images or a mask."""
+
+    name = "wan-vace"
+    objective = WanVACEObjective
+
+    def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
+        """Have the pipeline's VAE encode what controls nothing, once for every size."""
+        fields = super().objective_fields(config, directory)
+        if directory is not None and directory.index is not None:
+            fields["control"] = partial(_without_control, directory.root, self.sizes(directory))
+        return fields
+
+
 class LTX(Video):
     """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions as those of SANA, without instruction."""
 
@@ -348,13 +368,13 @@ class LTX(Video):
         patches = {"temporal": vae.get("patch_size_t") or 1, "spatial": vae.get("patch_size") or 4}
         return {f"{axis}_compression_ratio": patch * stages for axis, patch in patches.items()}
 
-    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
+    def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
         """Take the distances between latents in seconds and pixels from the pipeline's VAE."""
-        noise = _flow_noise(config, directory)
-        if directory is None or directory.index is None:
-            return LTXObjective(**noise)
-        sizes = self.sizes(directory)
-        return LTXObjective(**noise, temporal_factor=sizes.temporal_factor, spatial_factor=sizes.spatial_factor)
+        fields = super().objective_fields(config, directory)
+        if directory is not None and directory.index is not None:
+            sizes = self.sizes(directory)
+            fields |= {"temporal_factor": sizes.temporal_factor, "spatial_factor": sizes.spatial_factor}
+        return fields
 
 
 class HunyuanVideo(Video):
@@ -429,11 +449,11 @@ class DiT(Family):
     def check_model(self, config: Any) -> None:
         """Take all: variances that a model predicts are further channels."""
 
-    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
+    def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
         """Take the noise of the pipeline's scheduler."""
         stored = {} if directory is None else read_scheduler(directory)
         noise = {name: stored[name] for name in _NOISE_ENTRIES if stored.get(name) is not None}
-        return DiTObjective(scheduler=noise) if noise else DiTObjective()
+        return {"scheduler": noise} if noise else {}
 
     def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
         return {"class_label": torch.tensor(int(condition))}
@@ -456,7 +476,9 @@ class DiT(Family):
         return [{"class_labels": [find_label(each, known, sizes.num_classes)]} for each in config.validation_prompts]
 
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), LTX(), HunyuanVideo(), Sana(), Flux(), DiT())}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (Wan(), WanVACE(), LTX(), HunyuanVideo(), Sana(), Flux(), DiT())
+}
 """The families by name."""
 
 
@@ -555,6 +577,25 @@ def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:
     stored = ({**vae.config, **dict(vae.named_buffers())}[f"latents_{name}"] for name in ("mean", "std"))
     mean, deviation = (torch.as_tensor(each).to(encoded).view(1, -1, 1, 1, 1) for each in stored)
     return (encoded - mean) / deviation * vae.config.get("scaling_factor", 1.0)
+
+
+@lru_cache(maxsize=8)
+def _without_control(root: Path, sizes: SampleSizes, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Encode the control of Wan-VACE for latents `[F', H', W']` as its pipeline does that of no video: gray, masked.
+
+    Returns:
+        `[1, C, F', H', W']`, fp32: what the mask leaves, what it hides, and the mask itself.
+    """
+    import diffusers
+
+    frames, *sides = shape
+    gray = torch.zeros(
+        1, 3, (frames - 1) * sizes.temporal_factor + 1, *(side * sizes.spatial_factor for side in sides), device=device
+    )
+    with damage_named(root), torch.autocast(device.type, enabled=False):
+        vae: Any = diffusers.AutoencoderKLWan.from_pretrained(root / "vae", torch_dtype=torch.float32)
+        latents = encode_videos(vae.to(device), gray)
+    return torch.cat([latents, latents, latents.new_ones(1, sizes.spatial_factor**2, *shape)], dim=1)
 
 
 def load_encoders(directory: ModelDirectory) -> Any:

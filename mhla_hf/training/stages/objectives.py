@@ -200,7 +200,8 @@ class Objective(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values, to compare the objectives of two runs."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        compared = [item.name for item in dataclasses.fields(self) if item.compare]
+        return json.loads(json.dumps({name: getattr(self, name) for name in compared}))
 
     @classmethod
     def pack(cls, latents: torch.Tensor) -> torch.Tensor:
@@ -348,6 +349,35 @@ class WanObjective(FlowObjective):
             "timestep": timesteps_from_sigmas(levels),
             "encoder_hidden_states": condition["prompt_embeds"],
             "return_dict": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanVACEObjective(WanObjective):
+    """Flow matching of videos that nothing but text controls; samples as those of Wan.
+
+    Attributes:
+        control: Makes the control of no video, `[1, C, F, H, W]`, for the shape of latents `[F, H, W]` and a device;
+            None for a model without pipeline, which cannot be called.
+    """
+
+    model_class = "WanVACETransformer3DModel"
+
+    control: Callable[[tuple[int, ...], torch.device], torch.Tensor] | None = field(default=None, compare=False)
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
+        if self.control is None:
+            raise ValueError(
+                "model: Wan-VACE needs the VAE of its pipeline to be trained; give the pipeline's directory"
+            )
+        control = self.control(tuple(noisy.shape[2:]), noisy.device).to(noisy)
+        return {
+            **super().model_inputs(config, noisy, levels, condition),
+            "control_hidden_states": control.expand(len(noisy), *control.shape[1:]),
+            "control_hidden_states_scale": noisy.new_ones(len(config["vace_layers"])),
         }
 
 
