@@ -320,7 +320,7 @@ def _training_command(family: str) -> Callable[..., None]:
             )
         accelerator.end_training()
 
-    script = f"accelerate launch conversion/train_{family}.py MODEL OUTPUT ..."
+    script = f"accelerate launch conversion/train_{family.replace('-', '_')}.py MODEL OUTPUT ..."
     command.__doc__ = f"{FAMILIES[family]}\n\nOn several GPUs: {script}"
     return command
 

@@ -28,7 +28,7 @@ from ..training.matching.records import choose_cache, free_room
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes
-from .recipes import TEXT, TRANSFORMERS, WITHOUT_OBJECTIVE, Recipe, load_recipe, recipe_names
+from .recipes import DATA_FREE, TEXT, TRANSFORMERS, VIDEO, WITHOUT_OBJECTIVE, Recipe, load_recipe, recipe_names
 
 
 logger = logging.getLogger(__name__)
@@ -36,18 +36,13 @@ logger = logging.getLogger(__name__)
 GENERATED = "generated"
 # Sizes of a diffusion transformer whose product is the width of its hidden states.
 _WIDTHS = ("num_attention_heads", "attention_head_dim")
-DATA_FREE = tuple(family for family in WITHOUT_OBJECTIVE if family != "sana-video")
-"""Families without an objective of training: the inputs of their model while the pipeline makes samples are enough to
-calibrate and match on."""
-
-
 _TEXTS = "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
-_IMAGES = "a folder of images with captions, 'digits', or prompts (--prompts FILE) for the original to make"
+_MEDIA = "a folder of {} with captions, 'digits', or prompts (--prompts FILE) for the original to make"
 _DATA = {
     "causal": _TEXTS,
     "encoder": _TEXTS,
     "vision": "a folder of images, or 'digits'",
-    "wan": "a folder of videos with captions, 'digits', or prompts (--prompts FILE) for the original to make",
+    **dict.fromkeys(VIDEO, _MEDIA.format("videos")),
 }
 
 
@@ -59,7 +54,7 @@ def data_or_default(data: Any, family: str, has_prompts: bool) -> Any:
     """
     can_generate = family in ("dit", "causal") or (has_prompts and family in ("wan", "sana"))
     if data == "" or (data is None and not can_generate and family not in DATA_FREE):
-        raise ValueError(f"data must be given: {_DATA.get(family, _IMAGES)}")
+        raise ValueError(f"data must be given: {_DATA.get(family, _MEDIA.format('images'))}")
     return GENERATED if data is None and family not in DATA_FREE else data
 
 
@@ -78,7 +73,7 @@ class RecoveryData:
     Attributes:
         directory: The original.
         recipe: The recipe.
-        data: The user's data; `generated` for samples of the original, `None` where the family takes nothing else.
+        data: The user's data; `generated` for samples of the original, `None` to learn from calls of its pipeline.
         converted: The converted directory.
         cache: Folder to keep them in.
         seed: Seed of their order.
@@ -103,10 +98,13 @@ class RecoveryData:
         """
         family, options, data = self.recipe.family, self.recipe.data, self.data
         unused = "prompts" if family in TRANSFORMERS and self.prompts is not None else ""
-        unused = "data" if family in DATA_FREE and data is not None else unused
+        unused = "data" if family in {*DATA_FREE} & {*WITHOUT_OBJECTIVE} and data is not None else unused
         if unused:
             raise ValueError(f"{unused} have no effect on models of the family {family}; leave them out")
-        if family in DATA_FREE:
+        if family in DATA_FREE and data is None:
+            if self.recipe.distill or self.recipe.finetune:
+                kinds = _DATA.get(family, _MEDIA.format("images"))
+                raise ValueError(f"data must be given to distill or finetune: {kinds}, with --data generated")
             if self.prompts is not None:
                 read_prompts(self.prompts)
             return
@@ -141,7 +139,7 @@ class RecoveryData:
         count, share = mhla_class.layer_count(config), automatic_share(recipe.layers)
         chosen = parse_layers(recipe.layers, count) if share is None else range(max(1, round(share * count)))
         size = {
-            "tokens": plan.family.sizes(self.directory).num_tokens(parse_sizes(str(plan.config.sizes))[0]),
+            "tokens": math.prod(plan.family.sizes(self.directory).grid(parse_sizes(str(plan.config.sizes))[0])),
             "width": math.prod(mhla_class.config_value(config, name) for name in _WIDTHS),
             "layers": count if chosen is None else len(chosen),
         }
@@ -186,7 +184,7 @@ class RecoveryData:
             ValueError: If there are no such data, or they do not fit the model.
         """
         family, options, data = self.recipe.family, self.recipe.data, self.data
-        if family in DATA_FREE:
+        if family in DATA_FREE and data is None:
             return self._recorded(model)
         assert data is not None
         if family == "causal" and data == GENERATED:
@@ -225,6 +223,7 @@ class RecoveryData:
             data=self.data,
             sizes=",".join(given) if any(sides) else None,
             num_samples=options.samples + options.held_out,
+            max_sequence_length=options.max_length,
             prompts=self.prompts,
         )
 

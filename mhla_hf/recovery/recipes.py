@@ -33,7 +33,12 @@ FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 `vision` transformers."""
 
 TRANSFORMERS = (*TEXT, "vision")
-WITHOUT_OBJECTIVE = tuple(name for name in VIDEO + IMAGES if name not in ("wan", "dit", "sana"))
+DATA_FREE = tuple(name for name in VIDEO + IMAGES if name not in ("wan", "dit", "sana", "sana-video"))
+"""Families that need no data: the inputs of their model while the pipeline makes samples are enough to calibrate and
+match on."""
+
+WITHOUT_OBJECTIVE = ("sana-video", "ltx2", "hunyuan-video-1.5", "pixart", "qwen-image")
+"""Families without an objective of training, that data could be used for."""
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the same."
@@ -67,7 +72,7 @@ class DataOptions(Options):
         "Tokens per row, or at most per passage or prompt. Default: 512 for language models, 128 for encoders.",
         minimum=2,
         maximum=LONGEST_TEXT,
-        families=TEXT + WITHOUT_OBJECTIVE,
+        families=(*TEXT, "sana-video", *DATA_FREE),
     )
     text_field: str = option("text", "Field that holds the text, in JSONL files and data sets.", families=TEXT)
     height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos.")

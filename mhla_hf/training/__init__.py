@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from .libraries import DiffusionTrainer as DiffusionTrainer
     from .libraries import TransformersTrainer as TransformersTrainer
     from .stages.objectives import DiTObjective as DiTObjective
+    from .stages.objectives import FluxObjective as FluxObjective
+    from .stages.objectives import HunyuanVideoObjective as HunyuanVideoObjective
+    from .stages.objectives import LTXObjective as LTXObjective
     from .stages.objectives import SanaObjective as SanaObjective
     from .stages.objectives import WanObjective as WanObjective
+    from .stages.objectives import WanVACEObjective as WanVACEObjective
     from .stages.objectives import add_noise as add_noise
     from .stages.objectives import flow_matching_loss as flow_matching_loss
     from .stages.objectives import sample_sigmas as sample_sigmas

@@ -21,8 +21,16 @@ from ..utils.options import DEVICE_HELP, Options, option
 FAMILIES = {
     "wan": "Fine-tune a Wan pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
     "softmax model.",
+    "wan-vace": "Fine-tune a Wan-VACE pipeline by flow matching, from text alone.\n\nWith --match-steps, its layers "
+    "are first matched to the softmax model.",
+    "ltx": "Fine-tune an LTX-Video pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to "
+    "the softmax model. Videos are taken to have 25 frames per second.",
+    "hunyuan-video": "Fine-tune a HunyuanVideo pipeline by flow matching.\n\nWith --match-steps, its layers are first "
+    "matched to the softmax model.",
     "sana": "Fine-tune a SANA pipeline by flow matching.\n\nWith --match-steps, layers that do not start from SANA's "
     "linear attention are first matched to it.",
+    "flux": "Fine-tune a Flux pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
+    "softmax model.",
     "dit": "Fine-tune a DiT pipeline by noise prediction.\n\nWith --match-steps, its layers are first matched to the "
     "softmax model.",
 }
@@ -48,8 +56,11 @@ LONGEST_SIDE = 16_384
 MOST_FRAMES = 16_384
 LONGEST_TEXT = 65_536
 MOST_SAMPLES = 10**7
-# Families with flow matching, and those that are conditioned on text.
-_FLOW = _TEXT = ("wan", "sana")
+# Families with negative prompts, those that are conditioned on text, all with flow matching, and those of videos.
+_WAN = ("wan", "wan-vace")
+_NEGATIVE = (*_WAN, "ltx", "sana")
+_TEXT = (*_NEGATIVE, "hunyuan-video", "flux")
+_VIDEO = (*_WAN, "ltx", "hunyuan-video")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +77,7 @@ class TrainingConfig(Options):
     model: str | None = option(None, "Pipeline to train: a directory or a Hub id, MHLA or ordinary.")
     output: str | None = option(None, "Directory of the run: checkpoints, metrics, validation samples, pipeline.")
     cache: str | None = option(None, "Directory of the cached latents. Default: OUTPUT/cache.")
-    component: str = option("transformer", "Transformer to train.", choices=COMPONENTS, families=("wan",))
+    component: str = option("transformer", "Transformer to train.", choices=COMPONENTS, families=_WAN)
     mhla: dict | str | None = option(
         None, "MHLA options (JSON or a JSON file) to convert an ordinary pipeline with; 'none' leaves it unconverted."
     )
@@ -127,13 +138,13 @@ class TrainingConfig(Options):
     )
 
     flow_shift: float | None = option(
-        None, "Timestep shift of the noise schedule. Default: the scheduler's.", above=0, advanced=True, families=_FLOW
+        None, "Timestep shift of the noise schedule. Default: the scheduler's.", above=0, advanced=True, families=_TEXT
     )
     logit_mean: float | None = option(
-        None, "Mean of the logit-normal noise levels. Default: 0.", advanced=True, families=_FLOW
+        None, "Mean of the logit-normal noise levels. Default: 0.", advanced=True, families=_TEXT
     )
     logit_std: float | None = option(
-        None, "Their standard deviation. Default: 1.", above=0, advanced=True, families=_FLOW
+        None, "Their standard deviation. Default: 1.", above=0, advanced=True, families=_TEXT
     )
     condition_dropout: float = option(
         0.1, "Share of samples that train without their caption or class, for guidance.", minimum=0, maximum=1
@@ -157,7 +168,7 @@ class TrainingConfig(Options):
     validation_steps: int = option(500, "Make validation samples every N fine-tuning steps.", minimum=1)
     validation_inference_steps: int = option(20, "Denoising steps of a validation sample.", minimum=1, advanced=True)
     validation_guidance: float = option(4.0, "Guidance scale of validation samples.", minimum=0, advanced=True)
-    validation_negative_prompt: str = option("", "Negative prompt of the samples.", advanced=True, families=_TEXT)
+    validation_negative_prompt: str = option("", "Negative prompt of the samples.", advanced=True, families=_NEGATIVE)
 
     progress: bool = option(True, "Show a progress bar.")
 
@@ -232,7 +243,7 @@ class CacheConfig(Options):
         "Frame rate to sample at. Default: take the frames as they are.",
         above=0,
         maximum=1000,
-        families=("wan",),
+        families=_VIDEO,
     )
     num_samples: int | None = option(
         None,

@@ -112,8 +112,9 @@ class Validator:
         self.device = device
         self.family = family_of_class(source.class_name)
         self.pipeline = load_encoders(source)
-        if "text_encoder" in self.family.prompt_encoders:
-            self.pipeline.text_encoder.to(device)
+        for name in self.family.prompt_encoders:
+            if name.startswith("text_encoder"):
+                getattr(self.pipeline, name).to(device)
         with torch.no_grad():
             self.inputs = self.family.validation_inputs(self.pipeline, source, config, dataset)
         self.pipeline.register_modules(**dict.fromkeys(self.family.prompt_encoders))

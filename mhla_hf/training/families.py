@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +26,16 @@ from ..utils.files import Types, check_fields, read_json
 from .config import COMPONENTS, DIGITS, UNCONVERTED, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
 from .data.images import find_label, pipeline_labels
 from .parameters import check_conversion, check_takes_adapters
-from .stages.objectives import DiTObjective, Objective, SanaObjective, WanObjective
+from .stages.objectives import (
+    DiTObjective,
+    FluxObjective,
+    HunyuanVideoObjective,
+    LTXObjective,
+    Objective,
+    SanaObjective,
+    WanObjective,
+    WanVACEObjective,
+)
 
 
 # The factor of a VAE or a patch, or the side of an image in latents, is far below.
@@ -44,6 +53,13 @@ _NOISE_ENTRIES = (
 _DEFAULT_SHIFT = 3.0
 _DIGIT_VIDEO = "64,64,17"
 _DIGIT_IMAGE_SIDE = 64
+# Parts that encode the samples of pipelines with two text encoders; others have the first three.
+TWO_ENCODERS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+# Tensors of text that are stored without padding.
+PADDED = ("prompt_embeds", "prompt_attention_mask")
+MASKED_NAMES = (*PADDED, *(f"negative_{name}" for name in PADDED))
+_PATCH = (int, type(None))
+_VAE_FIELDS: dict[str, Types] = {"spatio_temporal_scaling": list, "patch_size": _PATCH, "patch_size_t": _PATCH}
 # The label without class that diffusers' DiTPipeline has built in.
 GUIDANCE_LABEL = 1000
 
@@ -66,11 +82,11 @@ class SampleSizes:
     own_size: int
     num_classes: int
 
-    def num_tokens(self, size: Bucket) -> int:
-        """Return the number of tokens of a sample."""
-        latents = (size.num_frames - 1) // self.temporal_factor + 1 if self.temporal_factor else 1
+    def grid(self, size: Bucket) -> tuple[int, ...]:
+        """Return the number of tokens of a sample along each axis, frames first."""
+        frames = ((size.num_frames - 1) // self.temporal_factor + 1,) if self.temporal_factor else ()
         rows, columns = (self.spatial_factor * side for side in self.patch_size)
-        return latents * (size.height // rows) * (size.width // columns)
+        return (*frames, size.height // rows, size.width // columns)
 
     def check(self, buckets: tuple[Bucket, ...]) -> None:
         """Check that the VAE and the transformer's patches divide the wanted sizes.
@@ -89,7 +105,7 @@ class SampleSizes:
                 )
 
 
-class Family(ABC):
+class Family:
     """A family of diffusion models: its encoding of data and prompts, its objective and the sizes of its samples.
 
     Attributes:
@@ -97,24 +113,33 @@ class Family(ABC):
         encoders: Parts of the pipeline that encode samples.
         text_length: Default number of tokens that captions are padded to; 0 for models of classes.
         video_size: Default height, width and number of frames; empty for models of images.
-        encoded_names: Arguments of the pipeline's call for what its `encode_prompt` returns.
+        encoded_names: Arguments of the pipeline's call for what its `encode_prompt` returns, those of negative prompts
+            last.
         call_options: Further arguments of the pipeline's call.
+        out_channels: Number that configurations without it stand for; None for as many as go in.
+        fixed_config: Entries that replace those of the transformer's configuration in `sizes`.
     """
 
     name: ClassVar[str]
     objective: ClassVar[type[Objective]]
-    encoders: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
+    encoders: ClassVar[tuple[str, ...]] = TWO_ENCODERS[:3]
     text_length: ClassVar[int] = 0
     video_size: ClassVar[str] = ""
     encoded_names: ClassVar[tuple[str, ...]] = ()
     call_options: ClassVar[dict[str, Any]] = {}
+    out_channels: ClassVar[int | None] = None
+    fixed_config: ClassVar[dict[str, int]] = {}
 
     @property
     def prompt_encoders(self) -> tuple[str, ...]:
         """Parts of the pipeline that encode prompts."""
         return tuple(name for name in self.encoders if name != "vae")
 
-    @abstractmethod
+    @property
+    def takes_negative(self) -> bool:
+        """Whether the pipeline encodes a negative prompt with each prompt."""
+        return self.encoded_names[-1].startswith("negative")
+
     def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
         """Make the objective of a run.
 
@@ -125,13 +150,24 @@ class Family(ABC):
         Raises:
             ValueError: If the pipeline's scheduler does not go with this objective.
         """
+        return self.objective(**self.objective_fields(config, directory))
 
-    def check_model(self, config: Any) -> None:  # noqa: B027
-        """Check that a model of a configuration can be trained; by default all can.
+    def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
+        """Return the fields of the objective, see `make_objective`; by default the noise levels of flow matching."""
+        return _flow_noise(config, directory)
+
+    def check_model(self, config: Any) -> None:
+        """Check that a model of a configuration can be trained; by default all that take latents and no images.
 
         Raises:
             ValueError: If it is of a kind that needs another objective.
         """
+        channels = config.get("in_channels", self.out_channels)
+        # As in diffusers, `null` stands for as many as go in.
+        takes_more = channels != (config.get("out_channels", self.out_channels) or channels)
+        if takes_more or config.get("image_condition_type"):
+            kind = "video" if self.video_size else "image"
+            raise ValueError(f"model: this is an image-to-{kind} model, which cannot be recovered or trained here yet")
 
     def sizes(self, directory: ModelDirectory) -> SampleSizes:
         """Read the sizes of samples that a pipeline takes; those of images by default.
@@ -139,7 +175,7 @@ class Family(ABC):
         Raises:
             ValueError: If a configuration is damaged.
         """
-        path, config = directory.root / "vae" / "config.json", directory.config
+        path, config = directory.root / "vae" / "config.json", {**directory.config, **self.fixed_config}
         vae = read_json(path, "the VAE's configuration")
         stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
         if not isinstance(stages, list) or not 1 <= len(stages) <= _MOST_STAGES:
@@ -173,9 +209,8 @@ class Family(ABC):
         length = config.max_sequence_length or self.text_length or None
         return config.replace(sizes=text, max_sequence_length=length), buckets
 
-    @abstractmethod
     def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
-        """Encode one video or image.
+        """Encode one video or image; by default to the mode of the VAE's distribution, shifted and scaled.
 
         Args:
             pipeline: The pipeline, without its transformer.
@@ -184,10 +219,12 @@ class Family(ABC):
         Returns:
             Latents as the transformer takes them, fp32.
         """
+        vae, encoded = pipeline.vae, _encode(pipeline.vae, media[None])
+        latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
+        return (latents[0].float() - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
 
-    @abstractmethod
     def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
-        """Encode a caption or class.
+        """Encode a caption or class; by default a caption, without guidance.
 
         Args:
             pipeline: See `encode_media`.
@@ -195,12 +232,18 @@ class Family(ABC):
             length: Tokens that captions are padded to.
 
         Returns:
-            The tensors of the objective's `condition_names`, text without its padding.
+            The tensors of the objective's `condition_names`, text that is masked without its padding.
         """
+        options = {"do_classifier_free_guidance": False} if self.takes_negative else {}
+        encoded = pipeline.encode_prompt(
+            str(condition), max_sequence_length=length, **options, **self.prompt_options(pipeline)
+        )
+        named = zip(self.encoded_names, encoded)
+        return _without_padding({name: each[0] for name, each in named if name in self.objective.condition_names})
 
-    @abstractmethod
     def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
-        """Encode the condition of a sample without caption or class, as the pipeline's guidance takes it."""
+        """Encode the condition of a sample without caption or class; by default the empty prompt."""
+        return self.encode_condition(pipeline, "", length)
 
     def validation_inputs(
         self, pipeline: Any, directory: ModelDirectory, config: TrainingConfig, dataset: Any
@@ -219,13 +262,14 @@ class Family(ABC):
         Raises:
             ValueError: If the pipeline cannot make one of the samples.
         """
+        negative = {"negative_prompt": config.validation_negative_prompt} if self.takes_negative else {}
         encoded = pipeline.encode_prompt(
             list(config.validation_prompts),
-            negative_prompt=config.validation_negative_prompt,
             max_sequence_length=dataset.settings["max_sequence_length"],
             device=pipeline.text_encoder.device,
+            **negative,
             **self.prompt_options(pipeline),
-        )
+        )[: len(self.encoded_names)]
         common = {**self.call_options, **vars(dataset.sizes[0])}
         if not self.video_size:
             del common["num_frames"]
@@ -237,56 +281,115 @@ class Family(ABC):
         return {}
 
 
-class Wan(Family):
-    """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions to `prompt_embeds` `[l, D]`."""
+class Video(Family):
+    """Videos `[3, F, H, W]` to `[C, F', H', W']`."""
 
-    name = "wan"
-    objective = WanObjective
-    text_length = 512
     video_size = "480,832,81"
-    encoded_names = ("prompt_embeds", "negative_prompt_embeds")
 
-    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
-        """Restrict each of two transformers of a pipeline to its side of the boundary."""
-        boundary = None if directory is None or directory.index is None else directory.index.get("boundary_ratio")
-        noise = _flow_noise(config, directory)
-        if boundary is None:
-            return WanObjective(**noise)
-        is_first = directory is not None and directory.component == "transformer"
-        return WanObjective(**noise, sigma_range=(float(boundary), 1.0) if is_first else (0.0, float(boundary)))
-
-    def check_model(self, config: Any) -> None:
-        """Refuse image-to-video models, and those that are told the frame rate, which are for diffusion forcing."""
-        if config.get("inject_sample_info"):
-            raise ValueError("model: this is a diffusion-forcing model, which cannot be trained here yet")
-        in_channels = config.get("in_channels", 16)
-        # As in diffusers, `null` stands for as many as go in.
-        if in_channels != (config.get("out_channels", 16) or in_channels):
-            raise ValueError("model: this is an image-to-video model, which cannot be recovered or trained here yet")
+    def compression(self, vae: dict[str, Any]) -> dict[str, int]:
+        """Return frames and pixels of a side per latent where a VAE's configuration does not say, by their entries."""
+        return {"temporal_compression_ratio": 4, "spatial_compression_ratio": 8}
 
     def sizes(self, directory: ModelDirectory) -> SampleSizes:
         path, vae_path = directory.folder / "config.json", directory.root / "vae" / "config.json"
-        config = check_fields(directory.config, f"the configuration {path}", required={"patch_size": list})
-        height, width = (_count({"patch_size": side}, "patch_size", path) for side in config["patch_size"][-2:])
-        # Checkpoints older than these entries have the VAE of Wan 2.1.
-        defaults = {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
-        vae = {**defaults, **read_json(vae_path, "the VAE's configuration")}
+        config = check_fields(directory.config, f"the configuration {path}", required={"patch_size": (list, int)})
+        patch = config["patch_size"]
+        sides = patch[-2:] if isinstance(patch, list) else [patch, patch]
+        height, width = (_count({"patch_size": side}, "patch_size", path) for side in sides)
+        vae = read_json(vae_path, "the VAE's configuration", optional=_VAE_FIELDS)
+        defaults = self.compression(vae)
+        vae = {**defaults, **{name: value for name, value in vae.items() if value is not None}}
         temporal, spatial = (_count(vae, name, vae_path) for name in defaults)
         return SampleSizes(spatial, temporal, (height, width), 0, 0)
 
     def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
         return encode_videos(pipeline.vae, media[None])[0]
 
-    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
-        embeddings, _ = pipeline.encode_prompt(
-            str(condition), do_classifier_free_guidance=False, max_sequence_length=length
-        )
-        used = embeddings[0].abs().sum(dim=1).nonzero()
-        return {"prompt_embeds": embeddings[0, : int(used.max()) + 1 if len(used) else 0]}
 
-    def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
-        """Encode the empty prompt."""
-        return self.encode_condition(pipeline, "", length)
+class Wan(Video):
+    """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions to `prompt_embeds` `[l, D]`."""
+
+    name = "wan"
+    objective: ClassVar[type[Objective]] = WanObjective
+    text_length = 512
+    encoded_names = ("prompt_embeds", "negative_prompt_embeds")
+    out_channels = 16
+
+    def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
+        """Restrict each of two transformers of a pipeline to its side of the boundary."""
+        boundary = None if directory is None or directory.index is None else directory.index.get("boundary_ratio")
+        fields = super().objective_fields(config, directory)
+        if boundary is not None:
+            is_first = directory is not None and directory.component == "transformer"
+            fields["sigma_range"] = (float(boundary), 1.0) if is_first else (0.0, float(boundary))
+        return fields
+
+    def check_model(self, config: Any) -> None:
+        """Refuse image-to-video models, and those that are told the frame rate, which are for diffusion forcing."""
+        if config.get("inject_sample_info"):
+            raise ValueError("model: this is a diffusion-forcing model, which cannot be trained here yet")
+        super().check_model(config)
+
+    def compression(self, vae: dict[str, Any]) -> dict[str, int]:
+        # Checkpoints older than these entries have the VAE of Wan 2.1.
+        return {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
+
+    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
+        embeddings = super().encode_condition(pipeline, condition, length)["prompt_embeds"]
+        used = embeddings.abs().sum(dim=1).nonzero()
+        return {"prompt_embeds": embeddings[: int(used.max()) + 1 if len(used) else 0]}
+
+
+class WanVACE(Wan):
+    """As Wan, from text alone: without a video, reference images or a mask."""
+
+    name = "wan-vace"
+    objective = WanVACEObjective
+
+    def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
+        """Have the pipeline's VAE encode what controls nothing, once for every size."""
+        fields = super().objective_fields(config, directory)
+        if directory is not None and directory.index is not None:
+            fields["control"] = partial(_without_control, directory.root, self.sizes(directory))
+        return fields
+
+
+class LTX(Video):
+    """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions as those of SANA, without instruction."""
+
+    name = "ltx"
+    objective = LTXObjective
+    text_length = 128
+    encoded_names = MASKED_NAMES
+
+    def compression(self, vae: dict[str, Any]) -> dict[str, int]:
+        """Return what follows from the VAE's stages."""
+        stages = 2 ** sum(map(bool, vae.get("spatio_temporal_scaling", (1, 1, 1))[:_MOST_STAGES]))
+        patches = {"temporal": vae.get("patch_size_t") or 1, "spatial": vae.get("patch_size") or 4}
+        return {f"{axis}_compression_ratio": patch * stages for axis, patch in patches.items()}
+
+    def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
+        """Take the distances between latents in seconds and pixels from the pipeline's VAE."""
+        fields = super().objective_fields(config, directory)
+        if directory is not None and directory.index is not None:
+            sizes = self.sizes(directory)
+            fields |= {"temporal_factor": sizes.temporal_factor, "spatial_factor": sizes.spatial_factor}
+        return fields
+
+
+class HunyuanVideo(Video):
+    """Videos `[3, F, H, W]` to `[C, F', H', W']`; captions as those of SANA, and to `pooled_prompt_embeds` `[P]`.
+
+    Captions follow the instruction that the pipeline puts before prompts.
+    """
+
+    name = "hunyuan-video"
+    objective = HunyuanVideoObjective
+    encoders = TWO_ENCODERS
+    text_length = 256
+    encoded_names = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
+
+    encode_media = Family.encode_media
 
 
 class Sana(Family):
@@ -299,15 +402,9 @@ class Sana(Family):
     name = "sana"
     objective = SanaObjective
     text_length = 300
-    encoded_names = (
-        "prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask",
-    )  # fmt: skip
+    encoded_names = MASKED_NAMES
     # By default the negative prompt is an empty text, which the pipeline refuses beside embeddings.
     call_options = {"negative_prompt": None, "use_resolution_binning": False}
-
-    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
-        """Take a shift that the options do not give from the pipeline's scheduler."""
-        return SanaObjective(**_flow_noise(config, directory))
 
     def check_model(self, config: Any) -> None:
         """Refuse SANA-Sprint, which is distilled."""
@@ -317,27 +414,29 @@ class Sana(Family):
                 "SANA model that it comes from"
             )
 
-    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
-        vae = pipeline.vae
-        return _encode(vae, media[None]).latent[0].float() * vae.config.scaling_factor
-
-    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
-        embeddings, mask, _, _ = pipeline.encode_prompt(
-            str(condition),
-            do_classifier_free_guidance=False,
-            max_sequence_length=length,
-            **self.prompt_options(pipeline),
-        )
-        return _without_padding(embeddings[0], mask[0])
-
     def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
         """Encode the empty negative prompt."""
         _, _, embeddings, mask = pipeline.encode_prompt("", negative_prompt="", max_sequence_length=length)
-        return _without_padding(embeddings[0], mask[0])
+        return _without_padding({"prompt_embeds": embeddings[0], "prompt_attention_mask": mask[0]})
 
     def prompt_options(self, pipeline: Any) -> dict[str, Any]:
         """Return the lines that the pipeline puts before prompts by default."""
         return {"complex_human_instruction": list(call_default(pipeline, "complex_human_instruction"))}
+
+
+class Flux(Family):
+    """Images `[3, H, W]` to `[C, H', W']`; captions to `prompt_embeds` `[L, D]`, `pooled_prompt_embeds` `[P]`.
+
+    Flux attends to the padding of captions: it stays.
+    """
+
+    name = "flux"
+    objective = FluxObjective
+    encoders = TWO_ENCODERS
+    text_length = 512
+    encoded_names = ("prompt_embeds", "pooled_prompt_embeds")
+    # Of images of 1024x1024 pixels; entries of the same name mean something else to Flux, or are not there.
+    fixed_config = {"patch_size": FluxObjective.packed, "sample_size": 128}
 
 
 class DiT(Family):
@@ -347,16 +446,14 @@ class DiT(Family):
     objective = DiTObjective
     encoders = ("vae",)
 
-    def make_objective(self, config: TrainingConfig, directory: ModelDirectory | None) -> Objective:
+    def check_model(self, config: Any) -> None:
+        """Take all: variances that a model predicts are further channels."""
+
+    def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
         """Take the noise of the pipeline's scheduler."""
         stored = {} if directory is None else read_scheduler(directory)
         noise = {name: stored[name] for name in _NOISE_ENTRIES if stored.get(name) is not None}
-        return DiTObjective(scheduler=noise) if noise else DiTObjective()
-
-    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
-        """Return the mode of the VAE's distribution, scaled as the pipeline scales it."""
-        vae = pipeline.vae
-        return _encode(vae, media[None]).latent_dist.mode()[0].float() * vae.config.scaling_factor
+        return {"scheduler": noise} if noise else {}
 
     def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
         return {"class_label": torch.tensor(int(condition))}
@@ -379,7 +476,9 @@ class DiT(Family):
         return [{"class_labels": [find_label(each, known, sizes.num_classes)]} for each in config.validation_prompts]
 
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Wan(), Sana(), DiT())}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (Wan(), WanVACE(), LTX(), HunyuanVideo(), Sana(), Flux(), DiT())
+}
 """The families by name."""
 
 
@@ -423,7 +522,7 @@ def check_run(directory: ModelDirectory, config: TrainingConfig) -> None:
         ValueError: If options, pipeline and teacher do not fit together.
     """
     family_of_class(directory.class_name).make_objective(config, directory)
-    for name in (directory.component, "vae", "text_encoder"):
+    for name in (directory.component, *TWO_ENCODERS):
         check_weights(directory.root / name)
     check_conversion(directory, config.mhla)
     model_class = directory.load_class() if config.mhla == UNCONVERTED else mhla_class_for(directory.class_name)
@@ -466,17 +565,37 @@ def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:
     """Encode videos to normalised latents: the mean of the distribution, less the VAE's mean, over its deviation.
 
     Args:
-        vae: An `AutoencoderKLWan`.
+        vae: An `AutoencoderKLWan`, or `AutoencoderKLLTXVideo`.
         videos: `[N, 3, F, H, W]` in [-1, 1].
 
     Returns:
-        `[N, C, F', H', W']`, fp32, as Wan's transformer takes it.
+        `[N, C, F', H', W']`, fp32, as the transformer takes it.
     """
     with torch.no_grad():
         encoded = _encode(vae, videos).latent_dist.mode().float()
-    mean = torch.tensor(vae.config.latents_mean, device=encoded.device).view(1, -1, 1, 1, 1)
-    deviation = torch.tensor(vae.config.latents_std, device=encoded.device).view(1, -1, 1, 1, 1)
-    return (encoded - mean) / deviation
+    # Of LTX-Video they are buffers.
+    stored = ({**vae.config, **dict(vae.named_buffers())}[f"latents_{name}"] for name in ("mean", "std"))
+    mean, deviation = (torch.as_tensor(each).to(encoded).view(1, -1, 1, 1, 1) for each in stored)
+    return (encoded - mean) / deviation * vae.config.get("scaling_factor", 1.0)
+
+
+@lru_cache(maxsize=8)
+def _without_control(root: Path, sizes: SampleSizes, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Encode the control of Wan-VACE for latents `[F', H', W']` as its pipeline does that of no video: gray, masked.
+
+    Returns:
+        `[1, C, F', H', W']`, fp32: what the mask leaves, what it hides, and the mask itself.
+    """
+    import diffusers
+
+    frames, *sides = shape
+    gray = torch.zeros(
+        1, 3, (frames - 1) * sizes.temporal_factor + 1, *(side * sizes.spatial_factor for side in sides), device=device
+    )
+    with damage_named(root), torch.autocast(device.type, enabled=False):
+        vae: Any = diffusers.AutoencoderKLWan.from_pretrained(root / "vae", torch_dtype=torch.float32)
+        latents = encode_videos(vae.to(device), gray)
+    return torch.cat([latents, latents, latents.new_ones(1, sizes.spatial_factor**2, *shape)], dim=1)
 
 
 def load_encoders(directory: ModelDirectory) -> Any:
@@ -532,6 +651,9 @@ def _flow_noise(config: TrainingConfig, directory: ModelDirectory | None) -> dic
         # Schedulers for flow matching alone have no such entry.
         prediction_type = scheduler.get("prediction_type", "flow_prediction")
         shift = float(scheduler.get("flow_shift") or scheduler.get("shift") or 1.0)
+        if scheduler.get("use_dynamic_shifting"):
+            # That of the largest samples; smaller ones are shifted less.
+            shift = math.exp(float(scheduler.get("max_shift", 1.15)))
         if prediction_type != "flow_prediction" or not 0 < shift < math.inf:
             raise ValueError(
                 f"model: the scheduler of {directory.root}, {scheduler.get('_class_name')}, has prediction_type="
@@ -558,9 +680,11 @@ def _encode(vae: Any, media: torch.Tensor) -> Any:
     return vae.encode(media.to(parameter.device, parameter.dtype))
 
 
-def _without_padding(embeddings: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Cut the padding off embeddings `[L, D]` and their mask `[L]`."""
-    used = mask.nonzero()
+def _without_padding(text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cut the padding off embeddings `[L, D]` and their mask `[L]`, if there is one."""
+    if "prompt_attention_mask" not in text:
+        return text
+    used = text["prompt_attention_mask"].nonzero()
     # With everything masked, attention would look at the padding: it stays.
-    length = int(used.max()) + 1 if len(used) else len(mask)
-    return {"prompt_embeds": embeddings[:length], "prompt_attention_mask": mask[:length]}
+    length = int(used.max()) + 1 if len(used) else len(text["prompt_attention_mask"])
+    return text | {name: text[name][:length] for name in PADDED}

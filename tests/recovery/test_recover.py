@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,6 +19,7 @@ import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.recovery import data
 from mhla_hf.recovery import recover as module
+from mhla_hf.recovery.recipes import WITHOUT_OBJECTIVE
 from mhla_hf.utils.messages import format_bytes
 from tests import tiny, tiny_images, tiny_joint
 from tests.models.cases import WanAnimateCase
@@ -295,14 +297,18 @@ def _option(name: str) -> str:
         "flux": tiny_joint.flux_pipeline,
     }.items(),
 )
-def test_families_without_an_objective_need_no_data(family, make, tmp_path):
+def test_families_that_learn_from_calls_need_no_data(family, make, tmp_path):
     source = tmp_path / "source"
     pipeline = make()
     if pipeline.text_encoder is None:
         tiny_joint.with_encoders(pipeline)
     pipeline.save_pretrained(source)
-    with pytest.raises(ValueError, match=f"data have no effect on models of the family {family}"):
-        mhla_hf.recover(source, tmp_path / "out", "digits")
+    if family in WITHOUT_OBJECTIVE:
+        with pytest.raises(ValueError, match=f"data have no effect on models of the family {family}"):
+            mhla_hf.recover(source, tmp_path / "out", "digits")
+    else:
+        with pytest.raises(ValueError, match="data must be given to distill or finetune: a folder of"):
+            mhla_hf.recover(source, tmp_path / "out", stages=["distill"])
     changes = {
         "data.samples": 6,
         "data.held_out": 2,
@@ -320,6 +326,32 @@ def test_families_without_an_objective_need_no_data(family, make, tmp_path):
     stages = ["calibrate", "match", "blocks"]
     assert list(report.figures) == ["softmax", "converted", *stages]
     assert report.figures[stages[-1]]["cosine"] > report.figures["converted"]["cosine"]
+
+
+@pytest.mark.parametrize(
+    "make, size",
+    {
+        "wan-vace": (tiny.vace_pipeline, (32, 32, 5)),
+        "ltx": (tiny.ltx_pipeline, (32, 32, 5)),
+        "hunyuan-video": (tiny_joint.hunyuan_video_pipeline, (32, 32, 5)),
+        "flux": (tiny_joint.flux_pipeline, (64, 64)),
+    }.values(),
+)
+def test_families_that_need_no_data_are_distilled_on_data(make, size, tmp_path):
+    pipeline = make()
+    if pipeline.text_encoder is None:
+        tiny_joint.with_encoders(pipeline)
+    pipeline.save_pretrained(tmp_path / "source")
+    changes = {"data.samples": 6, "data.held_out": 2, "data.max_length": 16, "mhla.blocks": [2] * len(size)}
+    changes |= {f"data.{name}": side for name, side in zip(("height", "width", "num_frames"), size)}
+    changes |= {"calibrate": None, "blocks": None, "match.steps": 4, "match.batches": 4}
+    for stage in ("distill", "finetune"):
+        changes |= {f"{stage}.steps": 2, f"{stage}.batch_size": 2}
+    report = mhla_hf.recover(
+        tmp_path / "source", tmp_path / "out", "digits", changes=changes, device="cpu", progress=False
+    )
+    assert list(report.figures) == ["softmax", "converted", "match", "distill", "finetune"]
+    assert all(np.isfinite(figures["loss"]) for figures in report.figures.values())
 
 
 def test_animate_is_refused(tmp_path):

@@ -31,7 +31,7 @@ from ...utils.files import atomic_file, check_fields, path_inside, read_json, wr
 from ...utils.locations import download_pipeline
 from ...utils.messages import check_count, shorten_text, shorten_value
 from ..config import DIGITS, GENERATED, LONGEST_TEXT, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
-from ..families import GUIDANCE_LABEL, Family, family_of_class, load_encoders
+from ..families import GUIDANCE_LABEL, PADDED, TWO_ENCODERS, Family, SampleSizes, family_of_class, load_encoders
 from ..processes import Processes
 from .batches import folder_fingerprint, stable_seed
 from .digits import digit_images, digit_videos
@@ -44,10 +44,8 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "cache.json"
 NULL_CONDITION = "null_condition.safetensors"
-# Stored without their padding.
-_PADDED = ("prompt_embeds", "prompt_attention_mask")
 # Settings that are fingerprints of parts of the pipeline.
-ENCODERS = ("vae", "text_encoder", "tokenizer")
+ENCODERS = TWO_ENCODERS
 _FINISHED: dict[str, Any] = {"samples": list, "buckets": list, "samples_digest": str, "classes": dict}
 _SETTINGS: dict[str, Any] = {"sizes": str, "max_sequence_length": (int, type(None))}
 # Captions often repeat: all digits have ten between them.
@@ -130,7 +128,7 @@ class LatentDataset:
             raise ValueError(
                 f"cache file {path} cannot be read ({reason}); remove it and run the cache step again"
             ) from error
-        for name in _PADDED:
+        for name in PADDED:
             if name in tensors:
                 tensor = tensors[name]
                 missing = (self.settings["max_sequence_length"] or 0) - len(tensor)
@@ -174,7 +172,7 @@ def read_prompts(path: str | Path) -> list[str]:
 
 
 def drawn_samples(
-    directory: Path, family: Family, config: CacheConfig, num_classes: int, seed: int, device: torch.device | str
+    directory: Path, family: Family, config: CacheConfig, sizes: SampleSizes, seed: int, device: torch.device | str
 ) -> list[DataSample]:
     """List latents that a pipeline with its original attention draws, with its own steps and guidance.
 
@@ -182,13 +180,14 @@ def drawn_samples(
         directory: The ordinary pipeline.
         family: The model's family.
         config: The options, with every size given. Prompts or classes are taken in turn.
-        num_classes: Number of classes of the model; 0 for text-conditional models.
+        sizes: Constraints of the pipeline.
         seed: Seed of the noise; the seed of each sample is derived from it.
         device: Where the pipeline runs.
 
     Raises:
         ValueError: If a text-conditional model comes without prompts, or another with them.
     """
+    num_classes, size = sizes.num_classes, parse_sizes(str(config.sizes))[0]
     if (config.prompts is None) is not bool(num_classes):
         raise ValueError(
             "prompts, a text file with one prompt per line, must be given for data='generated' of models that take "
@@ -196,7 +195,7 @@ def drawn_samples(
         )
     conditions = range(num_classes) if config.prompts is None else read_prompts(config.prompts)
     options: dict[str, Any] = {"output_type": "latent", "max_sequence_length": config.max_sequence_length}
-    options |= {name: value for name, value in vars(parse_sizes(str(config.sizes))[0]).items() if value > 1}
+    options |= {name: value for name, value in vars(size).items() if value > 1}
     # Such as the size as it is, in place of the nearest of a list.
     options |= {name: value for name, value in family.call_options.items() if value is not None}
     if num_classes:
@@ -226,7 +225,8 @@ def drawn_samples(
         subject = {"class_labels": [condition]} if num_classes else {"prompt": condition}
         generator = torch.Generator().manual_seed(stable_seed(seed, GENERATED, number))
         output = load_pipeline()(**subject, **options, generator=generator, return_dict=False)[0]
-        return (captured.pop() if num_classes else output)[0].float().cpu()
+        latents = (captured.pop() if num_classes else output)[0].float().cpu()
+        return family.objective.unpack(latents, sizes.grid(size))
 
     return [
         DataSample(f"{GENERATED}:{number}", conditions[number % len(conditions)], partial(draw, number))
@@ -275,7 +275,7 @@ class CachePlan:
             original = directory.original(teacher, "teacher")
             # Of a repository only the model may have been downloaded.
             root = original.root if (original.root / "vae").is_dir() else download_pipeline(original.location)
-            samples = drawn_samples(root, family, config, num_classes, seed, device)
+            samples = drawn_samples(root, family, config, sizes, seed, device)
         elif config.data == DIGITS and family.video_size:
             samples = digit_videos(count, size.height, size.num_frames)
         elif config.data == DIGITS:
@@ -396,9 +396,10 @@ def make_cache(
                     write_json(path / MANIFEST, {"settings": settings, "complete": False})
         if broadcast_object_list(work)[0]:
             pipeline = load_encoders(directory)
-            if accelerator.device.type != "cpu" and "text_encoder" in pipeline.components:
+            for name in plan.family.prompt_encoders if accelerator.device.type != "cpu" else ():
                 # Text encoders are made for bfloat16, and Wan's takes 22 GB in float32; the VAE needs float32.
-                pipeline.text_encoder.to(torch.bfloat16)
+                if name.startswith("text_encoder"):
+                    getattr(pipeline, name).to(torch.bfloat16)
             build_cache(
                 path,
                 plan,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objectives of diffusion models, and stages that train on predictions: distillation and fine-tuning.
 
-Objectives know tensors and a model. In flow matching (Wan and SANA) a clean latent x_0 and noise eps are joined by a
+Objectives know tensors and a model. In flow matching (all but DiT) a clean latent x_0 and noise eps are joined by a
 straight line, x_t = (1 - sigma) x_0 + sigma eps, and the model predicts its direction eps - x_0 (Lipman et al., "Flow
 Matching for Generative Modeling", 2023). Noise levels are logit-normal (Esser et al., "Scaling Rectified Flow
 Transformers", 2024), then shifted as the sampler shifts them. See `noise_prediction` for DiT's functions.
@@ -190,15 +190,28 @@ class Objective(ABC):
         model_class: Name of the diffusers class; its MHLA class is trained in the same way.
         condition_names: Tensors of a sample besides `latents`, and those of the sample for guidance.
         sharded_classes: Modules that sharding gathers separately, besides those that the model names.
+        packed: Side of the squares of latents that the model takes as one token each; 0 if it takes latents as such.
     """
 
     model_class: ClassVar[str]
     condition_names: ClassVar[tuple[str, ...]]
     sharded_classes: ClassVar[tuple[str, ...]] = ()
+    packed: ClassVar[int] = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values, to compare the objectives of two runs."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        compared = [item.name for item in dataclasses.fields(self) if item.compare]
+        return json.loads(json.dumps({name: getattr(self, name) for name in compared}))
+
+    @classmethod
+    def pack(cls, latents: torch.Tensor) -> torch.Tensor:
+        """Return latents `[B, C, ...]` as the model takes them, and predicts."""
+        return F.pixel_unshuffle(latents, cls.packed).flatten(2).mT if cls.packed else latents
+
+    @classmethod
+    def unpack(cls, latents: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+        """Invert `pack` for one sample, whose tokens have a grid."""
+        return F.pixel_shuffle(latents.mT.unflatten(1, grid), cls.packed) if cls.packed else latents
 
     @abstractmethod
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
@@ -308,7 +321,8 @@ class FlowObjective(Objective):
 
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
         """Return sigmas in [0, 1], fp32."""
-        return sigmas_from_uniform(uniform, **dataclasses.asdict(self))
+        names = [item.name for item in dataclasses.fields(FlowObjective)]
+        return sigmas_from_uniform(uniform, **{name: getattr(self, name) for name in names})
 
     def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         """Return x_t = (1 - sigma) x_0 + sigma eps."""
@@ -316,7 +330,7 @@ class FlowObjective(Objective):
 
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: LatentBatch) -> torch.Tensor:
         """Return the mean squared error to the direction from data to noise."""
-        return flow_matching_losses(prediction, batch.latents, batch.noise)
+        return flow_matching_losses(prediction, self.pack(batch.latents), self.pack(batch.noise))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +349,35 @@ class WanObjective(FlowObjective):
             "timestep": timesteps_from_sigmas(levels),
             "encoder_hidden_states": condition["prompt_embeds"],
             "return_dict": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanVACEObjective(WanObjective):
+    """Flow matching of videos that nothing but text controls; samples as those of Wan.
+
+    Attributes:
+        control: Makes the control of no video, `[1, C, F, H, W]`, for the shape of latents `[F, H, W]` and a device;
+            None for a model without pipeline, which cannot be called.
+    """
+
+    model_class = "WanVACETransformer3DModel"
+
+    control: Callable[[tuple[int, ...], torch.device], torch.Tensor] | None = field(default=None, compare=False)
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
+        if self.control is None:
+            raise ValueError(
+                "model: Wan-VACE needs the VAE of its pipeline to be trained; give the pipeline's directory"
+            )
+        control = self.control(tuple(noisy.shape[2:]), noisy.device).to(noisy)
+        return {
+            **super().model_inputs(config, noisy, levels, condition),
+            "control_hidden_states": control.expand(len(noisy), *control.shape[1:]),
+            "control_hidden_states_scale": noisy.new_ones(len(config["vace_layers"])),
         }
 
 
@@ -358,6 +401,96 @@ class SanaObjective(FlowObjective):
             "encoder_attention_mask": condition["prompt_attention_mask"],
             # As the pipeline hands it over.
             "timestep": timesteps_from_sigmas(levels) * config["timestep_scale"],
+            "return_dict": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTXObjective(FlowObjective):
+    """Flow matching of videos, of 25 frames per second as the pipeline's by default.
+
+    Samples have `latents` `[C, F, H, W]`, `prompt_embeds` `[L, D]` and `prompt_attention_mask` `[L]`.
+
+    Attributes:
+        temporal_factor: Frames per latent.
+        spatial_factor: Pixels of height or width per latent.
+    """
+
+    model_class = "LTXVideoTransformer3DModel"
+    condition_names = ("prompt_embeds", "prompt_attention_mask")
+    packed = 1
+
+    temporal_factor: int = 8
+    spatial_factor: int = 32
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the packed direction `[B, F H W, C]`."""
+        return {
+            "hidden_states": self.pack(noisy),
+            "encoder_hidden_states": condition["prompt_embeds"],
+            "timestep": timesteps_from_sigmas(levels),
+            "encoder_attention_mask": condition["prompt_attention_mask"].bool(),
+            **dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True)),
+            "rope_interpolation_scale": (self.temporal_factor / 25, self.spatial_factor, self.spatial_factor),
+            "return_dict": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class HunyuanVideoObjective(FlowObjective):
+    """Flow matching of videos.
+
+    Samples have `latents` `[C, F, H, W]`, `prompt_embeds` `[L, D]`, `prompt_attention_mask` `[L]` and
+    `pooled_prompt_embeds` `[P]`. Models are told a guidance scale of 1, as those of Flux.
+    """
+
+    model_class = "HunyuanVideoTransformer3DModel"
+    condition_names = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
+        return {
+            "hidden_states": noisy,
+            "timestep": timesteps_from_sigmas(levels),
+            "encoder_hidden_states": condition["prompt_embeds"],
+            "encoder_attention_mask": condition["prompt_attention_mask"].to(noisy.dtype),
+            "pooled_projections": condition["pooled_prompt_embeds"],
+            # As guidance scales are counted; models without them ignore it.
+            "guidance": timesteps_from_sigmas(torch.ones_like(levels)),
+            "return_dict": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxObjective(FlowObjective):
+    """Flow matching of images.
+
+    Samples have `latents` `[C, H, W]`, `prompt_embeds` `[L, D]` and `pooled_prompt_embeds` `[P]`. Models that are told
+    a guidance scale are told 1: data have none.
+    """
+
+    model_class = "FluxTransformer2DModel"
+    condition_names = ("prompt_embeds", "pooled_prompt_embeds")
+    packed = 2
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the packed direction `[B, H W / 4, 4 C]`."""
+        text = condition["prompt_embeds"]
+        sides = (1, *(side // self.packed for side in noisy.shape[2:]))
+        return {
+            "hidden_states": self.pack(noisy),
+            "timestep": levels,
+            "guidance": torch.ones_like(levels) if config["guidance_embeds"] else None,
+            "pooled_projections": condition["pooled_prompt_embeds"],
+            "encoder_hidden_states": text,
+            "txt_ids": text.new_zeros(text.shape[1], 3),
+            "img_ids": torch.cartesian_prod(*(torch.arange(side).to(noisy) for side in sides)),
             "return_dict": False,
         }
 

@@ -22,7 +22,7 @@ from mhla_hf.training.matching.layers import find_projections, mhla_layers, orig
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.stages.noise_prediction import no_label_dropout
 
-from ... import tiny, tiny_images
+from ... import tiny, tiny_images, tiny_joint
 from ...models.cases import LTX2Case, SkyReelsCase, WanVACECase
 from ..cases import CASES, CLASSES
 
@@ -165,12 +165,19 @@ class TestRefusals:
         [
             (lambda: tiny_images.sana_transformer(sprint=True), "SANA-Sprint"),
             (tiny_images.pixart_transformer, "PixArtTransformer2DModel, which cannot be trained here yet; supported"),
-            (WanVACECase().make, "WanVACETransformer3DModel, which cannot be trained here yet; supported: Wan"),
             (LTX2Case().make, "LTX2VideoTransformer3DModel, which cannot be trained here yet; supported: Wan"),
+            (lambda: tiny_joint.flux(in_channels=20, out_channels=16), "an image-to-image model"),
+            (lambda: tiny_joint.hunyuan_video(image_condition_type="token_replace"), "an image-to-video model"),
             (lambda: SkyReelsCase().make(inject_sample_info=True), "diffusion-forcing model, .* trained here yet"),
         ],
-        ids=["sprint", "pixart", "vace", "ltx2", "forcing"],
+        ids=["sprint", "pixart", "ltx2", "flux-fill", "hunyuan-image", "forcing"],
     )
     def test_models_that_need_another_objective(self, make, message):
         with pytest.raises(ValueError, match=message):
             objective_for(make())
+
+    def test_vace_without_its_pipeline(self):
+        model, inputs = WanVACECase().make(), tiny.wan_inputs()
+        batch = inputs["hidden_states"], torch.ones(1), {"prompt_embeds": inputs["encoder_hidden_states"]}
+        with pytest.raises(ValueError, match="Wan-VACE needs the VAE of its pipeline"):
+            objective_for(model).predict(model, *batch)

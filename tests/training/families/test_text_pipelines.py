@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines from text to images or videos: what they hand to their transformer, and training from a command."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline, LTXPipeline
+from typer.testing import CliRunner
+
+from mhla_hf.cli.main import app
+from mhla_hf.models.directory import ModelDirectory
+from mhla_hf.training import CacheConfig, LatentDataset, evaluate, objective_for
+from mhla_hf.training.config import Bucket
+from mhla_hf.training.data.batches import stable_seed
+from mhla_hf.training.data.latent_cache import CachePlan
+from mhla_hf.training.families import FAMILIES
+from mhla_hf.training.parameters import load_model
+
+from ... import tiny, tiny_joint
+from .test_objectives import first_call
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
+
+
+def flux():
+    pipeline = tiny_joint.with_encoders(tiny_joint.flux_pipeline())
+    pipeline.register_modules(transformer=tiny_joint.flux(guidance_embeds=True))
+    pipeline.vae.register_to_config(shift_factor=0.1, scaling_factor=0.4)
+    return pipeline
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family: its tiny pipeline, arguments of a call, tokens of a prompt, and the latents of a call from its input.
+
+    Attributes:
+        make: Makes the pipeline.
+        size: Of a sample in pixels and frames.
+        length: Tokens of prompts.
+        blocks: Of MHLA.
+        call: Further arguments of the pipeline's call.
+        shape: Of the latents of a sample.
+        normalised: Latents from what the VAE makes of a sample, as the pipeline has them.
+    """
+
+    make: Any
+    size: tuple[int, ...]
+    length: int
+    blocks: list[int]
+    call: dict[str, Any]
+    shape: tuple[int, ...]
+    normalised: Any
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        names = ("height", "width", "num_frames")
+        return {**dict(zip(names, self.size)), "max_sequence_length": self.length, **self.call}
+
+
+def ltx():
+    pipeline = tiny.ltx_pipeline()
+    for name, offset in (("latents_mean", 0.1), ("latents_std", 1.0)):
+        getattr(pipeline.vae, name).copy_(offset + torch.arange(4) / 10)
+    pipeline.vae.register_to_config(scaling_factor=0.5)
+    return pipeline
+
+
+def hunyuan_video():
+    pipeline = tiny_joint.with_encoders(tiny_joint.hunyuan_video_pipeline())
+    pipeline.vae.register_to_config(scaling_factor=0.5)
+    return pipeline
+
+
+def ltx_normalised(vae, latents):
+    return LTXPipeline._normalize_latents(latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
+
+
+def wan_normalised(vae, latents):
+    mean, deviation = (
+        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return (latents - mean) / deviation
+
+
+GUIDED = {"guidance_scale": 1.0}
+CASES = {
+    "flux": Case(flux, (64, 96), 24, [2, 2], GUIDED, (4, 8, 12), lambda vae, latents: (latents - 0.1) * 0.4),
+    "ltx": Case(ltx, (32, 64, 5), 24, [1, 2, 2], GUIDED, (4, 3, 4, 8), ltx_normalised),
+    "wan-vace": Case(tiny.vace_pipeline, (32, 48, 5), 24, [1, 2, 2], GUIDED, (16, 2, 4, 6), wan_normalised),
+    "hunyuan-video": Case(
+        hunyuan_video, (32, 48, 5), 500, [1, 2, 2], GUIDED, (4, 2, 4, 6), lambda vae, latents: latents * 0.5
+    ),
+}
+every_family = pytest.mark.parametrize("name", CASES)
+# Most of the text of HunyuanVideo is an instruction.
+fast_families = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "hunyuan-video")) for name in CASES]
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A complete ordinary pipeline of each family with a cache of digits, made when first asked for."""
+    made = {}
+
+    def source(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            CASES[name].make().save_pretrained(made[name] / "source")
+            side, _, *frames = CASES[name].size
+            result = invoke(
+                "cache", made[name] / "source", made[name] / "cache", "--data", "digits", "--samples", 12, "--sizes",
+                ",".join(map(str, (side, side, *frames))), "--max-sequence-length", CASES[name].length,
+            )  # fmt: skip
+            assert result.exit_code == 0, result.output
+        return made[name]
+
+    return source
+
+
+def invoke(*arguments):
+    given = [*map(str, arguments), "--quiet", "--device", "cpu"]
+    return CliRunner().invoke(app, ["train", *given], env={"COLUMNS": "200"})
+
+
+@every_family
+def test_models_are_called_as_their_pipeline_calls_them(name, sources):
+    case, source = CASES[name], sources(name) / "source"
+    pipeline, family = DiffusionPipeline.from_pretrained(source), FAMILIES[name]
+    objective = objective_for(pipeline.transformer, source)
+    kept = first_call(pipeline, prompt="a seven", **case.arguments, num_inference_steps=3)
+    output = kept.pop("output")
+    grid = family.sizes(ModelDirectory.open(source)).grid(Bucket(*case.size))
+    noisy = objective.unpack(kept["hidden_states"][0], grid)[None]
+    assert noisy.shape[1:] == case.shape
+    condition = family.encode_condition(pipeline, "a seven", case.length)
+    for each in ("prompt_embeds", "prompt_attention_mask"):
+        # As the cache pads them.
+        if each in condition:
+            missing = case.length - len(condition[each])
+            condition[each] = torch.cat(
+                [condition[each], condition[each].new_zeros(missing, *condition[each].shape[1:])]
+            )
+    batch = {each: tensor[None] for each, tensor in condition.items()}
+    # Some schedulers count them in whole numbers.
+    kept["timestep"] = kept["timestep"].float()
+    sigma = kept["timestep"] / (1 if name == "flux" else 1000)
+    inputs = objective.model_inputs(pipeline.transformer.config, noisy, sigma, batch)
+    mask = kept.get("encoder_attention_mask")
+    for each in kept.keys() - {"args", "attention_kwargs", "joint_attention_kwargs"}:
+        mine, theirs = inputs.pop(each), kept[each]
+        if isinstance(theirs, torch.Tensor):
+            if each == "encoder_hidden_states" and mask is not None:
+                theirs = theirs * mask[..., None]
+            assert mine.dtype == theirs.dtype, each
+            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+        else:
+            assert mine == theirs, each
+    assert not kept["args"] and not inputs
+    with torch.no_grad():
+        torch.testing.assert_close(objective.predict(pipeline.transformer, noisy, sigma, batch), output)
+
+
+@every_family
+def test_samples_are_encoded_as_their_pipeline_takes_latents(name, sources):
+    case, pipeline = CASES[name], DiffusionPipeline.from_pretrained(sources(name) / "source")
+    media = torch.rand(3, *case.size[2:], *case.size[:2]) * 2 - 1
+    with torch.no_grad():
+        expected = case.normalised(pipeline.vae, pipeline.vae.encode(media[None]).latent_dist.mode())
+        latents = FAMILIES[name].encode_media(pipeline, media)
+    assert latents.shape == case.shape
+    torch.testing.assert_close(latents[None], expected)
+
+
+def train(name, sources, output, *arguments):
+    source = sources(name)
+    result = invoke(
+        name, source / "source", output, "--cache", source / "cache", "--batch-size", 4, "--mhla",
+        json.dumps({"blocks": CASES[name].blocks, "output_gate": True}), *arguments,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    return DiffusionPipeline.from_pretrained(output / "pipeline")
+
+
+@fast_families
+def test_a_trained_pipeline_is_whole_and_better(name, sources, tmp_path):
+    pipeline = train(
+        name, sources, tmp_path, "--match-steps", 2, "--distill-steps", 2, "--max-steps", 30, "--learning-rate", 5e-3,
+        "--validation-prompt", "the digit three", "--validation-steps", 30, "--validation-inference-steps", 1,
+    )  # fmt: skip
+    assert type(pipeline.transformer).__name__.startswith("MHLA")
+    assert len([*(tmp_path / "validation").iterdir()]) == 1
+    pipeline.set_progress_bar_config(disable=True)
+    made = pipeline(prompt="the digit three", **CASES[name].arguments, num_inference_steps=1, output_type="np")[0]
+    assert np.asarray(made[0]).shape == (*CASES[name].size[2:], *CASES[name].size[:2], 3) and np.isfinite(made).all()
+
+    source, digits = sources(name) / "source", LatentDataset(sources(name) / "cache")
+    start = load_model(ModelDirectory.open(source), "none")
+    objective = objective_for(start, source)
+    before, after = (
+        evaluate(model, digits, draws_per_sample=4, objective=objective) for model in (start, pipeline.transformer)
+    )
+    difference, error = after.difference(before)
+    assert difference < -5 * error
+
+
+@every_family
+def test_lora_trains(name, sources, tmp_path):
+    pipeline = train(name, sources, tmp_path, "--train", "lora", "--lora-rank", 2, "--max-steps", 2)
+    assert pipeline.transformer.mhla_layers and (tmp_path / "lora" / "mhla.safetensors").is_file()
+
+
+@every_family
+def test_latents_that_the_original_draws_are_those_of_its_pipeline(name, sources, tmp_path):
+    case, source = CASES[name], sources(name) / "source"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a seven")
+    sizes = {"sizes": ",".join(map(str, case.size)), "max_sequence_length": case.length}
+    config = CacheConfig(data="generated", prompts=str(prompts), num_samples=1, **sizes)
+    latents = CachePlan(ModelDirectory.open(source), config).samples[0].load()
+    assert latents.shape == case.shape
+    options = {name: value for name, value in case.arguments.items() if name != "guidance_scale"}
+    generator = torch.Generator().manual_seed(stable_seed(0, "generated", 0))
+    pipeline = DiffusionPipeline.from_pretrained(source)
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline("a seven", **options, generator=generator, output_type="latent", return_dict=False)[0]
+    assert torch.equal(FAMILIES[name].objective.pack(latents[None]), expected)
