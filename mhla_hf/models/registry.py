@@ -106,6 +106,7 @@ _FAMILIES = (
         "qwen-image", "QwenImageTransformer2DModel", "qwen_image", ("QwenImagePipeline",), "image", "no images to edit"
     ),
     ModelFamily("flux", "FluxTransformer2DModel", "flux", ("FluxPipeline",), "image", "no reference images"),
+    ModelFamily("chroma", "ChromaTransformer2DModel", "flux", ("ChromaPipeline",), "image", trained_as="flux"),
     ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
     ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
     ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),
