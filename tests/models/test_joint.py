@@ -216,6 +216,20 @@ def test_an_image_beside_the_text():
     assert without.isfinite().all() and relative_error(image, without) > 1e-4
 
 
+@pytest.mark.parametrize("kind", ["latent_concat", "token_replace"])
+def test_hunyuan_video_from_an_image(kind):
+    """Blocks that leave the first frame clean are classes of their own; their attention is the same."""
+    case = HunyuanVideoCase()
+    stock = case.make(image_condition_type=kind)
+    model = convert(copy.deepcopy(stock), {**case.options, "layers": [0, 3]})
+    assert type(model) is case.mhla_class and model.mhla_layers == [0, 3]
+    expected = case.run(stock, batch=2)
+    output = case.run(model, batch=2)
+    assert output.isfinite().all() and relative_error(output, expected) > 1e-4
+    assert relative_error(case.run(unconvert(model), batch=2), expected) == 0
+    assert case.run(convert(stock, case.options), 1).isfinite().all()
+
+
 PIPELINES = {
     "hunyuan-video": tiny_joint.hunyuan_video_pipeline,
     "1.5": tiny_joint.hunyuan_video_15_pipeline,
