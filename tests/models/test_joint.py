@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from diffusers import ContextParallelConfig
+from diffusers import ContextParallelConfig, HunyuanVideoImageToVideoPipeline
 from diffusers.models.attention_processor import AttnProcessor
 
 from mhla_hf import convert, convert_pretrained, load_pipeline, unconvert
@@ -228,6 +228,30 @@ def test_hunyuan_video_from_an_image(kind):
     assert output.isfinite().all() and relative_error(output, expected) > 1e-4
     assert relative_error(case.run(unconvert(model), batch=2), expected) == 0
     assert case.run(convert(stock, case.options), 1).isfinite().all()
+
+
+@pytest.mark.parametrize("kind, channels", [("latent_concat", 9), ("token_replace", 4)])
+def test_hunyuan_video_pipeline_from_an_image(kind, channels, tmp_path):
+    stock = tiny_joint.hunyuan_video_pipeline()
+    transformer = tiny_joint.hunyuan_video(image_condition_type=kind, in_channels=channels)
+    parts = {"transformer": transformer, "vae": stock.vae, "scheduler": stock.scheduler}
+    absent = {**tiny_joint.encoders(HunyuanVideoImageToVideoPipeline), "image_processor": None}
+    pipeline = HunyuanVideoImageToVideoPipeline(**parts, **absent)
+    pipeline.save_pretrained(tmp_path)
+    options = {"blocks": [3, 2, 2], "layers": [0, 3]}
+    random = torch.Generator().manual_seed(1)
+    call = {
+        "image": torch.rand(1, 3, 32, 48, generator=random), "height": 32, "width": 48, "num_frames": 9,
+        "prompt_embeds": torch.randn(1, 7, tiny_joint.TEXT_DIM, generator=random),
+        "pooled_prompt_embeds": torch.randn(1, 8, generator=random),
+        "prompt_attention_mask": torch.ones(1, 7), "num_inference_steps": 2, "output_type": "latent",
+    }  # fmt: skip
+    converted, loaded = (
+        each(**call, generator=torch.Generator().manual_seed(0))[0]
+        for each in (convert(pipeline, options), load_pipeline(tmp_path, mhla=options, **absent))
+    )
+    assert loaded.isfinite().all() and loaded.ndim == 5 and pipeline.transformer.mhla_layers == [0, 3]
+    assert relative_error(loaded, converted) < 1e-6
 
 
 PIPELINES = {
