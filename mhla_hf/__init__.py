@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .layers.mhla import MHLA as MHLA
     from .layouts.blocks import BlockLayout as BlockLayout
     from .layouts.resampling import resample_mixing as resample_mixing
+    from .models.flux import MHLAChromaTransformer2DModel as MHLAChromaTransformer2DModel
     from .models.flux import MHLAFluxTransformer2DModel as MHLAFluxTransformer2DModel
     from .models.hunyuan_video import MHLAHunyuanVideo15Transformer3DModel as MHLAHunyuanVideo15Transformer3DModel
     from .models.hunyuan_video import MHLAHunyuanVideoTransformer3DModel as MHLAHunyuanVideoTransformer3DModel

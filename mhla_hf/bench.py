@@ -171,7 +171,7 @@ def diffusion_inputs(
         model: A model of diffusers, supported or not; its configuration tells the widths.
         latents: Size of the latents, channels left out. Those of a model that [`packs_latents`] are of 2 × 2.
         dtype: dtype of all but labels and masks.
-        device: Their device.
+        device: Their device. What a model asks for its values is on the CPU in place of the meta device.
         text: Tokens of the text.
         batch: B.
         seed: Seed of the numbers, ignored on the meta device.
@@ -199,7 +199,7 @@ def diffusion_inputs(
         "txt_ids": random(text, axes),
         "img_shapes": [[(1, *grid)]] * batch,
         # Values of `img_ids` tell the grid, and there are none on the meta device.
-        "joint_attention_kwargs": {"grid": grid} if type(model).__name__ == "MHLAFluxTransformer2DModel" else None,
+        "joint_attention_kwargs": {"grid": grid} if "img_ids" in taken and hasattr(model, "mhla_config") else None,
         "num_frames": grid[0],
         "height": grid[-2],
         "width": grid[-1],
@@ -210,6 +210,13 @@ def diffusion_inputs(
         known["encoder_hidden_states"] = random(batch, text, width)
         if getattr(taken.get("encoder_attention_mask"), "default", None) is inspect.Parameter.empty:
             known["encoder_attention_mask"] = torch.ones(batch, text, dtype=torch.long, device=device)
+    if "image_embeds" in taken and config.get("text_embed_2_dim"):
+        # As pipelines from text call HunyuanVideo-1.5, which sorts its text by masks: glyphs, and no image.
+        kept = torch.device("cpu") if device.type == "meta" else device
+        known["encoder_hidden_states_2"] = random(batch, 256, config.text_embed_2_dim)
+        known["encoder_attention_mask"] = torch.ones(batch, text, dtype=torch.long, device=kept)
+        known["encoder_attention_mask_2"] = torch.ones(batch, 256, dtype=torch.long, device=kept)
+        known["image_embeds"] = torch.zeros(batch, 729, config.image_embed_dim, dtype=dtype, device=kept)
     if "control_hidden_states" in taken:
         known["control_hidden_states"] = random(batch, config.vace_in_channels, *grid)
     if "pose_hidden_states" in taken:

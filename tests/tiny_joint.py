@@ -16,6 +16,8 @@ from diffusers import (
     AutoencoderKLHunyuanVideo,
     AutoencoderKLHunyuanVideo15,
     AutoencoderKLQwenImage,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
     ClassifierFreeGuidance,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
@@ -80,6 +82,13 @@ _IMAGES: dict[str, Any] = {
 }
 QWEN_IMAGE: dict[str, Any] = {**_IMAGES, "out_channels": 4}
 FLUX: dict[str, Any] = {**_IMAGES, "num_single_layers": 2, "pooled_projection_dim": 8}
+CHROMA: dict[str, Any] = {
+    **_IMAGES,
+    "num_single_layers": 2,
+    "approximator_num_channels": 16,
+    "approximator_hidden_dim": 16,
+    "approximator_layers": 1,
+}
 
 
 class _Random:
@@ -119,6 +128,10 @@ def qwen_image(cls: type = QwenImageTransformer2DModel, **options: Any) -> QwenI
 
 def flux(cls: type = FluxTransformer2DModel, **options: Any) -> FluxTransformer2DModel:
     return _make(cls, FLUX, **options)
+
+
+def chroma(cls: type = ChromaTransformer2DModel, **options: Any) -> ChromaTransformer2DModel:
+    return _make(cls, CHROMA, **options)
 
 
 def hunyuan_video_inputs(
@@ -210,6 +223,14 @@ def flux_inputs(
     }
 
 
+def chroma_inputs(batch: int = 1, height: int = 4, width: int = 6, **options: Any) -> dict[str, Any]:
+    """As `flux_inputs`, with a mask of text and image."""
+    inputs = flux_inputs(batch, height, width, **options)
+    del inputs["pooled_projections"]
+    image, text = torch.ones(batch, height * width, dtype=torch.bool), len(inputs["txt_ids"])
+    return {**inputs, "attention_mask": torch.cat([text_mask(batch, text).bool(), image], dim=1)}
+
+
 def hunyuan_video_pipeline() -> HunyuanVideoPipeline:
     """A pipeline from text without its encoders; four frames and 8×8 pixels are a latent."""
     torch.manual_seed(0)
@@ -247,10 +268,19 @@ def qwen_image_pipeline() -> QwenImagePipeline:
     return _pipeline(QwenImagePipeline, vae=vae, transformer=qwen_image())
 
 
-def flux_pipeline() -> FluxPipeline:
+def flux_pipeline(cls: type = FluxPipeline) -> Any:
     """A pipeline without its encoders; 8×8 pixels are a latent, and 2×2 of those a token."""
+    return _pipeline(cls, vae=_image_vae(), transformer=flux())
+
+
+def chroma_pipeline(cls: type = ChromaPipeline) -> Any:
+    """As `flux_pipeline`."""
+    return _pipeline(cls, vae=_image_vae(), transformer=chroma())
+
+
+def _image_vae() -> AutoencoderKL:
     torch.manual_seed(0)
-    vae = AutoencoderKL(
+    return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         block_out_channels=(4, 4, 4, 4),
@@ -260,7 +290,6 @@ def flux_pipeline() -> FluxPipeline:
         use_post_quant_conv=False,
         shift_factor=0.0,
     )
-    return _pipeline(FluxPipeline, vae=vae, transformer=flux())
 
 
 def encoders(cls: type) -> dict[str, None]:
@@ -282,6 +311,11 @@ def latents_of(pipeline: Any) -> torch.Tensor:
     if isinstance(pipeline, FluxPipeline):
         call |= {"prompt_embeds": random(1, 7, TEXT_DIM), "height": 64, "width": 96}
         call["pooled_prompt_embeds"] = random(1, FLUX["pooled_projection_dim"])
+    elif isinstance(pipeline, ChromaPipeline):
+        call |= {"height": 64, "width": 96}
+        for prefix in ("", "negative_"):
+            call[f"{prefix}prompt_embeds"] = random(1, 7, TEXT_DIM)
+            call[f"{prefix}prompt_attention_mask"] = text_mask(2, 7)[1:].float()
     elif isinstance(pipeline, QwenImagePipeline):
         call |= {"height": 64, "width": 96, "true_cfg_scale": 3.0}
         for prefix in ("", "negative_"):
@@ -322,6 +356,8 @@ def with_encoders(pipeline: Any) -> Any:
     parts: dict[str, Any]
     if isinstance(pipeline, FluxPipeline):
         parts = {"text_encoder": CLIPTextModel(clip), "text_encoder_2": t5(TEXT_DIM)}
+    elif isinstance(pipeline, ChromaPipeline):
+        parts = {"text_encoder": t5(TEXT_DIM)}
     elif isinstance(pipeline, HunyuanVideoPipeline):
         parts = {"text_encoder": LlamaModel(LlamaConfig(**language)), "text_encoder_2": CLIPTextModel(clip)}
     elif isinstance(pipeline, HunyuanVideo15Pipeline):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..bench import ORDINARY, BenchOptions, cast_model, compare
@@ -201,6 +202,11 @@ class _Attentions(TorchFunctionMode):
         self.mixing: dict[int, list[int]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        mixed = len({each.is_meta for each in tensors}) > 1
+        if func is F.pad or (mixed and func is not torch.Tensor.__getitem__):
+            # Masks of text have values until they meet tensors without, or become masks of all pairs of tokens.
+            args, kwargs = tree_map_only(torch.Tensor, lambda each: each.to("meta"), (args, kwargs))
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self._count(*args, **(kwargs or {}))

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MHLA for Flux, from text to one image.
+"""MHLA for Flux and Chroma, from text to one image.
 
-Its layers see one sequence of text and image, and positions of tokens. The grid travels in `joint_attention_kwargs`,
+Their layers see one sequence of text and image, and positions of tokens. The grid travels in `joint_attention_kwargs`,
 which blocks hand to their attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_chroma import ChromaTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxPosEmbed, FluxTransformer2DModel
 
 from ..layers import PairwiseRotary
+from ..utils.compat.diffusers import checkpointed, with_checkpoint_function
 from .attention import compact
 from .joint import JointImageMixin, MHLAJointAttention
 
@@ -35,21 +38,25 @@ class MHLAFluxAttention(MHLAJointAttention, FluxAttention):
         self,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, ...] = (),
         grid: Sequence[int] = (),
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         cosine, sine, *pairs = image_rotary_emb
         if not hasattr(self, "mhla"):
-            return super().forward(hidden_states, encoder_hidden_states, image_rotary_emb=(cosine, sine), **kwargs)
+            return super().forward(hidden_states, encoder_hidden_states, attention_mask, (cosine, sine), **kwargs)
         height, width = grid
         count = len(cosine) - height * width
         rotary, text_rotary = (
             PairwiseRotary(*(x[:, part] for x in pairs)) for part in (slice(count, None), slice(count))
         )
+        # Of all pairs of tokens `[B, 1, X + T, X + T]`. The last query is one of the image.
+        valid = None if attention_mask is None else attention_mask[:, 0, -1, :count].bool()
         return self.processor(
-            self, hidden_states, encoder_hidden_states, grid=grid, rotary=rotary, text_rotary=text_rotary, **kwargs
-        )
+            self, hidden_states, encoder_hidden_states, grid=grid, rotary=rotary, text_rotary=text_rotary,
+            valid=valid, **kwargs,
+        )  # fmt: skip
 
 
 class MHLAFluxTransformer2DModel(JointImageMixin, FluxTransformer2DModel):
@@ -84,15 +91,60 @@ class MHLAFluxTransformer2DModel(JointImageMixin, FluxTransformer2DModel):
         The grid is read from `img_ids`, which waits for the device once. An entry `grid` of `joint_attention_kwargs`,
         rows and columns of tokens, saves that, and `torch.compile(fullgraph=True)` of the whole model needs it.
         """
-        given = joint_attention_kwargs or {}
-        if "grid" not in given:
-            assert img_ids is not None
-            given = {**given, "grid": grid_of(img_ids)}
+        given = _with_grid(joint_attention_kwargs, img_ids)
         # By name: upstream takes the scale of adapters out of keyword arguments alone.
         return super().forward(
             hidden_states, encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance,
             joint_attention_kwargs=given, **kwargs,
         )  # fmt: skip
+
+
+class MHLAChromaTransformer2DModel(JointImageMixin, ChromaTransformer2DModel):
+    """`ChromaTransformer2DModel` whose joint attention is MHLA in the chosen layers.
+
+    Takes arguments and checkpoints as `MHLAFluxTransformer2DModel` does. MHLA layers leave out the text that
+    `attention_mask` marks with zeros. Pipelines give it as numbers, which softmax layers, as upstream, add to their
+    logits.
+    """
+
+    default_grid = (64, 64)
+    attention_class = MHLAFluxAttention
+    module_classes = MappingProxyType({"pos_embed": MHLAFluxPosEmbed})
+    layer_counts = ("num_layers", "num_single_layers")
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        timestep: torch.Tensor | None = None,
+        img_ids: torch.Tensor | None = None,
+        txt_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As upstream; the grid is read as in `MHLAFluxTransformer2DModel`."""
+        model, given = self, _with_grid(joint_attention_kwargs, img_ids)
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            # Upstream hands checkpointed blocks no `joint_attention_kwargs`, and those with a single stream no mask.
+            # Inputs before these are three or four.
+            rest = {"attention_mask": attention_mask, "joint_attention_kwargs": given}
+            model = with_checkpoint_function(
+                self, lambda block, *inputs: checkpointed(self, partial(block, **rest), *inputs[:4])
+            )
+        return super(MHLAChromaTransformer2DModel, model).forward(
+            hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, attention_mask,
+            joint_attention_kwargs=given, **kwargs,
+        )  # fmt: skip
+
+
+def _with_grid(joint_attention_kwargs: dict[str, Any] | None, img_ids: torch.Tensor | None) -> dict[str, Any]:
+    """Arguments of attention with `grid`, which is read from `img_ids` unless it was given."""
+    given = joint_attention_kwargs or {}
+    if "grid" in given:
+        return given
+    assert img_ids is not None
+    return {**given, "grid": grid_of(img_ids)}
 
 
 def grid_of(ids: torch.Tensor) -> tuple[int, int]:
@@ -114,6 +166,6 @@ def grid_of(ids: torch.Tensor) -> tuple[int, int]:
     )
     if misplaced or other or (height + 1) * (width + 1) != len(place):
         raise ValueError(
-            "MHLA layers of Flux take the tokens of one image, row by row: no reference images beside it."
+            "MHLA layers of Flux and Chroma take the tokens of one image, row by row: no reference images beside it."
         )
     return height + 1, width + 1

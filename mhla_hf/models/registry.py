@@ -89,7 +89,8 @@ _LTX = ("LTXPipeline", "LTXImageToVideoPipeline")
 _LTX2 = ("LTX2Pipeline", "LTX2ImageToVideoPipeline")
 _KEYFRAMES = "no keyframes beside the grid"
 _SKYREELS = ("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline", "SkyReelsV2DiffusionForcingPipeline")
-_HUNYUAN, _HUNYUAN_15 = ("HunyuanVideoPipeline",), ("HunyuanVideo15Pipeline",)
+_HUNYUAN = ("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline")
+_HUNYUAN_15 = ("HunyuanVideo15Pipeline",)
 _LINEAR = "linear already: the same {} until fine-tuned"
 _FAMILIES = (
     ModelFamily("wan", "WanTransformer3DModel", "wan", _WAN, "video"),
@@ -106,6 +107,7 @@ _FAMILIES = (
         "qwen-image", "QwenImageTransformer2DModel", "qwen_image", ("QwenImagePipeline",), "image", "no images to edit"
     ),
     ModelFamily("flux", "FluxTransformer2DModel", "flux", ("FluxPipeline",), "image", "no reference images"),
+    ModelFamily("chroma", "ChromaTransformer2DModel", "flux", ("ChromaPipeline",), "image"),
     ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
     ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
     ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),

@@ -26,7 +26,7 @@ from ..utils.options import Options, check_names, option
 
 
 VIDEO = ("wan", "sana-video", "wan-vace", "ltx", "ltx2", "hunyuan-video", "hunyuan-video-1.5")
-IMAGES = ("dit", "pixart", "sana", "qwen-image", "flux")
+IMAGES = ("dit", "pixart", "sana", "qwen-image", "flux", "chroma")
 TEXT = ("causal", "encoder")
 FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 """The diffusion models by the names that `mhla-hf models` gives; `causal` language models, `encoder`s of text, and
@@ -37,7 +37,7 @@ DATA_FREE = tuple(name for name in VIDEO + IMAGES if name not in ("wan", "dit", 
 """Families that need no data: the inputs of their model while the pipeline makes samples are enough to calibrate and
 match on."""
 
-WITHOUT_OBJECTIVE = ("sana-video", "ltx2", "hunyuan-video-1.5", "pixart", "qwen-image")
+WITHOUT_OBJECTIVE = ("sana-video", "ltx2", "hunyuan-video-1.5", "pixart", "qwen-image", "chroma")
 """Families without an objective of training, that data could be used for."""
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16

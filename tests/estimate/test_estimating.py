@@ -18,7 +18,16 @@ from mhla_hf.estimate.candidates import on_meta
 from mhla_hf.estimate.estimating import training_memory
 from mhla_hf.recovery.recipes import load_recipe, recipe_names
 from tests import ROOT
-from tests.models.cases import FluxCase, HunyuanVideoCase, LTX2Case, SkyReelsCase, WanAnimateCase, WanVACECase
+from tests.models.cases import (
+    ChromaCase,
+    FluxCase,
+    HunyuanVideo15Case,
+    HunyuanVideoCase,
+    LTX2Case,
+    SkyReelsCase,
+    WanAnimateCase,
+    WanVACECase,
+)
 from tests.recovery.test_recipes import DIFFUSERS, TRANSFORMERS
 from tests.tiny import TEXT_DIM, WAN
 
@@ -148,15 +157,17 @@ def test_text_beside_the_grid(candidate):
         (WanAnimateCase(), "wan-animate", []),
         (SkyReelsCase(), "wan", ["default", "wan-1.3b", "wan-1.3b-hybrid", "wan-14b"]),
         (LTX2Case(), "ltx2", ["default", "ltx-2"]),
-        (HunyuanVideoCase(), "hunyuan-video", []),
-        (FluxCase(), "flux", []),
+        (HunyuanVideoCase(), "hunyuan-video", ["default"]),
+        (HunyuanVideo15Case(), "hunyuan-video-1.5", ["default", "hunyuan-video-1.5"]),
+        (FluxCase(), "flux", ["default"]),
+        (ChromaCase(), "chroma", ["default"]),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "upstream") else "",
 )
 def test_models_with_inputs_or_lists_of_blocks_of_their_own(case, trained_as, recipes, candidate):
     model = case.make(case.upstream)
     subject = candidate({**model.config, "_class_name": case.upstream.__name__})
-    size = {"height": 64, "width": 64, **({} if "Flux" in subject.class_name else {"num_frames": 9})}
+    size = {"height": 64, "width": 64, **({"num_frames": 9} if len(case.mhla_class.default_grid) == 3 else {})}
     found = estimate(subject, find_grid(subject, **size))
     assert found.refusal is None and found.layers == case.mhla_class.layer_count(model.config)
     assert subject.family(model) == trained_as and [row["recipe"] for row in found.training] == recipes

@@ -3,6 +3,7 @@
 
 import torch
 from diffusers import (
+    ChromaTransformer2DModel,
     DiTTransformer2DModel,
     FluxTransformer2DModel,
     HunyuanVideo15Transformer3DModel,
@@ -20,6 +21,7 @@ from diffusers import (
 )
 
 from mhla_hf import (
+    MHLAChromaTransformer2DModel,
     MHLADiTTransformer2DModel,
     MHLAFluxTransformer2DModel,
     MHLAHunyuanVideo15Transformer3DModel,
@@ -342,7 +344,21 @@ class FluxCase(JointCase):
         return tiny_joint.flux_inputs(height=height, width=width, **options)
 
 
+class ChromaCase(FluxCase):
+    """As Flux; the text is padded."""
+
+    upstream = ChromaTransformer2DModel
+    mhla_class = MHLAChromaTransformer2DModel
+
+    def make(self, cls=None, **overrides):
+        return tiny_joint.chroma(cls or self.upstream, **overrides)
+
+    def inputs(self, size=0, **options):
+        height, width = self.sizes[size] if isinstance(size, int) else size
+        return tiny_joint.chroma_inputs(height=height, width=width, **options)
+
+
 CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase()]
 CASES += [WanVACECase(), WanAnimateCase(), SkyReelsCase(), LTXCase(), LTX2Case()]
-CASES += [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase()]
+CASES += [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase(), ChromaCase()]
 """A case of every class."""

@@ -176,7 +176,7 @@ class ImagePipelineChecks:
         assert set(tmp_path.iterdir()) <= {Path(source)}
 
     def test_convert_refuses_another_architecture(self, ordinary_dir, tmp_path):
-        self.refused(ordinary_dir / "vae", tmp_path, "cannot be converted. Supported: DiTTransformer2DModel, Flux")
+        self.refused(ordinary_dir / "vae", tmp_path, "cannot be converted. Supported: ChromaTransformer2DModel, DiT")
         folder = tmp_path / "other"
         shutil.copytree(ordinary_dir, folder, ignore=shutil.ignore_patterns("transformer"))
         index = json.loads((folder / "model_index.json").read_text())

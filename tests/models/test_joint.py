@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from diffusers import ContextParallelConfig
+from diffusers import ContextParallelConfig, HunyuanVideoImageToVideoPipeline
 from diffusers.models.attention_processor import AttnProcessor
 
 from mhla_hf import convert, convert_pretrained, load_pipeline, unconvert
@@ -16,7 +16,7 @@ from mhla_hf.models.registry import MHLA_CLASSES
 from mhla_hf.training.data.probes import sample_size
 from tests import tiny_joint
 from tests.models.adapter_checks import AdapterChecks
-from tests.models.cases import FluxCase, HunyuanVideo15Case, HunyuanVideoCase, QwenImageCase
+from tests.models.cases import ChromaCase, FluxCase, HunyuanVideo15Case, HunyuanVideoCase, QwenImageCase
 from tests.models.compile_checks import CompileChecks
 from tests.models.memory_checks import InPlaceChecks, MemoryChecks
 from tests.models.model_case import OPTION_SETS, assert_same_parameters, captured, gradient_error, relative_error
@@ -24,7 +24,7 @@ from tests.models.saving_checks import SavingChecks
 from tests.models.training_checks import TrainingChecks
 
 
-CASES = [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase()]
+CASES = [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase(), ChromaCase()]
 
 
 def named(case):
@@ -34,6 +34,17 @@ def named(case):
 def second(inputs):
     """The second sample of a batch of two."""
     return {name: value if name.endswith("_ids") else value[1:] for name, value in inputs.items()}
+
+
+def cut_text(inputs, tokens):
+    """Inputs without the last tokens of their text."""
+    cut = {name: value[:, :-tokens] if name.startswith("encoder_") else value for name, value in inputs.items()}
+    if "attention_mask" in inputs:
+        keep = len(inputs["txt_ids"]) - tokens
+        mask = inputs["attention_mask"]
+        cut["txt_ids"] = inputs["txt_ids"][:-tokens]
+        cut["attention_mask"] = torch.cat([mask[:, :keep], mask[:, keep + tokens :]], dim=1)
+    return cut
 
 
 def dense_attention(call, layout, mixing, text_bias):
@@ -91,7 +102,7 @@ class TestJoint:
         for size in (1, 2):
             assert case.run(model, size).isfinite().all()
         other = case.make_mhla(text="block", feature_map="hedgehog")
-        if isinstance(case, FluxCase):
+        if type(case) is FluxCase:
             # Its text is never padded.
             assert case.run(other).isfinite().all()
         else:
@@ -123,7 +134,7 @@ class TestJoint:
             attention(*calls[0].arguments, **calls[0].keywords, kv_cache=1)
 
 
-@pytest.mark.parametrize("case", CASES[:3], ids=named)
+@pytest.mark.parametrize("case", [case for case in CASES if type(case) is not FluxCase], ids=named)
 def test_padded_text_has_no_effect_and_equals_cut_text(case):
     model, inputs = case.make_mhla(), case.inputs(batch=2)
     one, mask = second(inputs), next(name for name in inputs if name.endswith("_mask"))
@@ -132,12 +143,11 @@ def test_padded_text_has_no_effect_and_equals_cut_text(case):
         states = one["encoder_hidden_states"].clone()
         states[:, -2:] = 9.0
         assert relative_error(model(**{**one, "encoder_hidden_states": states}).sample, expected) < 1e-6
-        cut = {name: value[:, :-2] if name.startswith("encoder_") else value for name, value in one.items()}
-        assert relative_error(model(**cut).sample, expected) < 1e-6
+        assert relative_error(model(**cut_text(one, 2)).sample, expected) < 1e-6
         # In a batch with longer text.
         assert relative_error(model(**inputs).sample[1:], expected) < 1e-6
         shorter = one[mask].clone()
-        shorter[:, -3:] = 0
+        shorter[:, one["encoder_hidden_states"].shape[1] - 3] = 0
         assert relative_error(model(**{**one, mask: shorter}).sample, expected) > 1e-5
 
 
@@ -206,11 +216,50 @@ def test_an_image_beside_the_text():
     assert without.isfinite().all() and relative_error(image, without) > 1e-4
 
 
+@pytest.mark.parametrize("kind", ["latent_concat", "token_replace"])
+def test_hunyuan_video_from_an_image(kind):
+    """Blocks that leave the first frame clean are classes of their own; their attention is the same."""
+    case = HunyuanVideoCase()
+    stock = case.make(image_condition_type=kind)
+    model = convert(copy.deepcopy(stock), {**case.options, "layers": [0, 3]})
+    assert type(model) is case.mhla_class and model.mhla_layers == [0, 3]
+    expected = case.run(stock, batch=2)
+    output = case.run(model, batch=2)
+    assert output.isfinite().all() and relative_error(output, expected) > 1e-4
+    assert relative_error(case.run(unconvert(model), batch=2), expected) == 0
+    assert case.run(convert(stock, case.options), 1).isfinite().all()
+
+
+@pytest.mark.parametrize("kind, channels", [("latent_concat", 9), ("token_replace", 4)])
+def test_hunyuan_video_pipeline_from_an_image(kind, channels, tmp_path):
+    stock = tiny_joint.hunyuan_video_pipeline()
+    transformer = tiny_joint.hunyuan_video(image_condition_type=kind, in_channels=channels)
+    parts = {"transformer": transformer, "vae": stock.vae, "scheduler": stock.scheduler}
+    absent = {**tiny_joint.encoders(HunyuanVideoImageToVideoPipeline), "image_processor": None}
+    pipeline = HunyuanVideoImageToVideoPipeline(**parts, **absent)
+    pipeline.save_pretrained(tmp_path)
+    options = {"blocks": [3, 2, 2], "layers": [0, 3]}
+    random = torch.Generator().manual_seed(1)
+    call = {
+        "image": torch.rand(1, 3, 32, 48, generator=random), "height": 32, "width": 48, "num_frames": 9,
+        "prompt_embeds": torch.randn(1, 7, tiny_joint.TEXT_DIM, generator=random),
+        "pooled_prompt_embeds": torch.randn(1, 8, generator=random),
+        "prompt_attention_mask": torch.ones(1, 7), "num_inference_steps": 2, "output_type": "latent",
+    }  # fmt: skip
+    converted, loaded = (
+        each(**call, generator=torch.Generator().manual_seed(0))[0]
+        for each in (convert(pipeline, options), load_pipeline(tmp_path, mhla=options, **absent))
+    )
+    assert loaded.isfinite().all() and loaded.ndim == 5 and pipeline.transformer.mhla_layers == [0, 3]
+    assert relative_error(loaded, converted) < 1e-6
+
+
 PIPELINES = {
     "hunyuan-video": tiny_joint.hunyuan_video_pipeline,
     "1.5": tiny_joint.hunyuan_video_15_pipeline,
     "qwen-image": tiny_joint.qwen_image_pipeline,
     "flux": tiny_joint.flux_pipeline,
+    "chroma": tiny_joint.chroma_pipeline,
 }
 
 
@@ -248,6 +297,7 @@ def test_pipelines(make, tmp_path):
         ("1.5", {"height": 480, "width": 832, "num_frames": 121}),
         ("qwen-image", {"height": 1328, "width": 1328}),
         ("flux", {"height": 1024, "width": 1024}),
+        ("chroma", {"height": 1024, "width": 1024}),
     ],
 )
 def test_sizes_of_probes(name, size):
@@ -311,3 +361,11 @@ class TestFluxCompile(FluxCase, CompileChecks):
     def inputs(self, size=0, **options):
         """With the grid: reading it from positions would break the graph."""
         return {**super().inputs(size, **options), "joint_attention_kwargs": {"grid": self.sizes[size]}}
+
+
+class TestChromaModel(ChromaCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
+    block_class = "ChromaTransformerBlock"
+
+
+class TestChromaCompile(TestFluxCompile, ChromaCase):
+    pass

@@ -295,6 +295,7 @@ def _option(name: str) -> str:
         "hunyuan-video-1.5": tiny_joint.hunyuan_video_15_pipeline,
         "qwen-image": tiny_joint.qwen_image_pipeline,
         "flux": tiny_joint.flux_pipeline,
+        "chroma": tiny_joint.chroma_pipeline,
     }.items(),
 )
 def test_families_that_learn_from_calls_need_no_data(family, make, tmp_path):
@@ -318,7 +319,7 @@ def test_families_that_learn_from_calls_need_no_data(family, make, tmp_path):
         "match.batches": 4,
     }
     changes["blocks.batches"] = 4
-    if family in ("qwen-image", "flux"):
+    if family in ("qwen-image", "flux", "chroma"):
         changes |= {"data.height": 64, "data.width": 96, "mhla.blocks": [2, 2]}
     elif family != "pixart":
         changes |= {"data.height": 32, "data.width": 64, "data.num_frames": 5, "mhla.blocks": [2, 2, 2]}

@@ -6,6 +6,7 @@ Functions raise `UnsupportedVersionError` where diffusers does not have the name
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -223,6 +224,19 @@ def is_attention_skipped(attention: Any) -> bool:
 def checkpointed(model: Any, block: Any, *args: Any) -> Any:
     """Call a block of a model under its gradient checkpointing."""
     return attribute("diffusers", model, "_gradient_checkpointing_func", "ModelMixin")(block, *args)
+
+
+def with_checkpoint_function(model: Any, function: Callable[..., Any]) -> Any:
+    """Return a shallow copy of a model under gradient checkpointing that calls its blocks by another function.
+
+    Args:
+        model: The model, which is left alone.
+        function: Called as `function(block, *args)`.
+    """
+    attribute("diffusers", model, "_gradient_checkpointing_func", "ModelMixin")
+    shared = copy.copy(model)
+    shared._gradient_checkpointing_func = function
+    return shared
 
 
 # Context parallelism.

@@ -26,6 +26,7 @@ from diffusers.models.attention_processor import (
 from mhla_hf import convert
 from tests import tiny_images
 from tests.models.cases import (
+    ChromaCase,
     DiTCase,
     FluxCase,
     HunyuanVideo15Case,
@@ -47,7 +48,7 @@ from tests.models.model_case import OPTION_SETS, relative_error
 
 CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase(), WanVACECase(), SkyReelsCase()]
 CASES += [LTXCase(), LTX2Case()]
-JOINT = [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase()]
+JOINT = [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase(), ChromaCase()]
 # diffusers' hooks that skip attention fail on those of LTX and LTX-2, of the stock model too.
 GUIDED = [case for case in CASES if not isinstance(case, LTXCase)]
 WITH_PROCESSORS = [case for case in [*CASES, *JOINT] if not isinstance(case, DiTCase)]
