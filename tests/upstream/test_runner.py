@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -107,3 +108,13 @@ def test_image_tokens_are_placed_on_a_grid(count, grid):
     inputs = draw()
     assert grid_of(inputs["img_ids"]) == grid
     assert inputs["img_ids"].dtype == torch.bfloat16 and inputs["timestep"] is drawn["timestep"]
+
+
+def test_testers_of_language_models_ask_for_mhla():
+    module = ModuleType("tests.models.made_up")
+    for name in ("ModelTester", "Other"):
+        setattr(module, name, type(name, (), {"get_config": lambda self: SimpleNamespace()}))
+    substitution._substitute_methods(module)
+    options = {"_attn_implementation": "mhla", "mhla": substitution.LANGUAGE_OPTIONS}
+    assert vars(module.ModelTester().get_config()) == options
+    assert not vars(module.Other().get_config())
