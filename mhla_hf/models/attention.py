@@ -193,13 +193,14 @@ class KeepsMHLAProcessors(MHLAModelMixin):
             processor: One for all layers, or a dict by the names of `attn_processors`.
 
         Raises:
-            ValueError: If a layer that has MHLA parameters is given another kind of processor; none is changed.
+            ValueError: If a layer that has MHLA parameters is given another kind of processor, or the dict has not one
+                for each name; none is changed.
         """
-        layers = {name: module for name, module in self.named_modules() if isinstance(module, KeepsMHLAProcessor)}
-        for name, module in layers.items():
-            if not isinstance(processor, dict):
-                module.check_processor(processor)
-            elif f"{name}.processor" in processor:
-                module.check_processor(processor[f"{name}.processor"])
+        names = self.attn_processors
+        each = processor if isinstance(processor, dict) else dict.fromkeys(names, processor)
+        # Of a dict that has not one for each layer, upstream says so before it sets any.
+        for name, module in self.named_modules() if len(each) == len(names) else ():
+            if isinstance(module, KeepsMHLAProcessor) and f"{name}.processor" in each:
+                module.check_processor(each[f"{name}.processor"])
         # Upstream empties the dict that it is given.
         super().set_attn_processor(dict(processor) if isinstance(processor, dict) else processor)

@@ -249,8 +249,10 @@ class SavingChecks(ModelCase):
             with pytest.raises(ValueError, match="AttnProcessor would ignore"):
                 model.set_attn_processor(processors)
             assert model.attn_processors == before
-        with pytest.raises(ValueError):
-            model.set_attn_processor({own: before[own]})
+        for processor in (before[own], AttnProcessor()):
+            with pytest.raises(ValueError, match="number of processors 1"):
+                model.set_attn_processor({own: processor})
+            assert model.attn_processors == before
         processors = dict(before)
         model.set_attn_processor(processors)
         assert processors == before == model.attn_processors

@@ -41,6 +41,15 @@ SUITES = {
         f"models/transformers/test_models_{name}.py"
         for name in (
             "transformer_wan",
+            "transformer_wan_vace",
+            "transformer_wan_animate",
+            "transformer_skyreels_v2",
+            "transformer_ltx",
+            "transformer_ltx2",
+            "transformer_hunyuan_video",
+            "transformer_hunyuan_1_5",
+            "transformer_qwenimage",
+            "transformer_flux",
             "dit_transformer2d",
             "pixart_transformer2d",
             "transformer_sana",

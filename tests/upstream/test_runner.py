@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
-from tests.upstream import run
+from mhla_hf.models.flux import grid_of
+from tests.upstream import run, substitution
 
 
 RUNNER = Path(run.__file__)
@@ -95,3 +98,23 @@ def test_differences_are_explained_new_or_gone(monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "T::test_b" in printed and "T::test_a" not in printed and "T::test_d" not in printed
     assert "*::test_gone, which does not differ" in printed
+
+
+@pytest.mark.parametrize(("count", "grid"), [(16, (4, 4)), (32, (4, 8)), (7, (1, 7))])
+def test_image_tokens_are_placed_on_a_grid(count, grid):
+    drawn = {"img_ids": torch.randn(1, count, 3, dtype=torch.bfloat16), "timestep": torch.ones(1)}
+    draw = substitution._changed(lambda: drawn, substitution.CHANGES["get_dummy_inputs"])
+    assert substitution._changed(draw, substitution.CHANGES["get_dummy_inputs"]) is draw
+    inputs = draw()
+    assert grid_of(inputs["img_ids"]) == grid
+    assert inputs["img_ids"].dtype == torch.bfloat16 and inputs["timestep"] is drawn["timestep"]
+
+
+def test_testers_of_language_models_ask_for_mhla():
+    module = ModuleType("tests.models.made_up")
+    for name in ("ModelTester", "Other"):
+        setattr(module, name, type(name, (), {"get_config": lambda self: SimpleNamespace()}))
+    substitution._substitute_methods(module)
+    options = {"_attn_implementation": "mhla", "mhla": substitution.LANGUAGE_OPTIONS}
+    assert vars(module.ModelTester().get_config()) == options
+    assert not vars(module.Other().get_config())
