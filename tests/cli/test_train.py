@@ -97,7 +97,10 @@ def test_a_folder_of_videos(wan, tmp_path):
             ["cache", "x", "y", "--data", "digits", "--sizes", "32,64"],
             "--sizes must have the same height and width for data='digits'",
         ),
-        (["dit", "--config", "{folder}/flow.json"], "flow_shift is not an option of dit models, only of wan, ltx, sana"),
+        (
+            ["dit", "--config", "{folder}/flow.json"],
+            "flow_shift is not an option of dit models, only of wan, ltx, sana",
+        ),
         (["wan", "--config", "{folder}/list.json"], "is not a JSON object but list"),
         (["wan", "--config", "{folder}/bad.json"], "is not valid JSON"),
         (["wan", "--config", "{folder}/unknown.json"], "stepz"),
