@@ -99,7 +99,7 @@ def test_a_folder_of_videos(wan, tmp_path):
         ),
         (
             ["dit", "--config", "{folder}/flow.json"],
-            "flow_shift is not an option of dit models, only of wan, ltx, sana",
+            "flow_shift is not an option of dit models, only of wan, wan-vace, ltx, sana",
         ),
         (["wan", "--config", "{folder}/list.json"], "is not a JSON object but list"),
         (["wan", "--config", "{folder}/bad.json"], "is not valid JSON"),

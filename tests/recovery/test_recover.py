@@ -243,7 +243,7 @@ def test_room_is_checked_before_anything_loads(sources, tmp_path, monkeypatch):
     width = config["num_attention_heads"] * config["attention_head_dim"]
     large = {"batches": 10**6, "steps": 10**6, "batch_size": 2**16}
     needed = format_bytes(8 * 10**6 * 2**16 * 2 * width)
-    recipes = "--recipe wan-1.3b or wan-1.3b-hybrid needs less"
+    recipes = "--recipe wan-1.3b or wan-1.3b-hybrid or wan-14b needs less"
     message = f"1000000 batches of 2 tokens need {needed}, .* free memory, .*: use fewer batches; {recipes}"
     with pytest.raises(ValueError, match=message):
         recover("wan", sources, tmp_path / "out", {f"blocks.{name}": count for name, count in large.items()})

@@ -96,7 +96,7 @@ class Block:
         arguments, hidden_states = self.take(args, kwargs)
         hidden_states = torch.zeros_like(hidden_states)
         _, by_name = arguments.with_hidden_states(hidden_states)
-        return tuple(by_name[name] for name in self.streams) if self.streams else hidden_states
+        return tuple(by_name[name] for name in self.streams) if arguments.num_beside else hidden_states
 
     def modules(self) -> dict[str, nn.Module]:
         """The block, by its name."""
