@@ -443,6 +443,10 @@ def warn_of_fresh(model: Any, fresh: list[str], source: Any) -> None:
         fresh: Names of the parameters.
         source: Name of the checkpoint that lacks them.
     """
+    # It starts as 1, which is what weights without it have been trained with.
+    fresh = [key for key in fresh if not key.endswith(".normalizer_scale")]
+    if not fresh:
+        return
     identity = all(key.partition(".mhla.")[2].partition(".")[0] in _STARTS_AS_IDENTITY for key in fresh)
     advice = "Fine-tune the model before you use it."
     if identity or model.starts_as_upstream(model.mhla_config):

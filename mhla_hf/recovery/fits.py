@@ -241,7 +241,8 @@ def fit_text(layer: AttentionLayer, calls: Sequence[HeadsCall]) -> Changes:
         mean = torch.cat(means).mean(0)
         scale = mhla.normalizer_scale / (mean if len(mhla.normalizer_scale) > 1 else mean.mean())
         # Of a head whose normaliser is 0 or below nothing can be said.
-        changes[mhla.normalizer_scale] = scale.where(scale.isfinite() & (scale > 0), mhla.normalizer_scale)
+        is_sound = scale.isfinite() & (scale > 0)
+        changes[mhla.normalizer_scale] = scale.to(mhla.normalizer_scale).where(is_sound, mhla.normalizer_scale)
     for call in calls:
         query, key, _ = (tokens[~call.held_out] for tokens in call.args)
         places = torch.linspace(0, query.shape[1] - 1, min(query.shape[1], _BIAS_QUERIES)).round().long()

@@ -241,7 +241,7 @@ def find_model(location: str | Path, component: str | None = None, **hub: Any) -
             "mhla_hf.calibrate and mhla_hf.recovery.match_layers"
         )
     if family in TRAINED:
-        TRAINED[family].check_model(part.config)
+        TRAINED[family].check_pipeline(part)
     check_weights(part.folder)
     return part, family
 

@@ -118,6 +118,7 @@ class Family:
         call_options: Further arguments of the pipeline's call.
         out_channels: Number that configurations without it stand for; None for as many as go in.
         fixed_config: Entries that replace those of the transformer's configuration in `sizes`.
+        other_pipelines: Classes of pipelines that call such a transformer in another way.
     """
 
     name: ClassVar[str]
@@ -129,6 +130,7 @@ class Family:
     call_options: ClassVar[dict[str, Any]] = {}
     out_channels: ClassVar[int | None] = None
     fixed_config: ClassVar[dict[str, int]] = {}
+    other_pipelines: ClassVar[tuple[str, ...]] = ()
 
     @property
     def prompt_encoders(self) -> tuple[str, ...]:
@@ -155,6 +157,20 @@ class Family:
     def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
         """Return the fields of the objective, see `make_objective`; by default the noise levels of flow matching."""
         return _flow_noise(config, directory)
+
+    def check_pipeline(self, directory: ModelDirectory) -> None:
+        """Check that the model of a pipeline can be trained.
+
+        Raises:
+            ValueError: If it is of a kind that needs another objective, or the pipeline uses it in another way.
+        """
+        self.check_model(directory.config)
+        class_name = (directory.index or {}).get("_class_name")
+        if class_name in self.other_pipelines:
+            raise ValueError(
+                f"model: a {class_name} calls its transformer with more than a text, and cannot be recovered or "
+                "trained here; save its parts as the pipeline from text"
+            )
 
     def check_model(self, config: Any) -> None:
         """Check that a model of a configuration can be trained; by default all that take latents and no images.
@@ -360,6 +376,7 @@ class LTX(Video):
     name = "ltx"
     objective = LTXObjective
     text_length = 128
+    other_pipelines = ("LTXConditionPipeline", "LTXImageToVideoPipeline", "LTXI2VLongMultiPromptPipeline")
     encoded_names = MASKED_NAMES
 
     def compression(self, vae: dict[str, Any]) -> dict[str, int]:
@@ -437,6 +454,7 @@ class Flux(Family):
     encoded_names = ("prompt_embeds", "pooled_prompt_embeds")
     # Of images of 1024x1024 pixels; entries of the same name mean something else to Flux, or are not there.
     fixed_config = {"patch_size": FluxObjective.packed, "sample_size": 128}
+    other_pipelines = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
 
 
 class DiT(Family):
@@ -511,7 +529,7 @@ def open_pipeline(location: str, component: str = "transformer") -> ModelDirecto
         ValueError: If there is no pipeline, or its transformer cannot be trained here.
     """
     directory = ModelDirectory.read(find_pipeline(location), component, location=location)
-    family_of_class(directory.class_name, f"component: {component} of {location}").check_model(directory.config)
+    family_of_class(directory.class_name, f"component: {component} of {location}").check_pipeline(directory)
     return directory
 
 
@@ -652,7 +670,7 @@ def _flow_noise(config: TrainingConfig, directory: ModelDirectory | None) -> dic
         prediction_type = scheduler.get("prediction_type", "flow_prediction")
         shift = float(scheduler.get("flow_shift") or scheduler.get("shift") or 1.0)
         if scheduler.get("use_dynamic_shifting"):
-            # That of the largest samples; smaller ones are shifted less.
+            # The scheduler's largest; how much it shifts a sample depends on its size.
             shift = math.exp(float(scheduler.get("max_shift", 1.15)))
         if prediction_type != "flow_prediction" or not 0 < shift < math.inf:
             raise ValueError(

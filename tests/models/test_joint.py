@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import ContextParallelConfig, HunyuanVideoImageToVideoPipeline
 from diffusers.models.attention_processor import AttnProcessor
+from safetensors.torch import load_file, save_file
 
 from mhla_hf import convert, convert_pretrained, load_pipeline, unconvert
 from mhla_hf.hub.card import describe_model
@@ -207,6 +208,21 @@ def test_other_text_than_in_the_checkpoint_is_refused(tmp_path):
         case.make_mhla(text=stored).save_pretrained(tmp_path / stored)
         with pytest.raises(ValueError, match=message):
             case.mhla_class.from_pretrained(tmp_path / stored, mhla={"text": given})
+
+
+def test_a_checkpoint_without_the_scale_of_the_normalizer(tmp_path, caplog):
+    """As those made before there was one: 1 is what they have been trained with."""
+    model = FluxCase().make_mhla()
+    for module in model.mhla_modules().values():
+        module.normalizer_scale.data.fill_(1.0)
+    model.save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({name: value for name, value in tensors.items() if not name.endswith("normalizer_scale")}, file)
+    caplog.clear()
+    loaded = type(model).from_pretrained(tmp_path)
+    assert "newly initialised" not in caplog.text
+    torch.testing.assert_close(FluxCase().run(loaded), FluxCase().run(model))
 
 
 def test_an_image_beside_the_text():

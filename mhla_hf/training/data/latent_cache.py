@@ -195,7 +195,7 @@ def drawn_samples(
         )
     conditions = range(num_classes) if config.prompts is None else read_prompts(config.prompts)
     options: dict[str, Any] = {"output_type": "latent", "max_sequence_length": config.max_sequence_length}
-    options |= {name: value for name, value in vars(size).items() if value > 1}
+    options |= {name: value for name, value in vars(size).items() if family.video_size or name != "num_frames"}
     # Such as the size as it is, in place of the nearest of a list.
     options |= {name: value for name, value in family.call_options.items() if value is not None}
     if num_classes:

@@ -39,6 +39,13 @@ def cached(folder, model, **options):
     return LatentDataset(folder)
 
 
+def test_a_video_of_one_frame(wan, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a three moves left\n")
+    dataset = cached(tmp_path / "cache", wan / "softmax", prompts=str(prompts), num_samples=1, sizes="32,32,1")
+    assert dataset[0]["latents"].shape == (16, 1, 4, 4)
+
+
 def test_latents_are_those_the_original_pipeline_ends_with(wan, tmp_path, monkeypatch):
     from diffusers import WanPipeline
 

@@ -2,12 +2,14 @@
 """What each family is trained on: what its pipeline feeds, what its scheduler does, and what is refused."""
 
 import dataclasses
+import json
 from contextlib import nullcontext
 
 import pytest
 import torch
 from diffusers.models.embeddings import LabelEmbedding
 
+from mhla_hf.recovery.recover import find_model
 from mhla_hf.training import (
     DiffusionTrainer,
     DiTObjective,
@@ -17,10 +19,12 @@ from mhla_hf.training import (
     objective_for,
 )
 from mhla_hf.training.data.batches import DataOrder, make_batch
+from mhla_hf.training.families import open_pipeline
 from mhla_hf.training.matching.layer_training import layer_loss
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.stages.noise_prediction import no_label_dropout
+from mhla_hf.utils.files import write_json
 
 from ... import tiny, tiny_images, tiny_joint
 from ...models.cases import LTX2Case, SkyReelsCase, WanVACECase
@@ -175,6 +179,19 @@ class TestRefusals:
     def test_models_that_need_another_objective(self, make, message):
         with pytest.raises(ValueError, match=message):
             objective_for(make())
+
+    @pytest.mark.parametrize(
+        ("make", "class_name"),
+        [(tiny.ltx_pipeline, "LTXConditionPipeline"), (tiny_joint.flux_pipeline, "FluxKontextPipeline")],
+    )
+    def test_pipelines_that_call_their_model_in_another_way(self, make, class_name, tmp_path):
+        make().save_pretrained(tmp_path)
+        assert open_pipeline(str(tmp_path)).component == "transformer"
+        index = tmp_path / "model_index.json"
+        write_json(index, {**json.loads(index.read_text()), "_class_name": class_name})
+        for opened in (open_pipeline, find_model):
+            with pytest.raises(ValueError, match=f"a {class_name} calls its transformer with more than a text"):
+                opened(str(tmp_path))
 
     def test_vace_without_its_pipeline(self):
         model, inputs = WanVACECase().make(), tiny.wan_inputs()
