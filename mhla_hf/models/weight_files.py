@@ -444,8 +444,7 @@ def warn_of_fresh(model: Any, fresh: list[str], source: Any) -> None:
         source: Name of the checkpoint that lacks them.
     """
     # It starts as 1, which is what weights without it have been trained with.
-    fresh = [key for key in fresh if not key.endswith(".normalizer_scale")]
-    if not fresh:
+    if all(key.endswith(".normalizer_scale") for key in fresh):
         return
     identity = all(key.partition(".mhla.")[2].partition(".")[0] in _STARTS_AS_IDENTITY for key in fresh)
     advice = "Fine-tune the model before you use it."

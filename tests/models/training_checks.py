@@ -115,7 +115,7 @@ class TrainingChecks(ModelCase):
         assert {gradient.dtype for gradient in actual.values()} == {torch.float32}
         assert all(gradient.isfinite().all() for gradient in actual.values())
         for name in mhla_parameters(model):
-            assert relative_error(actual[name], expected[name]) < 0.1, name
+            assert name.endswith(self.untrained) or relative_error(actual[name], expected[name]) < 0.1, name
 
     def test_training_lowers_the_loss(self):
         torch.manual_seed(0)
