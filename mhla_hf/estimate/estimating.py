@@ -27,6 +27,7 @@ from ..integrations.transformers.cache import cache_layer_bytes
 from ..recovery.recipes import FAMILIES as RECOVERED
 from ..recovery.recipes import Recipe, default_recipe, load_recipe, recipe_names
 from ..training.matching.layers import AttentionLayer, base_model, mhla_layers, run
+from ..utils.compat.transformers import cache_of_output
 from ..utils.messages import shorten_text
 from .candidates import Candidate, on_meta
 
@@ -271,7 +272,7 @@ def count_operations(candidate: Candidate, model: Any, grid: Sequence[int]) -> d
     tokens = max(attentions.mixing, default=0)
     mixing = attentions.mixing.pop(tokens, [])
     others = attentions.rest + sum(map(sum, attentions.mixing.values()))
-    cache: Any = getattr(output, "past_key_values", None)
+    cache: Any = cache_of_output(output)
     return {
         "operations": counter.get_total_flops() + others + sum(mixing),
         "mixing": sum(mixing),

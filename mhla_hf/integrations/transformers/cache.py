@@ -20,6 +20,7 @@ from ...layers.state import DecodingState, WindowState
 from ...ops.band import StoredMixing
 from ...ops.operands import MHLAState
 from ...ops.recurrent import rewind
+from ...utils.compat.transformers import cache_names
 
 
 # How many of the last tokens can be taken back (assisted decoding drafts fewer).
@@ -435,7 +436,7 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
     if type(layer) not in (DynamicLayer, StaticLayer):
         raise ValueError(
             f"{type(layer).__name__} (layer {index} of {type(cache).__name__}) cannot keep MHLA state. "
-            "Use cache_implementation='dynamic', 'static' or 'offloaded', or pass past_key_values=MHLACache(...); "
+            f"Use cache_implementation='dynamic', 'static' or 'offloaded', or pass {cache_names()[0]}=MHLACache(...); "
             "model.to(torch.bfloat16) halves the state."
         )
     if layer.is_initialized and int(layer.get_seq_length()) > 0:

@@ -13,7 +13,7 @@ the features are rotated, all with the model's own `apply_rotary_pos_emb`: any o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils import logging
 
 from ...layers.state import TokenSequence
-from ...utils.compat import forward_parameters
-from ...utils.compat.transformers import attention_of
+from ...utils.compat import forward_parameters, unknown_shape
+from ...utils.compat.transformers import adds_to_mask, attention_of, cache_names
 from .cache import MHLACacheLayer, can_be_read, check_softmax_cache, follow_mask, mhla_cache_layer, mhla_cache_layers
 from .configuration import NAME
 from .modules import is_image_model, patch_grid, reads_keywords, rotation_of, uses_rotary
@@ -81,6 +81,7 @@ def mhla_attention_forward(
 
     Raises:
         ValueError: If something is asked that MHLA cannot do; the message says what.
+        UnsupportedVersionError: If transformers hands caches on in an unknown way.
     """
     mhla = getattr(module, "mhla", None)
     if mhla is None:
@@ -100,6 +101,9 @@ def mhla_attention_forward(
             f"The inputs of the model did not reach {type(module).__name__}: it drops keyword arguments, or was "
             "called outside its model. Pass mhla_inputs=ModelInputs() to call a layer alone."
         )
+    if key.shape[2] != query.shape[2]:
+        # A cache that no hook saw gave its keys back.
+        raise unknown_shape("transformers", "names of the cache in calls of models")
     _check_mask(module, attention_mask, given.model)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     rotary = None
@@ -133,8 +137,8 @@ def mhla_mask(
         ValueError: If the model adds to its causal or bidirectional mask.
     """
     # Names of functions cannot be read while compiling; a model does the same thing uncompiled.
-    name = "" if torch.compiler.is_compiling() else getattr(kwargs.get("mask_function"), "__qualname__", "")
-    if kwargs.get("use_vmap") or name.startswith("or_masks"):
+    adds = not torch.compiler.is_compiling() and adds_to_mask(kwargs.get("mask_function"))
+    if kwargs.get("use_vmap") or adds:
         raise ValueError(
             "This model changes its attention mask (for images or prefixes in a text); MHLA cannot. Other parts can "
             "be asked by name, as in attn_implementation={'vision_config': 'mhla'}."
@@ -298,7 +302,9 @@ def make_rotation(attention: nn.Module, position_embeddings: Any, query: torch.T
 
 # Inputs.
 
-_MODEL_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "pixel_values")
+_MODEL_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "pixel_values", *cache_names())
+# The last two are those of attention modules of some models.
+_CACHE_NAMES = (*cache_names(), "layer_past", "past_key_value")
 
 
 @dataclass(frozen=True)
@@ -379,7 +385,7 @@ class ModelInputsHook:
                 mask = mask.flatten(0, 1) if isinstance(mask, torch.Tensor) and mask.dim() == 3 else mask
             if tokens is None:
                 tokens = given.get("inputs_embeds")
-            cache = given.get("past_key_values")
+            cache = _cache_in(given)
             padding = _padding(mask, cache, causal)
             hidden = None
             if causal and tokens is not None:
@@ -398,15 +404,14 @@ class LayerInputsHook:
     """
 
     def __init__(self, attention: nn.Module, layer_index: int, only_mhla: bool) -> None:
-        names = ("hidden_states", "position_embeddings", "past_key_values", "layer_past", "past_key_value")
-        self.positions = _positions(attention, (*names, "attention_mask", "position_ids"))
+        names = ("hidden_states", "position_embeddings", "attention_mask", "position_ids")
+        self.positions = _positions(attention, (*names, *_CACHE_NAMES))
         self.layer_index, self.only_mhla = layer_index, only_mhla
         self.rotary, self.hands_on = uses_rotary(attention), reads_keywords(type(attention).forward)
 
     def __call__(self, attention: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         given = {name: _argument(args, kwargs, index, name) for name, index in self.positions.items()}
-        caches = [given.get(name) for name in ("past_key_values", "layer_past", "past_key_value")]
-        cache = next((cache for cache in caches if cache is not None), None)
+        cache = _cache_in(given)
         if attention_of(attention.config) != NAME:
             _check_softmax(attention, cache, self.layer_index)
             return None
@@ -490,7 +495,7 @@ def _documents(given: dict[str, Any], kwargs: dict[str, Any]) -> tuple[torch.Ten
         tokens = torch.arange(int(ends[-1]) if total is None else total, device=ends.device)
         return torch.searchsorted(ends, tokens, right=True).clamp(max=ends.shape[0] - 1)[None], ends.shape[0]
     positions = given.get("position_ids")
-    if positions is None or given.get("attention_mask") is not None or given.get("past_key_values") is not None:
+    if positions is None or given.get("attention_mask") is not None or _cache_in(given) is not None:
         return None, 1
     if positions.dim() != 2 or positions.shape[1] < 2:
         return None, 1
@@ -505,6 +510,10 @@ def _positions(module: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
     """Positions of arguments in a module's `forward`; -1 for those that it takes by keyword only."""
     parameters = list(forward_parameters(module))
     return {name: parameters.index(name) if name in parameters else -1 for name in names}
+
+
+def _cache_in(given: Mapping[str, Any]) -> Any:
+    return next((given[name] for name in _CACHE_NAMES if given.get(name) is not None), None)
 
 
 def _argument(args: tuple, kwargs: dict[str, Any], index: int, name: str) -> Any:

@@ -24,6 +24,7 @@ from ...layers.joint import JointMHLA
 from ...layers.mhla import MHLA
 from ...layers.original import is_softmax, original_attention
 from ...utils.compat import forward_parameters
+from ...utils.compat.transformers import CACHE_NAMES
 
 
 Batch = Mapping[str, Any]
@@ -490,7 +491,7 @@ def take_hidden_states(
         streams: See [`one_sequence`]; the hidden states may be one argument all the same.
         masks: Keep masks.
     """
-    left_out = () if masks else ("attention_mask", "past_key_values")
+    left_out = () if masks else ("attention_mask", *CACHE_NAMES)
     if streams:
         args, kwargs = (), {**dict(zip(forward_parameters(module), args)), **kwargs}
     kwargs = {name: None if name in left_out else kwargs[name] for name in kwargs}

@@ -26,7 +26,7 @@ from typing import Any
 SUPPORTED = {"transformers": ">=5.17,<6", "diffusers": ">=0.40", "peft": ">=0.18"}
 """Supported versions; the same ranges are in `pyproject.toml`."""
 
-CHECKED = {"transformers": "5.17 and 5.23", "diffusers": "0.40 and 0.42", "peft": "0.18 and 0.21"}
+CHECKED = {"transformers": "5.17, 5.23 and 5.24", "diffusers": "0.40 and 0.42", "peft": "0.18 and 0.21"}
 """Versions that the functions below were checked with."""
 
 

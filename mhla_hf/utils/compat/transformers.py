@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private and fragile parts of transformers, checked with versions 5.17 and 5.23.
+"""Private and fragile parts of transformers, checked with versions 5.17, 5.23 and 5.24.
 
 The functions raise `UnsupportedVersionError` where transformers does not have the named part.
 """
@@ -7,6 +7,7 @@ The functions raise `UnsupportedVersionError` where transformers does not have t
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,44 @@ def task_classes() -> dict[str, set[str]]:
         task: {name for entry in table.values() for name in (entry if isinstance(entry, (list, tuple)) else [entry])}
         for task, table in tables.items()
     }
+
+
+# Masks.
+
+
+def adds_to_mask(function: Any) -> bool:
+    """Return whether a mask function of transformers shows more than others do, by itself or inside of others.
+
+    They are closures, known by the names of the functions that make them: `or_masks` from 5.24 on inside `and_masks`
+    where documents are packed.
+    """
+    if getattr(function, "__qualname__", "").startswith("or_masks"):
+        return True
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    inner = [one for cell in cells for one in (cell if isinstance(cell, tuple) else (cell,))]
+    return any(adds_to_mask(one) for one in inner if callable(one))
+
+
+# Caches.
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""Names of the argument and of the output that is the cache: from 5.24 on, and before."""
+
+
+def cache_names() -> tuple[str, ...]:
+    """Return those of [`CACHE_NAMES`] that the installed version takes, the one that it uses itself first.
+
+    5.24 and newer take either for the other. Before, an argument `cache` was handed on to attention functions as the
+    pages of continuous batching, and is none of ours.
+    """
+    output = imported("transformers", "modeling_outputs", "BaseModelOutputWithPast")
+    names = {field.name for field in dataclasses.fields(output)}
+    return CACHE_NAMES if "cache" in names else CACHE_NAMES[1:]
+
+
+def cache_of_output(output: Any) -> Any:
+    """Return the cache that a model or `generate` returned, or `None`."""
+    return getattr(output, cache_names()[0], None)
 
 
 # Building and loading models.

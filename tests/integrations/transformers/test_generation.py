@@ -12,6 +12,8 @@ from transformers import DynamicCache, StaticCache
 
 from mhla_hf import MHLACache
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer
+from mhla_hf.utils.compat import UnsupportedVersionError
+from mhla_hf.utils.compat.transformers import CACHE_NAMES, cache_names, cache_of_output
 
 from .mhla_models import mhla_model
 from .tiny_models import FIRST_ORDINARY_TOKEN, VOCABULARY, names
@@ -147,6 +149,28 @@ def test_a_conversation_goes_on_from_a_returned_cache(llama, make):
         llama, {"input_ids": ids, "attention_mask": mask}, past_key_values=first.past_key_values, max_new_tokens=6
     )
     assert torch.equal(result.sequences, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", cache_names())
+def test_a_cache_goes_by_each_of_its_names(llama, greedy, name):
+    cache = DynamicCache(config=llama.config)
+    result = generate(llama, prompt(True), **{name: cache})
+    assert torch.equal(result.sequences, greedy[True][0])
+    assert cache_of_output(result) is cache and all(type(layer) is MHLACacheLayer for layer in cache.layers)
+    ids, again = prompt(False)["input_ids"], DynamicCache(config=llama.config)
+    logits = torch.cat([llama(part, **{name: again}).logits for part in ids.split(4, dim=1)], dim=1)
+    torch.testing.assert_close(logits, llama(ids, use_cache=False).logits, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_by_an_unknown_name_is_refused(llama, monkeypatch):
+    # As transformers 5.24 was to versions of this package that did not know its name.
+    for hook in (hook for module in llama.modules() for hook in module._forward_pre_hooks.values()):
+        known = {name: index for name, index in hook.positions.items() if name not in CACHE_NAMES}
+        monkeypatch.setattr(hook, "positions", known)
+    with pytest.raises(UnsupportedVersionError, match="does not have the known names of the cache"):
+        llama.generate(**prompt(False), max_new_tokens=3, do_sample=False)
 
 
 def test_a_cache_starts_anew_after_reset(llama, greedy):

@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForC
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from mhla_hf import MHLAConfig, convert
+from mhla_hf.integrations.transformers.modules import can_dispatch
 
 from .family_sweep import SETTINGS
 from .mhla_models import IMAGE_OPTIONS, TEXT_OPTIONS, first_output, mhla_model, mhla_modules
@@ -282,6 +283,8 @@ NOT_DISPATCHING = "Falcon Bloom GPTJ Mpt CodeGen GPTNeo Deberta LayoutLMv3 MPNet
 @pytest.mark.parametrize("name", NOT_DISPATCHING)
 def test_models_that_do_not_dispatch_are_refused_when_they_are_loaded(name, tmp_path):
     model_class = getattr(transformers, f"{name}Model")
+    if can_dispatch(model_class):
+        pytest.skip(f"{name} goes through the attention interface in this version of transformers")
     config = tiny_config(model_class.config_class, **SETTINGS.get(model_class.config_class.model_type, {}))
     model_class(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cannot use attn_implementation='mhla': its attention does not go through"):

@@ -6,6 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_causal_mask_function
+
+from mhla_hf.utils.compat.transformers import adds_to_mask
 
 from .mhla_models import first_output, mhla_model
 from .tiny_models import inputs
@@ -113,3 +116,9 @@ def test_one_padding_mask_for_hybrids_too(layers):
         ids = given["input_ids"][row : row + 1, mask[row]]
         torch.testing.assert_close(output[row : row + 1, mask[row]], first_output(model, input_ids=ids),
                                    rtol=1e-5, atol=2e-5)  # fmt: skip
+
+
+def test_masks_that_show_more_are_found_inside_others():
+    more = or_masks(causal_mask_function, sliding_window_causal_mask_function(4))
+    assert adds_to_mask(more) and adds_to_mask(and_masks(causal_mask_function, more))
+    assert not any(map(adds_to_mask, (None, causal_mask_function, sliding_window_causal_mask_function(4))))
