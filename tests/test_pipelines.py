@@ -138,6 +138,7 @@ def test_a_model_without_a_pipeline_is_named(softmax_dir):
 # Arguments that are passed on
 
 
+@pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated")
 @pytest.mark.parametrize("argument", ["torch_dtype", "dtype"])
 @pytest.mark.parametrize("source", ["softmax_dir", "mhla_dir"])
 def test_dtype(argument, source, request):

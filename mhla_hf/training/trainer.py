@@ -25,6 +25,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..models.directory import ModelDirectory
+from ..utils.compat import checkpointing_method
 from ..utils.destinations import lock_output, remove_directory, remove_leftovers
 from ..utils.files import list_files, write_json
 from ..utils.locations import local_origin
@@ -391,9 +392,7 @@ class Trainer(ABC):
         parameters.set_trainable(self.model, self.names)
         self.model.train()
         if config.gradient_checkpointing:
-            model = self.model
-            enable = getattr(model, "enable_gradient_checkpointing", None) or model.gradient_checkpointing_enable
-            enable()
+            checkpointing_method(self.model)()
         if checkpoint is not None and self.position is not None:
             self.step = self.position.step
             checkpoints.load_weights(checkpoint, self.model, self.names)

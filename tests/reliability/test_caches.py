@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from ..integrations.transformers.mhla_models import mhla_model
-from ..integrations.transformers.tiny_models import FIRST_ORDINARY_TOKEN, VOCABULARY, softmax_model
+from ..integrations.transformers.tiny_models import CACHE, FIRST_ORDINARY_TOKEN, VOCABULARY, softmax_model
 
 
 WINDOW = {"window": "adjacent", "window_size": 3}
@@ -53,7 +53,7 @@ def test_hybrids_in_a_static_cache_equal_recomputation(name, layers, sizes, cuts
     cache, start, logits = StaticCache(config=model.config, max_cache_len=20), 0, []
     for length in cuts:
         end = start + length
-        logits.append(model(ids[:, start:end], attention_mask=mask, past_key_values=cache).logits)
+        logits.append(model(ids[:, start:end], attention_mask=mask, **{CACHE: cache}).logits)
         start = end
     torch.testing.assert_close(torch.cat(logits, dim=1), model(ids, use_cache=False).logits, rtol=1e-4, atol=2e-5)
 
@@ -78,14 +78,14 @@ def two_turns(model, kind, first_mask, mask, *, first=9, step=None, change=None)
     """Logits of a second turn after a first one with another mask; in `step`s of that many tokens."""
     ids, cache = text(mask.shape[1], len(mask)), make_cache(kind, model)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    model(ids[:, :first], position_ids=positions[:, :first], attention_mask=first_mask, past_key_values=cache)
+    model(ids[:, :first], position_ids=positions[:, :first], attention_mask=first_mask, **{CACHE: cache})
     if change is not None:
         change(cache)
     logits, step = [], step or mask.shape[1] - first
     for start in range(first, mask.shape[1], step):
         end = start + step
         given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
-        logits.append(model(ids[:, start:end], **given, past_key_values=cache).logits)
+        logits.append(model(ids[:, start:end], **given, **{CACHE: cache}).logits)
     return torch.cat(logits, dim=1)
 
 
@@ -138,13 +138,13 @@ def test_tokens_anywhere_among_the_last_ones_are_hidden(options):
     positions = torch.arange(100)[None].expand(2, -1)
     expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     cache = DynamicCache(config=model.config)
-    model(ids[:, :90], past_key_values=cache)
+    model(ids[:, :90], **{CACHE: cache})
     early = copy.deepcopy(cache)
     for end in (91, 92, 100):
         start = cache.get_seq_length()
         output = model(
             ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions[:, start:end],
-            past_key_values=cache,
+            **{CACHE: cache},
         ).logits  # fmt: skip
         torch.testing.assert_close(output, expected[:, start:end], rtol=1e-4, atol=2e-5)
     # What the state has to keep in order to notice does not grow.
@@ -152,7 +152,7 @@ def test_tokens_anywhere_among_the_last_ones_are_hidden(options):
     # One token before the last 64.
     mask[1, 25] = False
     with pytest.raises(ValueError, match=OTHER_MASK):
-        model(ids[:, 90:], attention_mask=mask, past_key_values=early)
+        model(ids[:, 90:], attention_mask=mask, **{CACHE: early})
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def test_what_cannot_be_hidden_is_refused_and_leaves_the_cache_alone(llama, kind
 
     def refused(cache):
         with pytest.raises(ValueError, match="Pass the former mask, extended for the new tokens, or start again"):
-            llama(text(91)[:, 90:], attention_mask=torch.ones(2, 91), past_key_values=cache)
+            llama(text(91)[:, 90:], attention_mask=torch.ones(2, 91), **{CACHE: cache})
 
     again = two_turns(llama, kind, mask[:, :90], mask, first=90, step=step, change=refused)
     assert torch.equal(again, same)
@@ -184,12 +184,12 @@ def test_the_mask_follows_what_is_done_to_the_cache(options):
     def crop(cache):
         ids, longer = text(14), torch.ones(2, 12, dtype=torch.long)
         longer[:, :9], longer[1, 10] = mask[:, :9], 0
-        model(ids[:, 9:12], attention_mask=longer, past_key_values=cache)
+        model(ids[:, 9:12], attention_mask=longer, **{CACHE: cache})
         cache.crop(-3)
 
     def crop_into_the_padding(cache):
         cache.crop(-2)
-        model(text(9)[:, 7:], attention_mask=mask[:, :9], past_key_values=cache)
+        model(text(9)[:, 7:], attention_mask=mask[:, :9], **{CACHE: cache})
 
     for change in (crop, crop_into_the_padding):
         torch.testing.assert_close(
@@ -197,19 +197,19 @@ def test_the_mask_follows_what_is_done_to_the_cache(options):
         )
 
     cache = make_cache("dynamic", model)
-    model(text(9), attention_mask=mask[:, :9], past_key_values=cache)
+    model(text(9), attention_mask=mask[:, :9], **{CACHE: cache})
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 3]))
     twin = copy.deepcopy(cache)
     positions = (mask.cumsum(-1) - 1)[:, 9:]
     given = {"attention_mask": mask.flip(0), "position_ids": positions.flip(0)}
-    output = model(text(14).flip(0)[:, 9:], **given, past_key_values=cache).logits
+    output = model(text(14).flip(0)[:, 9:], **given, **{CACHE: cache}).logits
     torch.testing.assert_close(output, expected.flip(0), rtol=1e-4, atol=2e-5)
     with pytest.raises(ValueError, match=OTHER_MASK):
-        model(text(14)[:, 9:], attention_mask=mask, past_key_values=twin)
+        model(text(14)[:, 9:], attention_mask=mask, **{CACHE: twin})
     twin.reset()
-    whole = model(text(14), attention_mask=mask, past_key_values=twin).logits
+    whole = model(text(14), attention_mask=mask, **{CACHE: twin}).logits
     torch.testing.assert_close(whole, model(text(14), attention_mask=mask, use_cache=False).logits)
 
 
@@ -218,9 +218,9 @@ def test_a_chat_of_generated_turns_as_softmax_has_it():
     # Turn one was padded on the right and generated nothing yet; turn two hides the padding and generates.
     for model in (mhla_model("llama"), mhla_model("llama", layers=[0]), softmax_model("llama")):
         mask, cache = padded_at_the_end_of_turn_one(), DynamicCache(config=model.config)
-        model(text(9), past_key_values=cache)
+        model(text(9), **{CACHE: cache})
         options = {"max_new_tokens": 5, "do_sample": False}
-        given = {"attention_mask": mask, "past_key_values": cache}
+        given = {"attention_mask": mask, CACHE: cache}
         output = model.generate(text(14), position_ids=(mask.cumsum(-1) - 1), **given, **options)[:, 14:]
         for row in range(2):
             expected = model.generate(text(14)[row : row + 1, mask[row].bool()], **options)[:, -5:]

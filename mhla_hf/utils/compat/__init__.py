@@ -139,6 +139,15 @@ def unsplit_classes(model: Any) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
+def checkpointing_method(model: Any) -> Callable[..., None]:
+    """Return the method of a model that lets it recompute activations in the backward pass.
+
+    It has another name in diffusers, in transformers from 5.24 on, and before.
+    """
+    names = ("enable_gradient_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
+    return next(getattr(model, name) for name in names if hasattr(model, name))
+
+
 def set_process_timeout(timeout: timedelta) -> None:
     """Set how long the processes of `torch.distributed` wait for one another from now on (torch 2.6 to 2.15)."""
     from torch.distributed import distributed_c10d

@@ -14,6 +14,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,8 @@ from .shrinking import MAX_PARAMETERS, num_parameters, tiny_config
 from .tiny_models import sharpen
 
 
+# What a note begins with where older versions of transformers do not serve the model.
+SINCE = re.compile(r"(from transformers [\d.]+ on)(; )?")
 MAPPINGS = {
     "language model": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "encoder": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -49,6 +53,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"), _THREE_AXES
     ),
+    # Small tokenizers, and tokens of images and sound inside a small vocabulary.
+    "apertus1p5": {
+        "audio_config": {"codebook_dim": 32, "codebook_size": 8, "num_filters": 4},
+        "audio_token_id": 61,
+        "audio_token_offset": 78,
+        "image_token_id": 60,
+        "image_token_offset": 70,
+        "vision_config": {"base_channels": 32, "codebook_size": 8},
+    },
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "clip_text_model": {"eos_token_id": 2},
@@ -352,7 +365,9 @@ def _line(error: Any) -> str:
     text = " ".join(str(error).split())
     start = text.find("cannot use attn_implementation='mhla': ")
     text = text[start + len("cannot use attn_implementation='mhla': ") :] if start >= 0 else text
-    return text.split(" Other parts can")[0].split(" mhla_hf.supported_models()")[0][:200].rstrip(".")
+    for advice in (" Other parts can", " mhla_hf.supported_models()", " Where the model can do without"):
+        text = text.split(advice)[0]
+    return text[:200].rstrip(".")
 
 
 def entries(kind: str, name: str) -> list[dict[str, str]]:
@@ -369,10 +384,24 @@ def entries(kind: str, name: str) -> list[dict[str, str]]:
     return found
 
 
+def since(entry: dict[str, str], stored: list[dict[str, str]], version: str) -> str:
+    """What the note of a model begins with that works in this version of transformers, and did not in former ones."""
+    key = operator.itemgetter("kind", "name", "status")
+    former = next((one["note"] for one in stored if key(one) == key(entry)), None)
+    if former is None:
+        return f"from transformers {version} on" if entry["status"] == "works" else ""
+    found = SINCE.match(former)
+    return found[1] if found else ""
+
+
 def main() -> None:
-    """Writes the list."""
+    """Writes the list, beside the one of a former version."""
     transformers.logging.set_verbosity_error()
+    stored = json.loads(TRANSFORMERS_DATA.read_text(encoding="utf-8"))["models"]
+    version = transformers.__version__.rpartition(".")[0]
     found = [entry for kind in MAPPINGS for name in names(kind) for entry in entries(kind, name)]
+    for entry in found:
+        entry["note"] = "; ".join(filter(None, (since(entry, stored, version), entry["note"])))
     lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in found)
     head = f'"transformers": "{transformers.__version__}"'
     TRANSFORMERS_DATA.write_text(f'{{{head}, "models": [\n{lines}\n]}}\n', encoding="utf-8")

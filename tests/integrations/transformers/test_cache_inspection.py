@@ -14,9 +14,10 @@ from transformers import CompileConfig, DynamicCache, QuantizedCache, StaticCach
 
 from mhla_hf import MHLACache
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer
+from mhla_hf.utils.compat.transformers import cache_of_output
 
 from .mhla_models import mhla_model
-from .tiny_models import FIRST_ORDINARY_TOKEN, VOCABULARY, softmax_model
+from .tiny_models import CACHE, FIRST_ORDINARY_TOKEN, VOCABULARY, softmax_model
 
 
 # The only quantised cache that needs no other package.
@@ -46,8 +47,8 @@ def test_keys_and_values_are_those_of_the_last_tokens(model, stock, length):
     ids = tokens(length=length)
     ours, theirs = DynamicCache(config=model.config), DynamicCache(config=stock.config)
     for part in (ids[:, :5], ids[:, 5:]):
-        model(part, past_key_values=ours)
-        stock(part, past_key_values=theirs)
+        model(part, **{CACHE: ours})
+        stock(part, **{CACHE: theirs})
     kept = min(length, 64)
     # The first layer's input is the same whatever its attention.
     torch.testing.assert_close(ours.layers[0].keys, theirs.layers[0].keys[:, :, -kept:])
@@ -61,8 +62,8 @@ def test_a_static_cache_has_its_columns_from_the_start(model, stock):
     ids = tokens()
     ours, theirs = (StaticCache(config=model.config, max_cache_len=20) for _ in range(2))
     for part in (ids[:, :10], ids[:, 10:]):
-        model(part, past_key_values=ours)
-        stock(part, past_key_values=theirs)
+        model(part, **{CACHE: ours})
+        stock(part, **{CACHE: theirs})
     assert ours.layers[0].keys.shape == theirs.layers[0].keys.shape == (2, 2, 20, 8)
     torch.testing.assert_close(ours.layers[0].keys, theirs.layers[0].keys)
     torch.testing.assert_close(ours.layers[0].values, theirs.layers[0].values)
@@ -73,7 +74,7 @@ def test_a_static_cache_has_its_columns_from_the_start(model, stock):
 def test_they_follow_what_is_done_to_the_cache(model):
     ids = tokens(length=80)
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache)
+    model(ids, **{CACHE: cache})
     layer = cache.layers[1]
     keys, values = layer.keys, layer.values
     cache.crop(-10)
@@ -85,7 +86,7 @@ def test_they_follow_what_is_done_to_the_cache(model):
     cache.batch_select_indices(torch.tensor([0, 5]))
     twin = copy.deepcopy(cache)
     assert torch.equal(twin.layers[1].keys, keys.flip(0)[:, :, :-10])
-    model(ids[:, :3], past_key_values=cache)
+    model(ids[:, :3], **{CACHE: cache})
     assert layer.keys.shape[2] == 57 and twin.layers[1].keys.shape[2] == 54
     cache.reset()
     assert layer.keys is None and layer.values is None and not hasattr(layer, "batch_size")
@@ -96,9 +97,9 @@ def test_a_text_in_two_parts_leaves_the_same_cache(model):
     options = {"do_sample": False, "return_dict_in_generate": True}
     whole = model.generate(tokens(), max_new_tokens=6, **options)
     half = model.generate(tokens(), max_new_tokens=3, **options)
-    rest = model.generate(half.sequences, past_key_values=half.past_key_values, max_new_tokens=3, **options)
+    rest = model.generate(half.sequences, **{CACHE: cache_of_output(half)}, max_new_tokens=3, **options)
     assert torch.equal(rest.sequences, whole.sequences)
-    for first, second in zip(whole.past_key_values.layers, rest.past_key_values.layers):
+    for first, second in zip(cache_of_output(whole).layers, cache_of_output(rest).layers):
         assert first.keys.shape == (2, 2, 16, 8)
         torch.testing.assert_close(first.keys, second.keys)
         torch.testing.assert_close(first.values, second.values)
@@ -107,7 +108,7 @@ def test_a_text_in_two_parts_leaves_the_same_cache(model):
 @torch.no_grad()
 def test_what_would_be_wrong_is_refused(model):
     cache = MHLACache(config=model.config)
-    model(tokens(), past_key_values=cache)
+    model(tokens(), **{CACHE: cache})
     layer = cache.layers[0]
     assert isinstance(layer, MHLACacheLayer)
     with pytest.raises(ValueError, match="its keys and values cannot be set. Use reorder_cache, batch_repeat"):
@@ -183,11 +184,11 @@ def test_a_cache_is_not_compiled_anew_for_every_block(padded, allowed):
     def decode(step):
         cache, mask = DynamicCache(config=model.config), torch.ones(2, 11, dtype=torch.long)
         mask[0, :3] = 0
-        logits = [model(tokens(), attention_mask=mask if padded else None, past_key_values=cache).logits[:, -1:]]
+        logits = [model(tokens(), attention_mask=mask if padded else None, **{CACHE: cache}).logits[:, -1:]]
         # Ten blocks of four tokens, of which the prompt fills three.
         for _ in range(28):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            given = {"attention_mask": mask if padded else None, "past_key_values": cache}
+            given = {"attention_mask": mask if padded else None, CACHE: cache}
             logits.append(step(logits[-1].argmax(-1), **given).logits)
         return torch.cat(logits, dim=1)
 

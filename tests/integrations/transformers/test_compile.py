@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from transformers import StaticCache
 
 from .mhla_models import first_output, mhla_model
-from .tiny_models import inputs
+from .tiny_models import CACHE, inputs
 
 
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -59,7 +60,7 @@ def test_decoding_is_not_compiled_anew_for_every_token():
     def decode(step):
         cache = StaticCache(config=model.config, max_cache_len=40)
         position = (prompt.cumsum(-1) - 1).clamp(min=0)
-        logits = [model(ids, attention_mask=prompt, position_ids=position, past_key_values=cache).logits[:, -1:]]
+        logits = [model(ids, attention_mask=prompt, position_ids=position, **{CACHE: cache}).logits[:, -1:]]
         position = position[:, -1:]
         for index in range(12):
             mask = torch.zeros(2, 40, dtype=torch.long)
@@ -67,7 +68,12 @@ def test_decoding_is_not_compiled_anew_for_every_token():
             mask[:, 11 : 12 + index] = 1
             position = position + 1
             token = logits[-1].argmax(-1)
-            logits.append(step(token, attention_mask=mask, position_ids=position, past_key_values=cache).logits)
+            given = {"attention_mask": mask, "position_ids": position, CACHE: cache}
+            if index % 4 == 3:
+                # A draft that is rejected.
+                step((token + 1) % 64, **given)
+                cache.crop(-1)
+            logits.append(step(token, **given).logits)
         return torch.cat(logits, dim=1)
 
     expected = decode(model)

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 import mhla_hf  # noqa: F401
+from mhla_hf.utils.compat import checkpointing_method
 
 from .mhla_models import mhla_modules
 from .tiny_files import save_softmax
@@ -21,6 +22,12 @@ from .tiny_files import save_softmax
 
 # Texts of three blocks and more go beyond the stored weights, and train their decay too.
 SMALL_BLOCKS = {"block_size": 4, "grid": [8]}
+# The name of the option from transformers 5.24 on, and before.
+CHECKPOINTS = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
+)
 CHECKPOINTING = {"off": None, "reentrant": True, "not reentrant": False}
 
 
@@ -91,9 +98,9 @@ def test_training_a_language_model(tmp_path, bf16, checkpointing):
     model = load(save_softmax("llama", tmp_path / "softmax"))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     reentrant = CHECKPOINTING[checkpointing]
-    options = {"gradient_checkpointing": reentrant is not None, "bf16": bf16, "gradient_accumulation_steps": 2}
+    options = {CHECKPOINTS: reentrant is not None, "bf16": bf16, "gradient_accumulation_steps": 2}
     if reentrant is not None:
-        options["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
+        options[f"{CHECKPOINTS}_kwargs"] = {"use_reentrant": reentrant}
     trainer = Trainer(
         model,
         arguments(tmp_path / "run", **options),
@@ -146,7 +153,7 @@ def test_gradients_under_checkpointing(name, reentrant):
     for checkpointing in (False, True):
         model = mhla_model(name).train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            checkpointing_method(model)({"use_reentrant": reentrant})
             if reentrant and name != "vit":
                 model.enable_input_require_grads()
         output = first_output(model, **inputs(name, padding=padding))

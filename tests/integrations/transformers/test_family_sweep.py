@@ -13,14 +13,14 @@ import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.models.registry import TRANSFORMERS_DATA
 
-from .family_sweep import MAPPINGS, entries, names
+from .family_sweep import MAPPINGS, SINCE, entries, names
 
 
 STORED = json.loads(TRANSFORMERS_DATA.read_text(encoding="utf-8"))
 SAMPLE = {
-    "language model": "cohere2 jamba mamba diffllama falcon bloom gptj mpt codegen gpt_neo".split(),
+    "language model": "cohere2 jamba mamba diffllama falcon bloom gptj mpt codegen gpt_neo exaone sarvam_moe apertus1p5_text".split(),
     "encoder": "deberta deberta-v2 mpnet longformer".split(),
-    "multi-modal": "gemma3 internvl qwen2_vl git".split(),
+    "multi-modal": "gemma3 internvl qwen2_vl git apertus1p5".split(),
     "vision": ["vit", "swinv2"],
 }
 EVERY = [(kind, name) for kind in MAPPINGS for name in names(kind)]
@@ -30,7 +30,8 @@ def recorded(kind, name):
     """The entry of a model, and the one of its text part if that has one."""
     part = f"text part of {name}"
     own = (kind, name)
-    return [one for one in STORED["models"] if (one["kind"], one["name"]) == own or one["note"] == part]
+    models = [{**one, "note": SINCE.sub("", one["note"], count=1)} for one in STORED["models"]]
+    return [one for one in models if (one["kind"], one["name"]) == own or one["note"] == part]
 
 
 def check(kind, name):
@@ -60,6 +61,9 @@ def test_the_whole_list(kind, name):
 @pytest.mark.skipif(transformers.__version__ != STORED["transformers"], reason="made with another transformers")
 def test_the_list_is_complete():
     assert {(one["kind"], one["name"]) for one in STORED["models"]} >= set(EVERY)
+    since = {one["name"]: SINCE.match(one["note"])[1] for one in STORED["models"] if SINCE.match(one["note"])}
+    new = "apertus1p5 apertus1p5_text codegen exaone gptj sarvam_moe".split()
+    assert {name: since.get(name) for name in new} == dict.fromkeys(new, "from transformers 5.24 on")
     languages = [one for one in STORED["models"] if one["kind"] == "language model" and one["status"] == "works"]
     assert len(languages) > 90
 

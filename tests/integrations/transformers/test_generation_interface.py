@@ -13,8 +13,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import continuous_api
 
+from mhla_hf.utils.compat.transformers import cache_of_output
+
 from .mhla_models import mhla_model
 from .test_generation import prompt
+from .tiny_models import CACHE
 
 
 NEW = 6
@@ -48,7 +51,7 @@ def test_going_on_from_embeddings(llama):
     embedded = llama.get_input_embeddings()(given["input_ids"])
     first = generate(llama, inputs_embeds=embedded, max_new_tokens=3)
     longer = torch.cat([embedded, llama.get_input_embeddings()(first.sequences)], dim=1)
-    second = generate(llama, inputs_embeds=longer, past_key_values=first.past_key_values, max_new_tokens=3)
+    second = generate(llama, inputs_embeds=longer, **{CACHE: cache_of_output(first)}, max_new_tokens=3)
     expected = generate(llama, **given, max_new_tokens=6).sequences[:, 11:]
     assert torch.equal(torch.cat([first.sequences, second.sequences], dim=1), expected)
 

@@ -277,7 +277,18 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(name):
         AutoModel.from_config(config)
 
 
-NOT_DISPATCHING = "Falcon Bloom GPTJ Mpt CodeGen GPTNeo Deberta LayoutLMv3 MPNet Swinv2 Longformer".split()
+def test_position_biases_are_refused(tmp_path):
+    # It goes through the attention interface from transformers 5.24 on.
+    model_class = transformers.LayoutLMv3Model
+    model_class(tiny_config(model_class.config_class)).save_pretrained(tmp_path)
+    reason = "it uses position biases" if can_dispatch(model_class) else "its attention does not go through"
+    with pytest.raises(ValueError, match=f"cannot use attn_implementation='mhla': {reason}"):
+        model_class.from_pretrained(tmp_path, attn_implementation="mhla")
+    with pytest.raises(ValueError, match=f"cannot use attn_implementation='mhla': {reason}"):
+        convert(model_class.from_pretrained(tmp_path))
+
+
+NOT_DISPATCHING = "Falcon Bloom GPTJ Mpt CodeGen GPTNeo Deberta MPNet Swinv2 Longformer".split()
 
 
 @pytest.mark.parametrize("name", NOT_DISPATCHING)

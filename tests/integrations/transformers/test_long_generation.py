@@ -13,6 +13,7 @@ from mhla_hf import BlockLayout, MHLACache
 
 from .mhla_models import mhla_model, mhla_modules
 from .test_generation import generate, prompt, recompute
+from .tiny_models import CACHE
 
 
 # Three blocks of four tokens have weights of their own; the texts have eighteen blocks.
@@ -77,9 +78,9 @@ def test_assisted_decoding(model, expected):
 def test_crop_far_into_a_text(model, expected, make, removed):
     ids, logits = expected[False]
     cache = make(config=model.config)
-    model(ids[:, :-1], past_key_values=cache)
+    model(ids[:, :-1], **{CACHE: cache})
     cache.crop(-removed)
-    again = model(ids[:, -removed - 1 : -1], past_key_values=cache).logits
+    again = model(ids[:, -removed - 1 : -1], **{CACHE: cache}).logits
     torch.testing.assert_close(again, logits[:, -removed:], rtol=1e-5, atol=1e-5)
 
 
@@ -89,14 +90,14 @@ def test_the_state_stops_growing(model, expected):
     ids = torch.cat([ids, ids], dim=1)
     cache, slots = DynamicCache(config=model.config), []
     for part in ids.split([11, *[1] * (ids.shape[1] - 11)], dim=1):
-        model(part, past_key_values=cache)
+        model(part, **{CACHE: cache})
         slots.append(cache.layers[0].state.num_slots)
     # Three blocks of the prompt; then half as many again as needed, up to one finished block for which there are
     # weights beside the own one and the farthest, and those of 64 tokens that can be taken back.
     assert sorted(set(slots)) == [3, 5, 8, 13, 1 + 64 // 4]
     assert slots == sorted(slots) and slots.count(17) > 50
     static = StaticCache(config=model.config, max_cache_len=24)
-    model(ids[:, :24], past_key_values=static)
+    model(ids[:, :24], **{CACHE: static})
     assert static.layers[0].state.num_slots == 6
 
 

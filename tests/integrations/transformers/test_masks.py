@@ -8,10 +8,10 @@ import torch
 from transformers import DynamicCache
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_causal_mask_function
 
-from mhla_hf.utils.compat.transformers import adds_to_mask
+from mhla_hf.utils.compat.transformers import adds_to_mask, cache_of_output
 
 from .mhla_models import first_output, mhla_model
-from .tiny_models import inputs
+from .tiny_models import CACHE, inputs
 
 
 LENGTHS = (5, 1, 9, 3)
@@ -65,7 +65,7 @@ def test_packed_documents_leave_no_cache_to_go_on_from():
     output = model(input_ids=ids, position_ids=positions)
     torch.testing.assert_close(output.logits, alone(model, ids), rtol=1e-5, atol=2e-5)
     with pytest.raises(ValueError, match="filled with packed sequences"):
-        model(input_ids=ids[:, :1], past_key_values=output.past_key_values)
+        model(input_ids=ids[:, :1], **{CACHE: cache_of_output(output)})
 
 
 def test_packing_in_a_hybrid():
@@ -99,11 +99,11 @@ def test_a_mask_must_cover_the_cache():
     model = mhla_model("llama")
     cache = DynamicCache(config=model.config)
     given = inputs("llama", length=6)
-    model(**given, past_key_values=cache)
+    model(**given, **{CACHE: cache})
     mask = torch.ones(2, 2)
     mask[0, 0] = 0
     with pytest.raises(ValueError, match="attention_mask covers 2 tokens"):
-        model(input_ids=given["input_ids"][:, :2], attention_mask=mask, past_key_values=cache)
+        model(input_ids=given["input_ids"][:, :2], attention_mask=mask, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("layers", [None, [0, 2]])

@@ -13,6 +13,7 @@ import transformers
 
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
 from mhla_hf.utils.compat import UnsupportedVersionError
+from mhla_hf.utils.compat.transformers import cache_of_output
 
 from .mhla_models import default_options, inputs, mhla_model
 from .tiny_models import FAMILIES, softmax_model
@@ -68,7 +69,7 @@ def observe(family: str, model: Any) -> dict[str, Any]:
     if family != "vit":
         generated = model.eval().generate(**given, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
         seen["generated"] = generated.sequences
-        seen["cache"] = [tuple(layer.keys.shape) for layer in generated.past_key_values.layers]
+        seen["cache"] = [tuple(layer.keys.shape) for layer in cache_of_output(generated).layers]
     return seen
 
 

@@ -11,10 +11,11 @@ import torch._dynamo.testing
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from mhla_hf import MHLACache
+from mhla_hf.utils.compat import checkpointing_method
 
 from .mhla_models import mhla_model, mhla_modules
 from .test_generation import generate, prompt, recompute, speculations
-from .tiny_models import FIRST_ORDINARY_TOKEN, VOCABULARY, inputs
+from .tiny_models import CACHE, FIRST_ORDINARY_TOKEN, VOCABULARY, inputs
 
 
 WINDOWS = [
@@ -89,7 +90,7 @@ def test_the_window_is_that_of_the_softmax_model_of_short_texts():
 def test_other_ways_to_the_same_tokens(llama, options):
     ids, _ = recompute(llama, **prompt(True))
     if options.get("cache_implementation") == "offloaded" and not torch.cuda.is_available():
-        options = {"past_key_values": DynamicCache(config=llama.config)}
+        options = {CACHE: DynamicCache(config=llama.config)}
     assert torch.equal(generate(llama, prompt(True), **options).sequences, ids)
 
 
@@ -112,31 +113,31 @@ def test_tokens_are_taken_back(window, size):
     ids = text(150)
     whole = model(ids, use_cache=False).logits
     cache = DynamicCache(config=model.config)
-    model(ids[:, :80], past_key_values=cache)
+    model(ids[:, :80], **{CACHE: cache})
     wrong = ids.flip(1)[:, :64]
     parts = [(wrong[:, :63], 143, 63), (ids[:, 80:100], 100, 21), (torch.cat([ids[:, 79:83], wrong], 1), 147, 64)]
     for more, end, removed in parts:
-        model(more, past_key_values=cache)
+        model(more, **{CACHE: cache})
         assert cache.get_seq_length() == end
         cache.crop(-removed)
     start = 83
-    output = model(ids[:, start:88], past_key_values=cache).logits
+    output = model(ids[:, start:88], **{CACHE: cache}).logits
     torch.testing.assert_close(output, whole[:, start:88], rtol=1e-4, atol=1e-5)
     for index in range(88, 110):
-        output = model(ids[:, index : index + 1], past_key_values=cache).logits
+        output = model(ids[:, index : index + 1], **{CACHE: cache}).logits
         torch.testing.assert_close(output, whole[:, index : index + 1], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_the_state_follows_what_is_done_to_the_cache(llama):
     cache = MHLACache(config=llama.config)
-    llama(text(11), past_key_values=cache)
+    llama(text(11), **{CACHE: cache})
     state = cache.layers[0].window_state
     # Two blocks of three tokens, 64 that can be taken back, and the column that is never read.
     assert state.keys.shape == state.values.shape == (2, 2, 6 + 64 + 1, 8)
     without = MHLACache(config=llama.config)
     plain = mhla_model("llama")
-    plain(text(11), past_key_values=without)
+    plain(text(11), **{CACHE: without})
     assert cache.num_bytes - without.num_bytes == 3 * (2 * 2 * 2 * 71 * 8 * 4 + 2 * 2 * 8 * 4 + 2 * 2 * 8)
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(2)
@@ -145,7 +146,7 @@ def test_the_state_follows_what_is_done_to_the_cache(llama):
     swapped = text(12).flip(0)
     expected = llama(swapped, use_cache=False).logits[:, -1:]
     for each in (cache, twin):
-        torch.testing.assert_close(llama(swapped[:, -1:], past_key_values=each).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(llama(swapped[:, -1:], **{CACHE: each}).logits, expected, rtol=1e-5, atol=1e-5)
     cache.reset()
     assert cache.layers[0].window_state is None
 
@@ -168,7 +169,7 @@ def test_gradients_flow_through_a_text_in_parts(llama):
     def gradients(parts):
         model.zero_grad()
         cache = DynamicCache(config=model.config)
-        logits = torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+        logits = torch.cat([model(part, **{CACHE: cache}).logits for part in parts], dim=1)
         logits.sin().sum().backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -199,11 +200,11 @@ def test_compiled_decoding(llama):
     for step in (model, compiled):
         cache = StaticCache(config=model.config, max_cache_len=24)
         positions = (mask[:, :12].cumsum(-1) - 1).clamp(min=0)
-        found = [model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1:]]
+        found = [model(ids, attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits[:, -1:]]
         for index in range(6):
             position = positions[:, -1:] + index + 1
             token = found[-1].argmax(-1)
-            found.append(step(token, attention_mask=mask, position_ids=position, past_key_values=cache).logits)
+            found.append(step(token, attention_mask=mask, position_ids=position, **{CACHE: cache}).logits)
         logits.append(torch.cat(found, dim=1))
     torch.testing.assert_close(*logits)
     assert counter.frame_count <= 2
@@ -215,7 +216,7 @@ def test_gradient_checkpointing_changes_nothing(llama):
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpointing_method(model)()
         model.zero_grad()
         model(**given, use_cache=False).logits.square().mean().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})

@@ -14,9 +14,13 @@ from typing import Any, Literal
 import torch
 import transformers
 
+from mhla_hf.utils.compat.transformers import cache_names
+
 
 Padding = Literal["left", "right", "interior"]
 
+# The argument that is the cache; any other of its names warns.
+CACHE = cache_names()[0]
 VOCABULARY = 64
 FIRST_ORDINARY_TOKEN = 3
 IMAGE_SIZE = 16
