@@ -4,10 +4,16 @@
 # all), PYTEST_ARGS (more arguments for pytest), RESULTS (where `make reproduce` writes JSON files, plots, the overview and
 # the page of results; by default each goes to its place in the repository), WORK (finished trainings and measurements,
 # from which it resumes), NOTEBOOKS (those to execute), LOWEST (where the virtual environment with the lowest versions
-# goes), TORCH (another torch in it), TRITONS (which compile the kernels for `make test-kernels`), HUB_KERNEL and
+# goes), NEXT and TRANSFORMERS (the same for a transformers that constraints.txt cannot take yet), NEWEST (the same for
+# the newest versions), UPSTREAM (what replaces some of these), TORCH (another torch in them), TRITONS (which compile the kernels for `make test-kernels`), HUB_KERNEL and
 # REPO_ID (the folder of the exported kernel, and the repository on the Hub that it is for).
 VENV ?= .venv
 LOWEST ?= .venv-lowest
+NEXT ?= .venv-next
+# Asks for a peft that is not published yet.
+TRANSFORMERS ?= 5.24.0
+NEWEST ?= .venv-newest
+UPSTREAM ?=
 TORCH ?=
 TRITONS ?= 3.9.0 3.6.0 3.4.0
 CONSTRAINTS ?= constraints.txt
@@ -32,7 +38,7 @@ version_tests := tests/integrations/transformers tests/conversion/test_transform
 
 .DEFAULT_GOAL := help
 .PHONY: help demo reproduce reproduce-recovery size hub-kernel test test-all test-upstream test-lowest test-versions \
-	test-these-versions test-kernels style quality docs notebooks clean
+	test-newest test-these-versions test-kernels style quality docs notebooks clean
 
 help:
 	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
@@ -43,7 +49,8 @@ help:
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
 	@echo "make test-kernels  compile the kernels for four generations of GPUs with Triton $(TRITONS), and judge the result"
 	@echo "make test-lowest  a smoke test with the lowest supported versions of all dependencies, in $(LOWEST)"
-	@echo "make test-versions  the tests of transformers models, with the lowest and the newest supported versions"
+	@echo "make test-versions  the tests of transformers models, with the lowest, the pinned and the next version of it"
+	@echo "make test-newest  the same tests with the newest release of every dependency, or with UPSTREAM in their place"
 	@echo "make size       count code lines, files and raise statements by folder, beside those of BEFORE=checkout"
 	@echo "make hub-kernel  export the operator as a kernel for the Hub into $(HUB_KERNEL), for REPO_ID=owner/name"
 	@echo "make style      format the code;  make quality  check format, lint and types"
@@ -125,6 +132,9 @@ test-these-versions: $(VENV)/.installed-$(EXTRA)
 	@$(bin)/python -c '$(print_versions)' $$(sed -n 's/==.*//p' constraints-lowest.txt)
 	$(pytest) $(TESTS) $(PYTEST_ARGS)
 
+$(NEXT)/constraints.txt: constraints.txt Makefile | $(bin)/python
+	sed "s/^transformers==[0-9.]*/transformers==$(TRANSFORMERS)/" constraints.txt > $@
+
 these_versions := $(MAKE) --no-print-directory test-these-versions
 lowest := VENV=$(LOWEST) CONSTRAINTS=$(LOWEST)/constraints.txt EXTRA=smoke
 
@@ -134,6 +144,20 @@ test-lowest:
 test-versions:
 	$(these_versions) $(lowest) TESTS="$(smoke_test) $(version_tests)"
 	$(these_versions) EXTRA=dev TESTS="$(smoke_test) $(version_tests)"
+	$(these_versions) VENV=$(NEXT) CONSTRAINTS=$(NEXT)/constraints.txt EXTRA=smoke TESTS="$(smoke_test) $(version_tests)"
+
+# No constraints, and installed again every time: releases come without a change here. torch alone is that of
+# constraints.txt where no index of CPU builds is given, since the newest one on PyPI brings gigabytes of CUDA.
+held_torch := $(if $(PIP_EXTRA_INDEX_URL),,$(shell grep '^torch==' constraints.txt))
+
+test-newest:
+	@$(MAKE) --no-print-directory VENV=$(NEWEST) $(NEWEST)/bin/python
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-input --upgrade --upgrade-strategy eager \
+		-e ".[smoke]" $(held_torch)
+	$(if $(UPSTREAM),$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-input --upgrade $(UPSTREAM))
+	-$(NEWEST)/bin/python -m pip check
+	@touch $(NEWEST)/.installed-smoke
+	$(these_versions) VENV=$(NEWEST) EXTRA=smoke TESTS="$(or $(TESTS),$(smoke_test) $(version_tests))"
 
 # Each in a folder of its own: the pinned one, the lowest that is allowed, and that of the GPUs the kernels are tuned for.
 tritons := $(addprefix $(VENV)/triton-,$(TRITONS))

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..models.directory import TRAINING_RECORD, ModelDirectory
 from ..utils.compat.diffusers import lora_metadata_key
+from ..utils.compat.transformers import check_peft_for_adapters
 from ..utils.destinations import atomic_directory
 from ..utils.files import list_files, write_json
 from ..utils.locations import PIPELINE_INDEX
@@ -181,12 +182,15 @@ class WeightAverage:
 
 
 def check_takes_adapters(model_class: type) -> None:
-    """Check that models of a diffusers class can have LoRA.
+    """Check that models of a class of diffusers or transformers can have LoRA.
 
     Raises:
         ValueError: If diffusers gives them no `add_adapter`.
+        UnsupportedVersionError: If transformers asks for another version of peft.
     """
-    if not hasattr(model_class, "add_adapter"):
+    if hasattr(model_class, "config_class"):
+        check_peft_for_adapters()
+    elif not hasattr(model_class, "add_adapter"):
         raise ValueError(f"train='lora' is not possible: diffusers' {model_class.__name__} takes no adapters")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,7 +28,9 @@ SUPPORTED = {"transformers": ">=5.17,<6", "diffusers": ">=0.40", "peft": ">=0.18
 """Supported versions; the same ranges are in `pyproject.toml`."""
 
 CHECKED = {"transformers": "5.17, 5.23 and 5.24", "diffusers": "0.40 and 0.42", "peft": "0.18 and 0.21"}
-"""Versions that the functions below were checked with."""
+"""Versions that the functions below were checked with, the newest one last."""
+
+logger = logging.getLogger(__name__)
 
 
 class UnsupportedVersionError(ImportError):
@@ -54,6 +57,26 @@ def check_version(library: str) -> None:
     except PackageNotFoundError:
         problem = " for this, which is not installed"
     raise UnsupportedVersionError(f"mhla_hf needs {required}{problem}: pip install '{required}'")
+
+
+@functools.cache
+def note_unchecked(library: str) -> None:
+    """Log one line if a library is of a newer minor version than any that was checked.
+
+    Args:
+        library: See [`check_version`].
+    """
+    from packaging.version import Version
+
+    newest, installed = CHECKED[library].split()[-1], Version(version(library))
+    if installed.release[:2] > Version(newest).release:
+        logger.warning(
+            "%s %s is newer than %s, the newest that mhla_hf was checked with; compare a result with that version, or "
+            "install it, if anything looks wrong.",
+            library,
+            installed,
+            newest,
+        )
 
 
 def unknown_shape(library: str, expected: str) -> UnsupportedVersionError:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
-from . import attribute, imported
+from packaging.version import Version
+
+from . import UnsupportedVersionError, attribute, imported
 
 
 # Configurations and classes.
@@ -112,6 +115,20 @@ def cache_of_output(output: Any) -> Any:
 
 
 # Building and loading models.
+
+
+def check_peft_for_adapters() -> None:
+    """Check that `add_adapter` of transformers takes the installed peft (transformers 5.24 asks for 0.22).
+
+    Raises:
+        UnsupportedVersionError: If it does not.
+    """
+    lowest, installed = imported("transformers", "integrations.peft", "MIN_PEFT_VERSION"), version("peft")
+    if Version(installed) < Version(lowest):
+        raise UnsupportedVersionError(
+            f"transformers {version('transformers')} adds LoRA with peft {lowest} or newer, and {installed} is "
+            f"installed: pip install 'peft>={lowest}', or 'transformers<5.24' while there is no such release."
+        )
 
 
 def initialize_once(module: Any, initialize: Callable[[Any], None]) -> None:
