@@ -128,7 +128,7 @@ def write_result(
             plan.report.weight_sets = [weights.report for weights in plan.weights]
             report.components[plan.name] = plan.report
         if pipeline is not None:
-            replaced = {plan.name: ["diffusers", plan.config["_class_name"]] for plan in plans}
+            replaced = {plan.name: [LIBRARY, plan.config["_class_name"]] for plan in plans}
             write_staged_json(staging / PIPELINE_INDEX, {**pipeline, **replaced})
         bar.set_description("done")
         report.bytes_written = total

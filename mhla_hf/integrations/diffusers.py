@@ -1,42 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """MHLA models in diffusers: as names of its namespace, in its loaders, in `from_pipe` and in saved pipelines.
 
-A pipeline's `model_index.json` names each component as `[library, class]`, and diffusers refuses libraries that it
-does not know for Hub repositories. So pipelines are saved with `diffusers` as the library of their MHLA models, and
-`diffusers.MHLA…` resolves to the classes, whose own module is this package: pickles import it by that name. Nothing is
-imported before it is asked for: importing diffusers takes seconds.
+A pipeline's `model_index.json` names each component as `[library, class]`. Pipelines are saved with this package as
+the library of their MHLA models, so that diffusers' own error names it where it is not imported. It is registered as a
+library that diffusers loads from, so that a file of that name in a repository (`mhla_hf.models.stub`) is not run.
+Indices of earlier versions name `diffusers`, and so do configurations of models: `diffusers.MHLA…` resolves to the
+classes, whose own module is this package: pickles import it by that name. Nothing is imported before it is asked for:
+importing diffusers takes seconds.
+
+`attn_implementation="mhla"`, or options as `mhla`, load a model or pipeline of softmax as MHLA; `None` loads it as it
+was saved, `"softmax"` refuses MHLA checkpoints.
 
 `WanTransformer3DModel.from_pretrained` of an MHLA directory would drop its trained weights with a warning, also where
 modular pipelines and hand-edited indices name that class. Here it returns the MHLA model instead, as diffusers itself
 does for classes that were renamed; subclasses and other models refuse.
 
-Pipelines on the Hub name this package as the library of their MHLA models (`mhla_hf.models.stub`). It is registered as
-a library that diffusers loads from, so that the file of that name in the repository is not run.
-
 `Pipeline.from_pipe` takes over the models whose class is the very one of the new pipeline's type hints. An MHLA class
 is a subclass of that, so it is handed over as if the caller had named it.
 
-A pipeline notes the module and class of a component when it is given one. As the pipeline is saved, the index gets
-`diffusers` in place of the module, and the present class where a model was converted since.
+A pipeline notes the class of a component when it is given one. As the pipeline is saved, the index gets the present
+class where a model was converted since.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class
+from ..config import MHLAConfig
+from ..models.registry import (
+    FAMILIES,
+    MHLA_CLASSES,
+    attention_request,
+    check_attention,
+    is_mhla_class,
+    mhla_class_for,
+)
 from ..utils.compat import after_import, extend, wrap
 from ..utils.compat import diffusers as compat
-from ..utils.locations import LOCATION_OPTIONS
+from ..utils.locations import LOCATION_OPTIONS, PIPELINE_INDEX
+from ..utils.messages import shorten_value
 
 
 # In names of weights: as this package saves them, and as the authors of MHLA do.
 _MHLA_WEIGHTS = (".mhla.", ".block_attn.")
+_LIBRARY = __name__.partition(".")[0]
+_OPTIONS = frozenset(field.name for field in dataclasses.fields(MHLAConfig))
+NO_VERSION = f"has an MHLA version. Supported: {', '.join(sorted(FAMILIES))}."
+"""End of the error for a pipeline without a model that can be MHLA."""
+
+# Arguments of `DiffusionPipeline.download` that locate the files of a Hub repository.
+_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+# Arguments that `DiffusionPipeline.from_pretrained` hands to each component.
+_COMPONENT_OPTIONS = (
+    "device_map",
+    "disable_mmap",
+    "low_cpu_mem_usage",
+    "max_memory",
+    "offload_folder",
+    "offload_state_dict",
+    "use_flashpack",
+    "use_safetensors",
+)
 
 
 def register_with_diffusers() -> None:
@@ -47,11 +77,11 @@ def register_with_diffusers() -> None:
     after_import("diffusers", _extend_namespace)
     for module, owner, name, around in _METHODS:
         extend("diffusers", f"diffusers.{module}", partial(_wrap, owner, name, around))
-    package = __name__.partition(".")[0]
     others: dict[str, Any] = {
         "loaders.single_file_model": partial(compat.hook_single_files, around=_should_convert),
+        "models.attention_dispatch": lambda module: wrap("diffusers", module, "attention_backend", _attention_backend),
         "utils.hub_utils": partial(compat.hook_uploads, around=_upload),
-        "pipelines.pipeline_utils": lambda _: compat.register_library(package, sys.modules[package]),
+        "pipelines.pipeline_utils": lambda _: compat.register_library(_LIBRARY, sys.modules[_LIBRARY]),
     }
     for module, callback in others.items():
         extend("diffusers", f"diffusers.{module}", callback)
@@ -123,27 +153,50 @@ def _mhla_class_at(model_class: Any, location: Any, options: Mapping[str, Any]) 
 
 
 def _from_config(original: Any, cls: Any, config: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`from_config` of softmax classes returns MHLA models for MHLA configurations."""
-    target = None
+    """`from_config` of softmax classes returns MHLA models where the configuration or the caller asks for them."""
+    asked, target = attention_request(cls.__name__, kwargs), None
     if isinstance(config, Mapping):
         target = mhla_class_of(cls, config)
     elif config is not None and cls.__name__ in FAMILIES:
         target = _mhla_class_at(cls, config, kwargs)
+    target = _requested(cls, target, asked)
     return original(cls, config, *args, **kwargs) if target is None else target.from_config(config, *args, **kwargs)
 
 
 def _from_pretrained(
     original: Any, cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """`from_pretrained` of softmax classes returns MHLA models for MHLA checkpoints.
+    """`from_pretrained` of softmax classes returns MHLA models for MHLA checkpoints, and where they are asked for.
 
     Other classes need no look at the configuration beforehand: their `from_config` refuses it.
     """
+    asked = attention_request(cls.__name__, kwargs)
     if cls.__name__ in FAMILIES:
-        target = _mhla_class_at(cls, pretrained_model_name_or_path, kwargs)
+        target = _requested(cls, _mhla_class_at(cls, pretrained_model_name_or_path, kwargs), asked)
         if target is not None:
             return target.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+
+
+def _requested(cls: Any, stored: Any, asked: str | None) -> Any:
+    """The MHLA class that loads in place of a class: that of the checkpoint, or the one that was asked for."""
+    if stored is not None and asked == "softmax":
+        raise ValueError(
+            "This is an MHLA checkpoint; attn_implementation='softmax' would drop its trained weights. Load the "
+            "softmax original that it was converted from, or use None."
+        )
+    return (
+        FAMILIES[cls.__name__].load_class()
+        if stored is None and asked == "mhla" and cls.__name__ in FAMILIES
+        else stored
+    )
+
+
+def _from_single_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`from_single_file` of softmax classes, which load their configuration in a way of their own."""
+    if attention_request(cls.__name__, kwargs) == "mhla" and cls.__name__ in FAMILIES:
+        return FAMILIES[cls.__name__].load_class().from_single_file(*args, **kwargs)
+    return original(cls, *args, **kwargs)
 
 
 def _from_pretrained_auto(original: Any, cls: Any, location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -180,6 +233,196 @@ def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict:
 # Pipelines.
 
 
+def _load_pipeline(
+    original: Any, cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """`from_pretrained` of pipelines takes `attn_implementation` and `mhla`; see `mhla_hf.load_pipeline`."""
+    if not {"attn_implementation", "mhla"} & kwargs.keys():
+        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+    import diffusers
+
+    from ..models.directory import ModelDirectory, find_pipeline, read_pipeline
+    from ..models.weight_files import check_weights
+
+    given, location = dict(kwargs), pretrained_model_name_or_path
+    mhla = kwargs.pop("mhla", None)
+    asked = kwargs.pop("attn_implementation", None if mhla is None else "mhla")
+    kwargs.setdefault("use_safetensors", True)
+    options = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
+    options.update({name: kwargs[name] for name in ("use_safetensors", "variant") if name in kwargs})
+    root = find_pipeline(location, **options)
+    if not (root / PIPELINE_INDEX).is_file() and (root / "config.json").is_file():
+        raise ValueError(
+            f"{location} is a model without a pipeline: load it with from_pretrained of its class, with "
+            "attn_implementation='mhla'."
+        )
+    index, configs = read_pipeline(root, kwargs)
+    models = {name: ModelDirectory(str(location), root, index, configs, name) for name in configs}
+    if not models and asked != "mhla":
+        # Nothing of this package's: diffusers knows what other values mean to it.
+        return original(cls, location, *args, **given)
+    check_attention(asked, mhla)
+    # Pipelines with code of their own name a file and a class.
+    class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
+    # The class that the index names: the general one drops the optional components of a pipeline that it is given.
+    pipeline_class = cls if cls is not diffusers.DiffusionPipeline else getattr(diffusers, class_name, None)
+    if pipeline_class is None:
+        raise ValueError(f"{location} is a {class_name}, which diffusers {diffusers.__version__} does not have.")
+    if not models:
+        raise ValueError(f"No component of {class_name} in {location} {NO_VERSION}")
+    chosen = _chosen_options(models, mhla) if asked == "mhla" else {}
+    for name, model in models.items():
+        if name in kwargs and (name in chosen or asked == "softmax"):
+            _check_given_component(name, kwargs[name], asked, chosen.pop(name, None))
+        elif asked == "softmax" and model.is_mhla:
+            raise ValueError(
+                f"The {name} of {location} is an MHLA checkpoint; attn_implementation='softmax' would drop its "
+                "trained weights. Load the softmax original that it was converted from, or use None."
+            )
+    classes = {name: mhla_class_for(models[name].class_name) for name in chosen}
+    for name, own in chosen.items():
+        # Wrong options fail before weights are loaded.
+        chosen[name] = classes[name].options_for(configs[name], own, models[name].vae_compression)
+    for name, entry in index.items():
+        if isinstance(entry, list) and name not in kwargs:
+            check_weights(root / name)
+    parts = {
+        name: classes[name].from_pretrained(root / name, mhla=own, **_component_options(root / name, kwargs))
+        for name, own in chosen.items()
+    }
+    pipeline = original(pipeline_class, root, *args, **parts, **kwargs)
+    _place_components(pipeline, parts)
+    left = [name for name in chosen if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
+    if left:
+        raise RuntimeError(f"This version of diffusers loads components in another way: {', '.join(left)} is softmax.")
+    return pipeline
+
+
+def options_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Collection[str]) -> dict[str, Any]:
+    """Return the options of each component that becomes MHLA.
+
+    Args:
+        mhla: Options for all components alike, or a dict of options by name of a component. In the latter, components
+            that are not named, or named with `None`, stay as they are.
+        components: Names of the components that have an MHLA version.
+
+    Returns:
+        The options of each component that becomes MHLA.
+
+    Raises:
+        ValueError: If a name is none of the components, or no component is left to become MHLA.
+    """
+    if not is_by_component(mhla, components):
+        return dict.fromkeys(components, mhla)
+    assert isinstance(mhla, Mapping)
+    allowed = ", ".join(components)
+    for name in mhla:
+        if name not in components:
+            what = "an option; give it to each component" if name in _OPTIONS else "not a component that can be MHLA"
+            raise ValueError(f"mhla names {shorten_value(name)}, which is {what}: {allowed}.")
+    chosen = {name: mhla[name] for name in components if mhla.get(name) is not None}
+    if not chosen:
+        raise ValueError(f"mhla leaves every component as it is; give options for one of {allowed}.")
+    return chosen
+
+
+def is_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Collection[str]) -> bool:
+    """Return whether options are by component: one key names a component, or is unknown and holds options.
+
+    Args:
+        mhla: Options of either kind.
+        components: See [`options_by_component`].
+    """
+    if not isinstance(mhla, Mapping):
+        return False
+    return any(
+        name in components or (name not in _OPTIONS and isinstance(options, (Mapping, MHLAConfig)))
+        for name, options in mhla.items()
+    )
+
+
+def _check_given_component(name: str, component: Any, attn_implementation: str | None, mhla: Any) -> None:
+    """Refuse a component passed in that contradicts the other arguments."""
+    if component is None or attn_implementation is None:
+        return
+    if mhla is not None or is_mhla_class(type(component).__name__) != (attn_implementation == "mhla"):
+        raise ValueError(
+            f"attn_implementation={attn_implementation!r} and mhla options have no effect on {name}, which is passed "
+            f"in as a {type(component).__name__}; convert it before."
+        )
+
+
+def _chosen_options(models: Mapping[str, Any], mhla: Any) -> dict[str, Any]:
+    """Return the components to load as MHLA, with their options."""
+    converted = [name for name, model in models.items() if model.is_mhla]
+    if converted and not is_by_component(mhla, models):
+        # Where one expert was converted and the other was not, that choice stays until the other is named.
+        return dict.fromkeys(converted, mhla)
+    return options_by_component(mhla, models)
+
+
+def _component_options(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a component's `from_pretrained`, as diffusers derives them from the pipeline's."""
+    own = {name: options[name] for name in _COMPONENT_OPTIONS if name in options}
+    if own.get("device_map") == "balanced":
+        # Placed when the sizes of all components are known.
+        del own["device_map"]
+    dtype = options.get("torch_dtype", options.get("dtype"))
+    if isinstance(dtype, Mapping):
+        dtype = dtype.get(folder.name, dtype.get("default"))
+    if dtype is not None:
+        own["torch_dtype"] = dtype
+    # Components without files of a variant are loaded from their ordinary ones.
+    if options.get("variant") is not None and any(folder.glob(f"*.{options['variant']}[.-]*")):
+        own["variant"] = options["variant"]
+    quantization = compat.component_quantization(options.get("quantization_config"), folder.name)
+    return own if quantization is None else {**own, "quantization_config": quantization}
+
+
+def _place_components(pipeline: Any, parts: Mapping[str, Any]) -> None:
+    """Move components to the devices that `device_map="balanced"` has found for them, as diffusers does."""
+    devices = getattr(pipeline, "hf_device_map", None)
+    for name, part in parts.items():
+        if isinstance(devices, dict) and name in devices:
+            from accelerate import dispatch_model
+
+            offloaded = {"state_dict": part.state_dict(), "main_device": 0} if devices[name] == "cpu" else {}
+            dispatch_model(part, {"": devices[name]}, force_hooks=True, **offloaded)
+
+
+def _load_components(original: Any, pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+    """`load_components` of modular pipelines, which would ask every component for MHLA, text encoders too."""
+    mhla = kwargs.get("mhla")
+    if kwargs.get("attn_implementation", None if mhla is None else "mhla") == "mhla":
+        types = {name: getattr(hint, "__name__", "") for name, hint in compat.modular_types(pipeline).items()}
+        ours = [name for name, type_name in types.items() if type_name in {**FAMILIES, **MHLA_CLASSES}]
+        if not ours:
+            raise ValueError(f"No component of {type(pipeline).__name__} {NO_VERSION}")
+        chosen = options_by_component(mhla, ours)
+        kwargs |= {"attn_implementation": dict.fromkeys(chosen, "mhla"), "mhla": chosen}
+    return original(pipeline, *args, **kwargs)
+
+
+def _refuse_request(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ways of loading pipelines that cannot be asked for MHLA."""
+    if kwargs.get("attn_implementation") == "mhla" or kwargs.get("mhla") is not None:
+        raise ValueError(
+            f"{cls.__name__}.{original.__name__} does not take attn_implementation and mhla. Leave them out, and "
+            "convert the model afterwards: mhla_hf.convert(pipeline.transformer)."
+        )
+    return original(cls, *args, **kwargs)
+
+
+def _attention_backend(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """`set_attention_backend` and `attention_backend` choose how softmax attention is computed."""
+    if any(isinstance(name, str) and name.lower() == "mhla" for name in (*args, *kwargs.values())):
+        raise ValueError(
+            "MHLA is no attention backend: load the model or pipeline with attn_implementation='mhla', or call "
+            "mhla_hf.convert."
+        )
+    return original(*args, **kwargs)
+
+
 def _mhla_parts(pipeline: Any) -> dict[str, Any]:
     """The components that are MHLA, compiled or not, by name."""
     parts = {name: getattr(part, "_orig_mod", part) for name, part in pipeline.components.items()}
@@ -192,12 +435,12 @@ def _from_pipe(original: Any, cls: Any, pipeline: Any, **kwargs: Any) -> Any:
         expected = compat.component_types(cls)
         fitting = {name: part for name, part in ours.items() if isinstance(part, expected.get(name, ()))}
         kwargs = {**fitting, **kwargs}
-    return original(cls, pipeline, **kwargs)
+    return _refuse_request(original, cls, pipeline, **kwargs)
 
 
 def _save_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: Any) -> Any:
     for name, part in _mhla_parts(pipeline).items():
-        pipeline.register_to_config(**{name: ("diffusers", type(part).__name__)})
+        pipeline.register_to_config(**{name: (_LIBRARY, type(part).__name__)})
     return original(pipeline, *args, **kwargs)
 
 
@@ -206,7 +449,7 @@ def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: A
         entry = pipeline.config.get(name)
         if isinstance(entry, (list, tuple)) and len(entry) == 3:
             compat.set_modular_component_type(pipeline, name, type(part))
-            named = ("diffusers", type(part).__name__)
+            named = (_LIBRARY, type(part).__name__)
             pipeline.register_to_config(**{name: (*named, {**entry[2], "type_hint": named})})
     return original(pipeline, *args, **kwargs)
 
@@ -264,7 +507,10 @@ def _load_lora_weights(original: Any, pipeline: Any, source: Any, adapter_name: 
 _METHODS: tuple[tuple[str, str, str, Any], ...] = (
     ("configuration_utils", "ConfigMixin", "from_config", _from_config),
     ("models.modeling_utils", "ModelMixin", "from_pretrained", _from_pretrained),
+    ("models.modeling_utils", "ModelMixin", "set_attention_backend", _attention_backend),
     ("models.auto_model", "AutoModel", "from_pretrained", _from_pretrained_auto),
+    ("loaders.single_file_model", "FromOriginalModelMixin", "from_single_file", _from_single_file),
+    ("loaders.single_file", "FromSingleFileMixin", "from_single_file", _refuse_request),
     ("loaders.lora_pipeline", "WanLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "LTXVideoLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "LTX2LoraLoaderMixin", "load_lora_weights", _load_lora_weights),
@@ -272,8 +518,11 @@ _METHODS: tuple[tuple[str, str, str, Any], ...] = (
     ("loaders.lora_pipeline", "HunyuanVideoLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "QwenImageLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "SanaLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
+    ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pretrained", _load_pipeline),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pipe", _from_pipe),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "save_pretrained", _save_pipeline),
+    ("modular_pipelines.modular_pipeline", "ModularPipeline", "from_pretrained", _refuse_request),
+    ("modular_pipelines.modular_pipeline", "ModularPipeline", "load_components", _load_components),
     ("modular_pipelines.modular_pipeline", "ModularPipeline", "save_pretrained", _save_modular_pipeline),
 )
 """Modules, classes and methods of diffusers, and what runs around these."""

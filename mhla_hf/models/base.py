@@ -25,6 +25,7 @@ from ..utils.compat import diffusers as compat
 from ..utils.locations import LOCATION_OPTIONS, find_file
 from ..utils.tensor_files import check_floats, read_entries
 from . import weight_files
+from .registry import attention_request
 from .single_file import softmax_names
 
 
@@ -455,6 +456,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         """
         from .converting import convert_model
 
+        attention_request(cls.__name__, kwargs)
         path, upstream = find_file(pretrained_model_link_or_path, **kwargs), cls._upstream_class()
         if path.suffix != ".safetensors" or kwargs.get("quantization_config") is not None:
             raise ValueError(

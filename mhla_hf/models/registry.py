@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.compat import check_version
+from ..utils.messages import check_choice
 
 
 TRANSFORMERS_DATA = Path(__file__).with_name("transformers_families.json")
@@ -204,6 +205,48 @@ def family_for(class_name: str) -> ModelFamily:
 def mhla_class_for(class_name: str) -> Any:
     """Return the MHLA class for an upstream or MHLA class name; errors as in [`family_for`]."""
     return family_for(class_name).load_class()
+
+
+def check_attention(attn_implementation: Any, mhla: Any = None) -> None:
+    """Check what was asked of a model or pipeline of diffusers.
+
+    Raises:
+        ValueError: If there is no such implementation, or options are given without MHLA.
+    """
+    if attn_implementation is not None:
+        check_choice("attn_implementation", attn_implementation, ("mhla", "softmax"), " and None")
+    if mhla is not None and attn_implementation != "mhla":
+        raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
+
+
+def attention_request(class_name: str, options: dict[str, Any]) -> str | None:
+    """Take `attn_implementation` from the options of a call that loads a model of diffusers.
+
+    Args:
+        class_name: The model's class.
+        options: Keyword arguments of the call. `mhla` stays where it is given, and stands for the request alone too.
+
+    Returns:
+        `"mhla"`, `"softmax"` or `None`. Of classes without an MHLA version, `None`: their options are left alone.
+
+    Raises:
+        ValueError: If the class has no MHLA version and is asked for it, is an MHLA class and asked for softmax, or
+            see [`check_attention`].
+    """
+    if class_name not in FAMILIES and class_name not in MHLA_CLASSES:
+        if options.get("attn_implementation") == "mhla":
+            family_for(class_name)
+        return None
+    if options.get("mhla", 0) is None:
+        del options["mhla"]
+    asked = options.pop("attn_implementation", "mhla" if "mhla" in options else None)
+    if class_name in MHLA_CLASSES:
+        if asked == "softmax":
+            upstream = MHLA_CLASSES[class_name].upstream
+            raise ValueError(f"{class_name} is MHLA: load a softmax checkpoint with {upstream}.")
+        asked = asked or "mhla"
+    check_attention(asked, options.get("mhla"))
+    return asked
 
 
 def refused_families() -> dict[str, TransformersFamily]:

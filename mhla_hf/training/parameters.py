@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..models.directory import TRAINING_RECORD, ModelDirectory
+from ..models.stub import LIBRARY
 from ..utils.compat.diffusers import lora_metadata_key
 from ..utils.destinations import atomic_directory
 from ..utils.files import list_files, write_json
@@ -342,6 +343,6 @@ def export_model(directory: ModelDirectory, destination: Path, model: Any, recor
                 shutil.copyfile(root / path, temporary / path)
         model.save_pretrained(temporary if index is None else temporary / component)
         if index is not None:
-            index = {**index, component: ["diffusers", type(model).__name__]}
+            index = {**index, component: [LIBRARY, type(model).__name__]}
             (temporary / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         write_json(temporary / TRAINING_RECORD, record)

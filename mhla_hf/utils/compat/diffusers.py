@@ -131,6 +131,12 @@ def component_quantization(config: Any, name: str) -> Any:
     return resolve(is_diffusers=True, module_name=name)
 
 
+def modular_types(pipeline: Any) -> dict[str, Any]:
+    """Return the classes of a modular pipeline's components by name; `None` for those that are not known yet."""
+    specs = attribute("diffusers", pipeline, "_component_specs", "ModularPipeline")
+    return {name: spec.type_hint for name, spec in specs.items()}
+
+
 def set_modular_component_type(pipeline: Any, name: str, component_class: type) -> None:
     """Set the class of a component in the specifications of a modular pipeline, and keeps where it came from."""
     attribute("diffusers", pipeline, "_component_specs", "ModularPipeline")[name].type_hint = component_class
@@ -139,10 +145,16 @@ def set_modular_component_type(pipeline: Any, name: str, component_class: type) 
 def register_library(name: str, module: Any) -> None:
     """Let the index of a pipeline name classes of a module as `[name, class]`, whatever files come with it.
 
-    Diffusers takes them for those of a pipeline of its own, which it looks for before files in a repository.
+    Diffusers takes them for those of a pipeline of its own, which it looks for before files in a repository. Of models
+    that the caller passes in, it would print that it does not know their classes.
     """
     pipelines = importlib.import_module("diffusers.pipelines")
     setattr(pipelines, name, module)
+
+    def check(original: Any, library: str, *args: Any) -> None:
+        original(*(("diffusers", *args[:-1], False) if library == name else (library, *args)))
+
+    wrap("diffusers", importlib.import_module("diffusers.pipelines.pipeline_utils"), "maybe_raise_or_warn", check)
 
 
 def hook_uploads(module: Any, around: Callable[..., Any]) -> None:
