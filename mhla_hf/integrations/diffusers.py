@@ -33,14 +33,8 @@ from types import ModuleType
 from typing import Any
 
 from ..config import MHLAConfig
-from ..models.registry import (
-    FAMILIES,
-    MHLA_CLASSES,
-    attention_request,
-    check_attention,
-    is_mhla_class,
-    mhla_class_for,
-)
+from ..models import registry
+from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class
 from ..utils.compat import after_import, extend, wrap
 from ..utils.compat import diffusers as compat
 from ..utils.locations import LOCATION_OPTIONS, PIPELINE_INDEX
@@ -53,6 +47,11 @@ _LIBRARY = __name__.partition(".")[0]
 _OPTIONS = frozenset(field.name for field in dataclasses.fields(MHLAConfig))
 NO_VERSION = f"has an MHLA version. Supported: {', '.join(sorted(FAMILIES))}."
 """End of the error for a pipeline without a model that can be MHLA."""
+
+_NO_SOFTMAX = (
+    "is an MHLA checkpoint; attn_implementation='softmax' would drop its trained weights. Load the softmax original "
+    "that it was converted from, or use None."
+)
 
 # Arguments of `DiffusionPipeline.download` that locate the files of a Hub repository.
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
@@ -146,61 +145,27 @@ def mhla_class_of(model_class: Any, config: Mapping[str, Any]) -> Any:
     raise ValueError(f"This is an MHLA checkpoint, which {model_class.__name__} would load without MHLA. Use {name}.")
 
 
-def _mhla_class_at(model_class: Any, location: Any, options: Mapping[str, Any]) -> Any:
-    """As [`mhla_class_of`], for the configuration at a location; `options` are those of the loading call."""
-    where = {name: options[name] for name in LOCATION_OPTIONS if name in options}
-    return mhla_class_of(model_class, model_class.load_config(location, **where))
+def _load_model(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ways of loading a softmax class return MHLA models for MHLA checkpoints, and where the caller asks for them.
 
-
-def _from_config(original: Any, cls: Any, config: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`from_config` of softmax classes returns MHLA models where the configuration or the caller asks for them."""
-    asked, target = attention_request(cls.__name__, kwargs), None
-    if isinstance(config, Mapping):
-        target = mhla_class_of(cls, config)
-    elif config is not None and cls.__name__ in FAMILIES:
-        target = _mhla_class_at(cls, config, kwargs)
-    target = _requested(cls, target, asked)
-    return original(cls, config, *args, **kwargs) if target is None else target.from_config(config, *args, **kwargs)
-
-
-def _from_pretrained(
-    original: Any, cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """`from_pretrained` of softmax classes returns MHLA models for MHLA checkpoints, and where they are asked for.
-
-    Other classes need no look at the configuration beforehand: their `from_config` refuses it.
+    `from_pretrained` of other classes needs no look at the configuration: their `from_config` refuses it.
     """
-    asked = attention_request(cls.__name__, kwargs)
-    if cls.__name__ in FAMILIES:
-        target = _requested(cls, _mhla_class_at(cls, pretrained_model_name_or_path, kwargs), asked)
-        if target is not None:
-            return target.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-    return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+    method, asked, target = original.__name__, registry.attention_request(cls.__name__, kwargs), None
+    location = next(iter(args), kwargs.get("pretrained_model_name_or_path", kwargs.get("config")))
+    if isinstance(location, Mapping):
+        target = mhla_class_of(cls, location)
+    elif cls.__name__ in FAMILIES and location is not None and method != "from_single_file":
+        where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
+        target = mhla_class_of(cls, cls.load_config(location, **where))
+    if target is not None and asked == "softmax":
+        raise ValueError(f"This {_NO_SOFTMAX}")
+    if target is None and asked == "mhla" and cls.__name__ in FAMILIES:
+        target = FAMILIES[cls.__name__].load_class()
+    return original(cls, *args, **kwargs) if target is None else getattr(target, method)(*args, **kwargs)
 
 
-def _requested(cls: Any, stored: Any, asked: str | None) -> Any:
-    """The MHLA class that loads in place of a class: that of the checkpoint, or the one that was asked for."""
-    if stored is not None and asked == "softmax":
-        raise ValueError(
-            "This is an MHLA checkpoint; attn_implementation='softmax' would drop its trained weights. Load the "
-            "softmax original that it was converted from, or use None."
-        )
-    return (
-        FAMILIES[cls.__name__].load_class()
-        if stored is None and asked == "mhla" and cls.__name__ in FAMILIES
-        else stored
-    )
-
-
-def _from_single_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """`from_single_file` of softmax classes, which load their configuration in a way of their own."""
-    if attention_request(cls.__name__, kwargs) == "mhla" and cls.__name__ in FAMILIES:
-        return FAMILIES[cls.__name__].load_class().from_single_file(*args, **kwargs)
-    return original(cls, *args, **kwargs)
-
-
-def _from_pretrained_auto(original: Any, cls: Any, location: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`AutoModel.from_pretrained` asks for no trust in a repository's code that only imports this package."""
+def _load_auto(original: Any, cls: Any, location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`AutoModel` asks for no trust in a repository's code that only imports this package."""
     try:
         return original(cls, location, *args, **kwargs)
     except ValueError:
@@ -208,10 +173,12 @@ def _from_pretrained_auto(original: Any, cls: Any, location: Any = None, *args: 
         if not kwargs.pop("trust_remote_code", None):
             where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
             any_class = next(iter(MHLA_CLASSES.values())).load_class()
-            name = any_class.load_config(location, **where).get("_class_name")
+            config = location if isinstance(location, Mapping) else any_class.load_config(location, **where)
+            name = config.get("_class_name")
+            location = config if original.__name__ == "from_config" else location
         if name not in MHLA_CLASSES:
             raise
-        return MHLA_CLASSES[name].load_class().from_pretrained(location, *args, **kwargs)
+        return getattr(MHLA_CLASSES[name].load_class(), original.__name__)(location, *args, **kwargs)
 
 
 def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict: Any) -> Any:
@@ -244,8 +211,7 @@ def _load_pipeline(
     from ..models.directory import ModelDirectory, find_pipeline, read_pipeline
     from ..models.weight_files import check_weights
 
-    given, location = dict(kwargs), pretrained_model_name_or_path
-    mhla = kwargs.pop("mhla", None)
+    given, location, mhla = dict(kwargs), pretrained_model_name_or_path, kwargs.pop("mhla", None)
     asked = kwargs.pop("attn_implementation", None if mhla is None else "mhla")
     kwargs.setdefault("use_safetensors", True)
     options = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
@@ -261,7 +227,7 @@ def _load_pipeline(
     if not models and asked != "mhla":
         # Nothing of this package's: diffusers knows what other values mean to it.
         return original(cls, location, *args, **given)
-    check_attention(asked, mhla)
+    registry.check_attention(asked, mhla)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
     # The class that the index names: the general one drops the optional components of a pipeline that it is given.
@@ -275,11 +241,8 @@ def _load_pipeline(
         if name in kwargs and (name in chosen or asked == "softmax"):
             _check_given_component(name, kwargs[name], asked, chosen.pop(name, None))
         elif asked == "softmax" and model.is_mhla:
-            raise ValueError(
-                f"The {name} of {location} is an MHLA checkpoint; attn_implementation='softmax' would drop its "
-                "trained weights. Load the softmax original that it was converted from, or use None."
-            )
-    classes = {name: mhla_class_for(models[name].class_name) for name in chosen}
+            raise ValueError(f"The {name} of {location} {_NO_SOFTMAX}")
+    classes = {name: registry.mhla_class_for(models[name].class_name) for name in chosen}
     for name, own in chosen.items():
         # Wrong options fail before weights are loaded.
         chosen[name] = classes[name].options_for(configs[name], own, models[name].vae_compression)
@@ -390,27 +353,14 @@ def _place_components(pipeline: Any, parts: Mapping[str, Any]) -> None:
             dispatch_model(part, {"": devices[name]}, force_hooks=True, **offloaded)
 
 
-def _load_components(original: Any, pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-    """`load_components` of modular pipelines, which would ask every component for MHLA, text encoders too."""
-    mhla = kwargs.get("mhla")
-    if kwargs.get("attn_implementation", None if mhla is None else "mhla") == "mhla":
-        types = {name: getattr(hint, "__name__", "") for name, hint in compat.modular_types(pipeline).items()}
-        ours = [name for name, type_name in types.items() if type_name in {**FAMILIES, **MHLA_CLASSES}]
-        if not ours:
-            raise ValueError(f"No component of {type(pipeline).__name__} {NO_VERSION}")
-        chosen = options_by_component(mhla, ours)
-        kwargs |= {"attn_implementation": dict.fromkeys(chosen, "mhla"), "mhla": chosen}
-    return original(pipeline, *args, **kwargs)
-
-
-def _refuse_request(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_request(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
     """Ways of loading pipelines that cannot be asked for MHLA."""
     if kwargs.get("attn_implementation") == "mhla" or kwargs.get("mhla") is not None:
         raise ValueError(
-            f"{cls.__name__}.{original.__name__} does not take attn_implementation and mhla. Leave them out, and "
-            "convert the model afterwards: mhla_hf.convert(pipeline.transformer)."
+            f"{original.__qualname__} takes no attn_implementation='mhla' and no mhla: leave them out, and convert "
+            "the model afterwards by mhla_hf.convert(pipeline.transformer)."
         )
-    return original(cls, *args, **kwargs)
+    return original(owner, *args, **kwargs)
 
 
 def _attention_backend(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -505,11 +455,12 @@ def _load_lora_weights(original: Any, pipeline: Any, source: Any, adapter_name: 
 
 
 _METHODS: tuple[tuple[str, str, str, Any], ...] = (
-    ("configuration_utils", "ConfigMixin", "from_config", _from_config),
-    ("models.modeling_utils", "ModelMixin", "from_pretrained", _from_pretrained),
+    ("configuration_utils", "ConfigMixin", "from_config", _load_model),
+    ("models.modeling_utils", "ModelMixin", "from_pretrained", _load_model),
     ("models.modeling_utils", "ModelMixin", "set_attention_backend", _attention_backend),
-    ("models.auto_model", "AutoModel", "from_pretrained", _from_pretrained_auto),
-    ("loaders.single_file_model", "FromOriginalModelMixin", "from_single_file", _from_single_file),
+    ("models.auto_model", "AutoModel", "from_pretrained", _load_auto),
+    ("models.auto_model", "AutoModel", "from_config", _load_auto),
+    ("loaders.single_file_model", "FromOriginalModelMixin", "from_single_file", _load_model),
     ("loaders.single_file", "FromSingleFileMixin", "from_single_file", _refuse_request),
     ("loaders.lora_pipeline", "WanLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "LTXVideoLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
@@ -522,7 +473,7 @@ _METHODS: tuple[tuple[str, str, str, Any], ...] = (
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pipe", _from_pipe),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "save_pretrained", _save_pipeline),
     ("modular_pipelines.modular_pipeline", "ModularPipeline", "from_pretrained", _refuse_request),
-    ("modular_pipelines.modular_pipeline", "ModularPipeline", "load_components", _load_components),
+    ("modular_pipelines.modular_pipeline", "ModularPipeline", "load_components", _refuse_request),
     ("modular_pipelines.modular_pipeline", "ModularPipeline", "save_pretrained", _save_modular_pipeline),
 )
 """Modules, classes and methods of diffusers, and what runs around these."""

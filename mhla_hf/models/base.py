@@ -424,8 +424,12 @@ class MHLAModelMixin(MHLAAdapterMixin):
     @functools.wraps(ModelMixin.save_pretrained)
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         # What was done to the model goes into the configuration.
+        from .stub import STUB
+
         self.register_to_config(**{STATE_KEY: weights_state(self)})
         super().save_pretrained(*args, **kwargs)
+        folder = args[0] if args else kwargs["save_directory"]
+        Path(folder, f"{weight_files.STUB_MODULE}.py").write_text(STUB, encoding="utf-8")
 
     def to_json_string(self) -> str:
         """The configuration as `config.json` holds it, with an entry by which softmax classes refuse it."""

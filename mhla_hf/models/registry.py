@@ -123,6 +123,9 @@ MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in 
 TRANSFORMERS_FAMILIES = _read_transformers("works")
 """The tested architectures of transformers, by `model_type`."""
 
+NOT_RECOVERED = ("wan-animate",)
+"""Families of diffusers that `mhla_hf.recover` does not take."""
+
 LEGACY_CLASS = "Transformer2DModel"
 """Former class in diffusers of several image models."""
 
@@ -207,6 +210,28 @@ def mhla_class_for(class_name: str) -> Any:
     return family_for(class_name).load_class()
 
 
+def recovery_advice(
+    class_name: str, model: object = "MODEL", *, is_same: bool = False, has_towers: bool = False
+) -> str:
+    """Return what to do with a model whose MHLA parameters are new: the same words after every kind of conversion.
+
+    Args:
+        class_name: The model's class, of diffusers or transformers.
+        model: Its softmax original, as the command is given it.
+        is_same: Whether the new parameters leave its output as it was.
+        has_towers: Whether it is a model of transformers with MHLA in towers, each with options of its own.
+    """
+    family = FAMILIES.get(class_name) or MHLA_CLASSES.get(class_name)
+    if is_same:
+        return "They leave the model's output as it was until they are fine-tuned."
+    if has_towers or (family is not None and family.name in NOT_RECOVERED):
+        return (
+            "Recover the model before you use it: by mhla_hf.calibrate and mhla_hf.recovery.match_layers in Python, "
+            "since mhla_hf.recover does not take it yet."
+        )
+    return f"Recover the model before you use it: mhla-hf recover {model} OUTPUT, or mhla_hf.recover in Python."
+
+
 def check_attention(attn_implementation: Any, mhla: Any = None) -> None:
     """Check what was asked of a model or pipeline of diffusers.
 
@@ -237,15 +262,12 @@ def attention_request(class_name: str, options: dict[str, Any]) -> str | None:
         if options.get("attn_implementation") == "mhla":
             family_for(class_name)
         return None
-    if options.get("mhla", 0) is None:
-        del options["mhla"]
-    asked = options.pop("attn_implementation", "mhla" if "mhla" in options else None)
-    if class_name in MHLA_CLASSES:
-        if asked == "softmax":
-            upstream = MHLA_CLASSES[class_name].upstream
-            raise ValueError(f"{class_name} is MHLA: load a softmax checkpoint with {upstream}.")
-        asked = asked or "mhla"
-    check_attention(asked, options.get("mhla"))
+    mhla = options.get("mhla")
+    asked = options.pop("attn_implementation", None if mhla is None else "mhla")
+    if asked == "softmax" and class_name in MHLA_CLASSES:
+        raise ValueError(f"{class_name} is MHLA: load a softmax checkpoint by {MHLA_CLASSES[class_name].upstream}.")
+    # MHLA classes complete their options before they build a model.
+    check_attention(asked, None if class_name in MHLA_CLASSES else mhla)
     return asked
 
 

@@ -131,12 +131,6 @@ def component_quantization(config: Any, name: str) -> Any:
     return resolve(is_diffusers=True, module_name=name)
 
 
-def modular_types(pipeline: Any) -> dict[str, Any]:
-    """Return the classes of a modular pipeline's components by name; `None` for those that are not known yet."""
-    specs = attribute("diffusers", pipeline, "_component_specs", "ModularPipeline")
-    return {name: spec.type_hint for name, spec in specs.items()}
-
-
 def set_modular_component_type(pipeline: Any, name: str, component_class: type) -> None:
     """Set the class of a component in the specifications of a modular pipeline, and keeps where it came from."""
     attribute("diffusers", pipeline, "_component_specs", "ModularPipeline")[name].type_hint = component_class
