@@ -234,7 +234,7 @@ def test_convert_in_place_then_save_and_reload(tmp_path):
     video = wan_video(pipeline)
     pipeline.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
-    assert index["transformer"] == ["diffusers", "MHLAWanTransformer3DModel"]
+    assert index["transformer"] == ["mhla_hf", "MHLAWanTransformer3DModel"]
     assert index["transformer_2"] == index["transformer"]
     again = DiffusionPipeline.from_pretrained(tmp_path)
     assert_same_parameters(again.transformer, transformer)

@@ -126,12 +126,13 @@ def write_result(
                 write_shards(folder, weights.shards, bar.update)
                 weights.report.files = list(weights.shards)
             write_staged_json(folder / "config.json", plan.config)
-            if "_class_name" in plan.config:
+            if plan.config.get("_class_name") in MHLA_CLASSES:
                 (folder / f"{STUB_MODULE}.py").write_text(STUB, encoding="utf-8")
             plan.report.weight_sets = [weights.report for weights in plan.weights]
             report.components[plan.name] = plan.report
         if pipeline is not None:
-            replaced = {plan.name: [LIBRARY, plan.config["_class_name"]] for plan in plans}
+            names = {plan.name: plan.config["_class_name"] for plan in plans}
+            replaced = {part: [LIBRARY if name in MHLA_CLASSES else "diffusers", name] for part, name in names.items()}
             write_staged_json(staging / PIPELINE_INDEX, {**pipeline, **replaced})
         bar.set_description("done")
         report.bytes_written = total

@@ -27,9 +27,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from ..config import MHLAConfig
@@ -55,17 +56,8 @@ _NO_SOFTMAX = (
 
 # Arguments of `DiffusionPipeline.download` that locate the files of a Hub repository.
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-# Arguments that `DiffusionPipeline.from_pretrained` hands to each component.
-_COMPONENT_OPTIONS = (
-    "device_map",
-    "disable_mmap",
-    "low_cpu_mem_usage",
-    "max_memory",
-    "offload_folder",
-    "offload_state_dict",
-    "use_flashpack",
-    "use_safetensors",
-)
+# Options of the models that a pipeline that is being loaded wants as MHLA, by their folders.
+_wanted: ContextVar[Mapping[str, Any]] = ContextVar("_wanted", default=MappingProxyType({}))
 
 
 def register_with_diffusers() -> None:
@@ -150,8 +142,11 @@ def _load_model(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
     `from_pretrained` of other classes needs no look at the configuration: their `from_config` refuses it.
     """
-    method, asked, target = original.__name__, registry.attention_request(cls.__name__, kwargs), None
+    method, target = original.__name__, None
     location = next(iter(args), kwargs.get("pretrained_model_name_or_path", kwargs.get("config")))
+    if method == "from_pretrained" and str(location) in _wanted.get():
+        kwargs["mhla"] = _wanted.get()[str(location)]
+    asked = registry.attention_request(cls.__name__, kwargs)
     if isinstance(location, Mapping):
         target = mhla_class_of(cls, location)
     elif cls.__name__ in FAMILIES and location is not None and method != "from_single_file":
@@ -230,9 +225,7 @@ def _load_pipeline(
     registry.check_attention(asked, mhla)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
-    # The class that the index names: the general one drops the optional components of a pipeline that it is given.
-    pipeline_class = cls if cls is not diffusers.DiffusionPipeline else getattr(diffusers, class_name, None)
-    if pipeline_class is None:
+    if cls is diffusers.DiffusionPipeline and not hasattr(diffusers, class_name):
         raise ValueError(f"{location} is a {class_name}, which diffusers {diffusers.__version__} does not have.")
     if not models:
         raise ValueError(f"No component of {class_name} in {location} {NO_VERSION}")
@@ -242,19 +235,18 @@ def _load_pipeline(
             _check_given_component(name, kwargs[name], asked, chosen.pop(name, None))
         elif asked == "softmax" and model.is_mhla:
             raise ValueError(f"The {name} of {location} {_NO_SOFTMAX}")
-    classes = {name: registry.mhla_class_for(models[name].class_name) for name in chosen}
     for name, own in chosen.items():
         # Wrong options fail before weights are loaded.
-        chosen[name] = classes[name].options_for(configs[name], own, models[name].vae_compression)
+        target = registry.mhla_class_for(models[name].class_name)
+        chosen[name] = target.options_for(configs[name], own, models[name].vae_compression)
     for name, entry in index.items():
         if isinstance(entry, list) and name not in kwargs:
             check_weights(root / name)
-    parts = {
-        name: classes[name].from_pretrained(root / name, mhla=own, **_component_options(root / name, kwargs))
-        for name, own in chosen.items()
-    }
-    pipeline = original(pipeline_class, root, *args, **parts, **kwargs)
-    _place_components(pipeline, parts)
+    token = _wanted.set({str(root / name): own for name, own in chosen.items()})
+    try:
+        pipeline = original(cls, root, *args, **kwargs)
+    finally:
+        _wanted.reset(token)
     left = [name for name in chosen if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
     if left:
         raise RuntimeError(f"This version of diffusers loads components in another way: {', '.join(left)} is softmax.")
@@ -322,35 +314,6 @@ def _chosen_options(models: Mapping[str, Any], mhla: Any) -> dict[str, Any]:
         # Where one expert was converted and the other was not, that choice stays until the other is named.
         return dict.fromkeys(converted, mhla)
     return options_by_component(mhla, models)
-
-
-def _component_options(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a component's `from_pretrained`, as diffusers derives them from the pipeline's."""
-    own = {name: options[name] for name in _COMPONENT_OPTIONS if name in options}
-    if own.get("device_map") == "balanced":
-        # Placed when the sizes of all components are known.
-        del own["device_map"]
-    dtype = options.get("torch_dtype", options.get("dtype"))
-    if isinstance(dtype, Mapping):
-        dtype = dtype.get(folder.name, dtype.get("default"))
-    if dtype is not None:
-        own["torch_dtype"] = dtype
-    # Components without files of a variant are loaded from their ordinary ones.
-    if options.get("variant") is not None and any(folder.glob(f"*.{options['variant']}[.-]*")):
-        own["variant"] = options["variant"]
-    quantization = compat.component_quantization(options.get("quantization_config"), folder.name)
-    return own if quantization is None else {**own, "quantization_config": quantization}
-
-
-def _place_components(pipeline: Any, parts: Mapping[str, Any]) -> None:
-    """Move components to the devices that `device_map="balanced"` has found for them, as diffusers does."""
-    devices = getattr(pipeline, "hf_device_map", None)
-    for name, part in parts.items():
-        if isinstance(devices, dict) and name in devices:
-            from accelerate import dispatch_model
-
-            offloaded = {"state_dict": part.state_dict(), "main_device": 0} if devices[name] == "cpu" else {}
-            dispatch_model(part, {"": devices[name]}, force_hooks=True, **offloaded)
 
 
 def _refuse_request(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -146,7 +146,7 @@ def test_everything_else_is_copied(pipeline_dir, tmp_path):
             assert (tmp_path / "mhla" / path).read_bytes() == (pipeline_dir / path).read_bytes(), path
     before = json.loads((pipeline_dir / "model_index.json").read_text())
     after = json.loads((tmp_path / "mhla/model_index.json").read_text())
-    assert after.pop("transformer") == ["diffusers", "MHLAWanTransformer3DModel"]
+    assert after.pop("transformer") == ["mhla_hf", "MHLAWanTransformer3DModel"]
     assert before.pop("transformer") == ["diffusers", "WanTransformer3DModel"]
     assert before == after
     old = json.loads((pipeline_dir / "transformer/config.json").read_text())

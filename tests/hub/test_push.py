@@ -185,7 +185,7 @@ def test_push_and_the_three_ways_to_load(client, hub, directories, tmp_path):
     assert hub.unknown == []
     assert "auto_map" not in json.loads((tmp_path / "saved/config.json").read_text())
     index = json.loads((tmp_path / "saved-pipeline/model_index.json").read_text())
-    assert index["transformer"] == ["diffusers", "MHLAWanTransformer3DModel"]
+    assert index["transformer"] == ["mhla_hf", "MHLAWanTransformer3DModel"]
 
 
 def test_an_interrupted_push_goes_on_and_shows_nothing_before(client, hub, pipeline):

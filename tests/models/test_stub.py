@@ -13,7 +13,8 @@ from transformers import AutoConfig, BertConfig, BertModel, CLIPConfig, CLIPMode
 
 from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained
 from mhla_hf.models.directory import ModelDirectory
-from mhla_hf.models.stub import LIBRARY, MODULE, STUB, add_stub, stub_files
+from mhla_hf.models.stub import LIBRARY, STUB, add_stub, stub_files
+from mhla_hf.models.weight_files import STUB_MODULE as MODULE
 from mhla_hf.recovery.calibration import calibrate_directory
 from tests import tiny
 from tests.integrations.transformers.shrinking import tiny_config
