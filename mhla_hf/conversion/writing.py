@@ -189,6 +189,9 @@ def advice(report: ConversionReport) -> str | None:
         for part, family in zip(fresh, families, strict=True)
     )
     original, options = report.source.get("path") or report.source.get("location"), fresh[0].mhla
+    if families[0] is not None and not Path(report.destination, PIPELINE_INDEX).is_file():
+        # Models of diffusers are recovered in their pipeline.
+        original = "MODEL"
     has_towers = families[0] is None and bool(options) and all(isinstance(own, dict) for own in options.values())
     said = recovery_advice(fresh[0].target_class, original, is_same=is_same, has_towers=has_towers)
     return f"The new parameters are untrained. {said}"

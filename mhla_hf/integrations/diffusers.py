@@ -144,12 +144,13 @@ def _load_model(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """
     method, target = original.__name__, None
     location = next(iter(args), kwargs.get("pretrained_model_name_or_path", kwargs.get("config")))
-    if method == "from_pretrained" and str(location) in _wanted.get():
+    is_wanted = method == "from_pretrained" and str(location) in _wanted.get()
+    if is_wanted:
         kwargs["mhla"] = _wanted.get()[str(location)]
     asked = registry.attention_request(cls.__name__, kwargs)
     if isinstance(location, Mapping):
         target = mhla_class_of(cls, location)
-    elif cls.__name__ in FAMILIES and location is not None and method != "from_single_file":
+    elif cls.__name__ in FAMILIES and location is not None and method != "from_single_file" and not is_wanted:
         where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
         target = mhla_class_of(cls, cls.load_config(location, **where))
     if target is not None and asked == "softmax":
@@ -225,7 +226,9 @@ def _load_pipeline(
     registry.check_attention(asked, mhla)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
-    if cls is diffusers.DiffusionPipeline and not hasattr(diffusers, class_name):
+    # The class that the index names: the general one drops the optional components of a pipeline that it is given.
+    pipeline_class = cls if cls is not diffusers.DiffusionPipeline else getattr(diffusers, class_name, None)
+    if pipeline_class is None:
         raise ValueError(f"{location} is a {class_name}, which diffusers {diffusers.__version__} does not have.")
     if not models:
         raise ValueError(f"No component of {class_name} in {location} {NO_VERSION}")
@@ -244,7 +247,7 @@ def _load_pipeline(
             check_weights(root / name)
     token = _wanted.set({str(root / name): own for name, own in chosen.items()})
     try:
-        pipeline = original(cls, root, *args, **kwargs)
+        pipeline = original(pipeline_class, root, *args, **kwargs)
     finally:
         _wanted.reset(token)
     left = [name for name in chosen if not is_mhla_class(type(getattr(pipeline, name)).__name__)]

@@ -239,7 +239,7 @@ def check_attention(attn_implementation: Any, mhla: Any = None) -> None:
         ValueError: If there is no such implementation, or options are given without MHLA.
     """
     if attn_implementation is not None:
-        check_choice("attn_implementation", attn_implementation, ("mhla", "softmax"), " and None")
+        check_choice("attn_implementation", attn_implementation, ("mhla", "softmax"), ", None")
     if mhla is not None and attn_implementation != "mhla":
         raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
 

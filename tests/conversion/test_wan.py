@@ -177,6 +177,7 @@ def test_subfolder_converts_the_transformer_alone(pipeline_dir, tmp_path):
         "config.json",
         "conversion.json",
         "diffusion_pytorch_model.safetensors",
+        "modeling_mhla.py",
     ]
     with pytest.raises(ValueError, match="subfolder='unet' is not in"):
         convert(pipeline_dir, tmp_path / "other", subfolder="unet")

@@ -98,7 +98,7 @@ def test_contents(pipeline):
         "README.md", "conversion.json", "data_config.json", "model_index.json", "scheduler/scheduler_config.json",
         "text_encoder/config.json", "text_encoder/model.safetensors", "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json", "transformer/config.json", WEIGHTS, "transformer/mhla_hf.py",
-        "vae/config.json", "vae/diffusion_pytorch_model.safetensors",
+        "transformer/modeling_mhla.py", "vae/config.json", "vae/diffusion_pytorch_model.safetensors",
     }  # fmt: skip
     assert sorted(contents.left_out) == [
         ".lock", "checkpoint-20/optimizer.pt", "training_args.bin", "work/run.json", "x.tmp"

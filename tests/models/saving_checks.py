@@ -144,7 +144,9 @@ class SavingChecks(ModelCase):
         assert len(about_weights) == 1
         assert f"{len(mhla_parameters(model))} MHLA parameter(s)" in about_weights[0]
         unchanged = self.mhla_class.starts_as_upstream(model.mhla_config)
-        assert ("leave its output as it was" if unchanged else "Fine-tune the model") in about_weights[0]
+        assert ("leave the model's output as it was" if unchanged else "the model before you use it") in about_weights[
+            0
+        ]
         # Whatever else diffusers says, it says of its own model too (device maps and dtypes).
         assert not [message for message in warnings if "mhla" in message.lower() and message not in about_weights]
 

@@ -140,6 +140,8 @@ print(json.dumps(found))
     found, log = without_package(program, tmp_path)
     assert len(found) == 5 * len(CASES) + 1
     assert all("Error: " in outcome for outcome in found.values()), found
+    assert "import mhla_hf before calling `from_pretrained`" in found["pipeline"]
+    assert all("trust_remote_code=True" in outcome for name, outcome in found.items() if name.endswith(" AutoModel"))
     assert "MHLA weights: import mhla_hf before you load them" in log
 
 
