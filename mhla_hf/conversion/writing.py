@@ -188,10 +188,6 @@ def advice(report: ConversionReport) -> str | None:
         family is not None and family.load_class().starts_as_upstream(MHLAConfig.from_dict(part.mhla))
         for part, family in zip(fresh, families, strict=True)
     )
-    original, options = report.source.get("path") or report.source.get("location"), fresh[0].mhla
-    if families[0] is not None and not Path(report.destination, PIPELINE_INDEX).is_file():
-        # Models of diffusers are recovered in their pipeline.
-        original = "MODEL"
-    has_towers = families[0] is None and bool(options) and all(isinstance(own, dict) for own in options.values())
-    said = recovery_advice(fresh[0].target_class, original, is_same=is_same, has_towers=has_towers)
+    has_towers = families[0] is None and all(isinstance(own, dict) for own in fresh[0].mhla.values())
+    said = recovery_advice(fresh[0].target_class, is_same=is_same, has_towers=has_towers)
     return f"The new parameters are untrained. {said}"

@@ -210,14 +210,11 @@ def mhla_class_for(class_name: str) -> Any:
     return family_for(class_name).load_class()
 
 
-def recovery_advice(
-    class_name: str, model: object = "MODEL", *, is_same: bool = False, has_towers: bool = False
-) -> str:
+def recovery_advice(class_name: str, *, is_same: bool = False, has_towers: bool = False) -> str:
     """Return what to do with a model whose MHLA parameters are new: the same words after every kind of conversion.
 
     Args:
         class_name: The model's class, of diffusers or transformers.
-        model: Its softmax original, as the command is given it.
         is_same: Whether the new parameters leave its output as it was.
         has_towers: Whether it is a model of transformers with MHLA in towers, each with options of its own.
     """
@@ -229,7 +226,7 @@ def recovery_advice(
             "Recover the model before you use it: by mhla_hf.calibrate and mhla_hf.recovery.match_layers in Python, "
             "since mhla_hf.recover does not take it yet."
         )
-    return f"Recover the model before you use it: mhla-hf recover {model} OUTPUT, or mhla_hf.recover in Python."
+    return "Recover the model before you use it: mhla-hf recover MODEL OUTPUT, or mhla_hf.recover in Python."
 
 
 def check_attention(attn_implementation: Any, mhla: Any = None) -> None:
