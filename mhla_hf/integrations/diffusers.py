@@ -242,6 +242,7 @@ def _load_pipeline(
         # Wrong options fail before weights are loaded.
         target = registry.mhla_class_for(models[name].class_name)
         chosen[name] = target.options_for(configs[name], own, models[name].vae_compression)
+        chosen[name].mhla_layers(target.layer_count(configs[name]))
     for name, entry in index.items():
         if isinstance(entry, list) and name not in kwargs:
             check_weights(root / name)
@@ -301,9 +302,8 @@ def is_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Col
 
 def _check_given_component(name: str, component: Any, attn_implementation: str | None, mhla: Any) -> None:
     """Refuse a component passed in that contradicts the other arguments."""
-    if component is None or attn_implementation is None:
-        return
-    if mhla is not None or is_mhla_class(type(component).__name__) != (attn_implementation == "mhla"):
+    contradicts = mhla is not None or is_mhla_class(type(component).__name__) != (attn_implementation == "mhla")
+    if component is not None and contradicts:
         raise ValueError(
             f"attn_implementation={attn_implementation!r} and mhla options have no effect on {name}, which is passed "
             f"in as a {type(component).__name__}; convert it before."
@@ -332,10 +332,7 @@ def _refuse_request(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any
 def _attention_backend(original: Any, *args: Any, **kwargs: Any) -> Any:
     """`set_attention_backend` and `attention_backend` choose how softmax attention is computed."""
     if any(isinstance(name, str) and name.lower() == "mhla" for name in (*args, *kwargs.values())):
-        raise ValueError(
-            "MHLA is no attention backend: load the model or pipeline with attn_implementation='mhla', or call "
-            "mhla_hf.convert."
-        )
+        raise ValueError("MHLA is no attention backend: load with attn_implementation='mhla', or use mhla_hf.convert.")
     return original(*args, **kwargs)
 
 

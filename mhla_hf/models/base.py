@@ -422,14 +422,13 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     # Pipelines read its signature.
     @functools.wraps(ModelMixin.save_pretrained)
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        # What was done to the model goes into the configuration.
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         from .stub import STUB
 
+        # What was done to the model goes into the configuration.
         self.register_to_config(**{STATE_KEY: weights_state(self)})
-        super().save_pretrained(*args, **kwargs)
-        folder = args[0] if args else kwargs["save_directory"]
-        Path(folder, f"{weight_files.STUB_MODULE}.py").write_text(STUB, encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)
+        Path(save_directory, f"{weight_files.STUB_MODULE}.py").write_text(STUB, encoding="utf-8")
 
     def to_json_string(self) -> str:
         """The configuration as `config.json` holds it, with an entry by which softmax classes refuse it."""

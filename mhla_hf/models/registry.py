@@ -259,12 +259,11 @@ def attention_request(class_name: str, options: dict[str, Any]) -> str | None:
         if options.get("attn_implementation") == "mhla":
             family_for(class_name)
         return None
-    mhla = options.get("mhla")
-    asked = options.pop("attn_implementation", None if mhla is None else "mhla")
+    asked = options.pop("attn_implementation", None if options.get("mhla") is None else "mhla")
     if asked == "softmax" and class_name in MHLA_CLASSES:
         raise ValueError(f"{class_name} is MHLA: load a softmax checkpoint by {MHLA_CLASSES[class_name].upstream}.")
     # MHLA classes complete their options before they build a model.
-    check_attention(asked, None if class_name in MHLA_CLASSES else mhla)
+    check_attention(asked, None if class_name in MHLA_CLASSES else options.get("mhla"))
     return asked
 
 

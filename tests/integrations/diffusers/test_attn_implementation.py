@@ -197,7 +197,7 @@ def test_mhla_is_no_attention_backend(name):
     softmax = WanCase().make(WanTransformer3DModel)
     for model in (softmax, WanCase().make_mhla()):
         for args, given in (((name,), {}), ((), {"backend": name})):
-            with pytest.raises(ValueError, match="MHLA is no attention backend: load the model"):
+            with pytest.raises(ValueError, match="MHLA is no attention backend: load with attn"):
                 model.set_attention_backend(*args, **given)
     with pytest.raises(ValueError, match="MHLA is no attention backend"), dispatch.attention_backend(name):
         pass
