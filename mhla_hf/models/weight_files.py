@@ -442,6 +442,11 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
     return model, sorted({*missing_names, *fresh}), *others
 
 
+def is_identity(fresh: Iterable[str]) -> bool:
+    """Return whether new MHLA parameters of these names leave the output of a model as it was."""
+    return all(key.partition(".mhla.")[2].partition(".")[0] in _STARTS_AS_IDENTITY for key in fresh)
+
+
 def warn_of_fresh(model: Any, fresh: list[str], source: Any) -> None:
     """Warn of newly initialised parameters, and say whether the model needs fine-tuning.
 
@@ -453,8 +458,7 @@ def warn_of_fresh(model: Any, fresh: list[str], source: Any) -> None:
     # It starts as 1, which is what weights without it have been trained with.
     if all(key.endswith(".normalizer_scale") for key in fresh):
         return
-    identity = all(key.partition(".mhla.")[2].partition(".")[0] in _STARTS_AS_IDENTITY for key in fresh)
-    is_same = identity or model.starts_as_upstream(model.mhla_config)
+    is_same = is_identity(fresh) or model.starts_as_upstream(model.mhla_config)
     advice = recovery_advice(type(model).__name__, is_same=is_same)
     layers = len({key.split(".mhla.")[0] for key in fresh})
     found = f"{len(fresh)} MHLA parameter(s) in {layers} layer(s) are not in {source} and were newly initialised."

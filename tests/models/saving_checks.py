@@ -231,7 +231,7 @@ class SavingChecks(ModelCase):
         with recorded_warnings() as warnings:
             model = self.mhla_class.from_pretrained(mhla_dir, mhla={"output_gate": True, "lepe_kernel": kernel})
         assert len(warnings) == 1 and f"{4 * len(model.mhla_layers)} MHLA parameter(s)" in warnings[0]
-        assert "leave its output as it was" in warnings[0]
+        assert "leave the model's output as it was" in warnings[0]
         assert_same_parameters(model, stored, only_common=True)
         # Fresh gates and convolutions leave the output as it is, at grids that the blocks do not divide too.
         for size in (0, 1, 2):

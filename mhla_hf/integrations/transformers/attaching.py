@@ -18,6 +18,7 @@ from ...config import MHLAConfig
 from ...layers import original as originals
 from ...layers.mhla import MHLA
 from ...models.registry import TRANSFORMERS_FAMILIES, recovery_advice
+from ...models.weight_files import is_identity
 from ...utils.compat import forward_parameters, has_mhla
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
 from . import configuration, modules
@@ -343,11 +344,12 @@ def warn_of_fresh(model: PreTrainedModel, names: Collection[str]) -> None:
         model: The model.
         names: Names of the parameters that no checkpoint gave, others among them.
     """
+    fresh, class_name = [name for name in names if ".mhla." in name], type(model).__name__
     # A normaliser's scale starts as 1, which is what weights without it have been trained with.
-    if any(".mhla." in name and not name.endswith(".normalizer_scale") for name in names):
-        count, class_name = sum(".mhla." in name for name in names), type(model).__name__
-        advice = recovery_advice(class_name, has_towers=isinstance(configuration.implementations(model.config), dict))
-        logger.warning(f"{class_name}: {count} MHLA parameter(s) are newly initialised. {advice}")
+    if not all(name.endswith(".normalizer_scale") for name in fresh):
+        has_towers = isinstance(configuration.implementations(model.config), dict)
+        advice = recovery_advice(class_name, is_same=is_identity(fresh), has_towers=has_towers)
+        logger.warning(f"{class_name}: {len(fresh)} MHLA parameter(s) are newly initialised. {advice}")
 
 
 def _copy_configs(model: PreTrainedModel) -> list[tuple[nn.Module, str, Any]]:

@@ -155,3 +155,19 @@ assert model.config._attn_implementation == "mhla" and any("mhla" in name for na
     command = [sys.executable, "-c", program, str(directory)]
     result = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
+
+
+def test_loading_gives_the_advice_once(tmp_path):
+    directory = save_softmax("llama", tmp_path)
+    with recorded_warnings() as warnings:
+        model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="mhla")
+    count = sum(".mhla." in name for name in model.state_dict())
+    said = f"LlamaForCausalLM: {count} MHLA parameter(s) are newly initialised. {recovery_advice('LlamaForCausalLM')}"
+    assert [message for message in warnings if "newly initialised" in message] == [said]
+    model.save_pretrained(directory)
+    with recorded_warnings() as warnings:
+        AutoModelForCausalLM.from_pretrained(directory)
+    assert warnings == []
+    with recorded_warnings() as warnings:
+        AutoModelForCausalLM.from_pretrained(directory, mhla={"output_gate": True})
+    assert len(warnings) == 1 and warnings[0].endswith("leave the model's output as it was until they are fine-tuned.")
