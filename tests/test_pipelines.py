@@ -58,7 +58,7 @@ def test_mhla_from_an_ordinary_pipeline(softmax_dir):
         pipeline = load_pipeline(softmax_dir, mhla=MHLA)
     assert type(pipeline) is WanPipeline and type(pipeline.transformer) is MHLAWanTransformer3DModel
     assert pipeline.transformer.mhla_config == MHLAConfig(**MHLA)
-    assert len(warnings) == 1 and "Fine-tune" in warnings[0]
+    assert len(warnings) == 1 and "Recover the model before you use it: mhla-hf recover" in warnings[0]
     stock = WanPipeline.from_pretrained(softmax_dir)
     assert_same_parameters(pipeline.transformer, stock.transformer, only_common=True)
     assert np.abs(wan_video(pipeline) - wan_video(stock)).max() > 1e-4
@@ -235,7 +235,7 @@ def test_convert_in_place_then_save_and_reload(tmp_path):
     video = wan_video(pipeline)
     pipeline.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
-    assert index["transformer"] == ["diffusers", "MHLAWanTransformer3DModel"]
+    assert index["transformer"] == ["mhla_hf", "MHLAWanTransformer3DModel"]
     assert index["transformer_2"] == index["transformer"]
     again = DiffusionPipeline.from_pretrained(tmp_path)
     assert_same_parameters(again.transformer, transformer)

@@ -17,8 +17,9 @@ from tqdm.auto import tqdm
 from .. import __version__
 from ..config import MHLAConfig
 from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
-from ..models.registry import MHLA_CLASSES
-from ..models.stub import LIBRARY, MODULE
+from ..models.registry import MHLA_CLASSES, recovery_advice
+from ..models.stub import LIBRARY, STUB
+from ..models.weight_files import STUB_MODULE
 from ..utils.compat import installed_versions
 from ..utils.destinations import Destination
 from ..utils.files import list_files, write_staged_json
@@ -125,10 +126,13 @@ def write_result(
                 write_shards(folder, weights.shards, bar.update)
                 weights.report.files = list(weights.shards)
             write_staged_json(folder / "config.json", plan.config)
+            if plan.config.get("_class_name") in MHLA_CLASSES:
+                (folder / f"{STUB_MODULE}.py").write_text(STUB, encoding="utf-8")
             plan.report.weight_sets = [weights.report for weights in plan.weights]
             report.components[plan.name] = plan.report
         if pipeline is not None:
-            replaced = {plan.name: ["diffusers", plan.config["_class_name"]] for plan in plans}
+            names = {plan.name: plan.config["_class_name"] for plan in plans}
+            replaced = {part: [LIBRARY if name in MHLA_CLASSES else "diffusers", name] for part, name in names.items()}
             write_staged_json(staging / PIPELINE_INDEX, {**pipeline, **replaced})
         bar.set_description("done")
         report.bytes_written = total
@@ -145,7 +149,7 @@ def other_files(source: ModelDirectory, replaced: set[str]) -> list[Path]:
     """
     components = [source.select(name) for name in replaced]
     # Of an MHLA directory that is turned back: what was done to it, and how to load it.
-    stale = (TRAINING_RECORD, "report.json", f"{MODULE}.py", f"{LIBRARY}.py") if source.mhla_models else ()
+    stale = (TRAINING_RECORD, "report.json", f"{STUB_MODULE}.py", f"{LIBRARY}.py") if source.mhla_models else ()
     files: list[Path] = []
     for path in list_files(source.root):
         if path in (Path(PIPELINE_INDEX), Path(CONVERSION_RECORD), Path(CARD)) or path.name in stale:
@@ -180,13 +184,10 @@ def advice(report: ConversionReport) -> str | None:
     if not fresh:
         return None
     families = [MHLA_CLASSES.get(part.target_class) for part in fresh]
-    if all(
+    is_same = all(
         family is not None and family.load_class().starts_as_upstream(MHLAConfig.from_dict(part.mhla))
         for part, family in zip(fresh, families, strict=True)
-    ):
-        return "The new parameters leave the model's output as it was. To make use of them, fine-tune the model."
-    original = report.source.get("path") or report.source.get("location")
-    return (
-        f"The new parameters are untrained. Run mhla-hf calibrate {report.destination}, or mhla-hf recover {original} "
-        "OUTPUT to convert, calibrate and train in one go, or fine-tune the model."
     )
+    has_towers = families[0] is None and all(isinstance(own, dict) for own in fresh[0].mhla.values())
+    said = recovery_advice(fresh[0].target_class, is_same=is_same, has_towers=has_towers)
+    return f"The new parameters are untrained. {said}"

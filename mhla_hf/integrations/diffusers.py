@@ -1,42 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """MHLA models in diffusers: as names of its namespace, in its loaders, in `from_pipe` and in saved pipelines.
 
-A pipeline's `model_index.json` names each component as `[library, class]`, and diffusers refuses libraries that it
-does not know for Hub repositories. So pipelines are saved with `diffusers` as the library of their MHLA models, and
-`diffusers.MHLA…` resolves to the classes, whose own module is this package: pickles import it by that name. Nothing is
-imported before it is asked for: importing diffusers takes seconds.
+A pipeline's `model_index.json` names each component as `[library, class]`. Pipelines are saved with this package as
+the library of their MHLA models, so that diffusers' own error names it where it is not imported. It is registered as a
+library that diffusers loads from, so that a file of that name in a repository (`mhla_hf.models.stub`) is not run.
+Indices of earlier versions name `diffusers`, and so do configurations of models: `diffusers.MHLA…` resolves to the
+classes, whose own module is this package: pickles import it by that name. Nothing is imported before it is asked for:
+importing diffusers takes seconds.
+
+`attn_implementation="mhla"`, or options as `mhla`, load a model or pipeline of softmax as MHLA; `None` loads it as it
+was saved, `"softmax"` refuses MHLA checkpoints.
 
 `WanTransformer3DModel.from_pretrained` of an MHLA directory would drop its trained weights with a warning, also where
 modular pipelines and hand-edited indices name that class. Here it returns the MHLA model instead, as diffusers itself
 does for classes that were renamed; subclasses and other models refuse.
 
-Pipelines on the Hub name this package as the library of their MHLA models (`mhla_hf.models.stub`). It is registered as
-a library that diffusers loads from, so that the file of that name in the repository is not run.
-
 `Pipeline.from_pipe` takes over the models whose class is the very one of the new pipeline's type hints. An MHLA class
 is a subclass of that, so it is handed over as if the caller had named it.
 
-A pipeline notes the module and class of a component when it is given one. As the pipeline is saved, the index gets
-`diffusers` in place of the module, and the present class where a model was converted since.
+A pipeline notes the class of a component when it is given one. As the pipeline is saved, the index gets the present
+class where a model was converted since.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
+from ..config import MHLAConfig
+from ..models import registry
 from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class
 from ..utils.compat import after_import, extend, wrap
 from ..utils.compat import diffusers as compat
-from ..utils.locations import LOCATION_OPTIONS
+from ..utils.locations import LOCATION_OPTIONS, PIPELINE_INDEX
+from ..utils.messages import shorten_value
 
 
 # In names of weights: as this package saves them, and as the authors of MHLA do.
 _MHLA_WEIGHTS = (".mhla.", ".block_attn.")
+_LIBRARY = __name__.partition(".")[0]
+_OPTIONS = frozenset(field.name for field in dataclasses.fields(MHLAConfig))
+NO_VERSION = f"has an MHLA version. Supported: {', '.join(sorted(FAMILIES))}."
+"""End of the error for a pipeline without a model that can be MHLA."""
+
+_NO_SOFTMAX = (
+    "is an MHLA checkpoint; attn_implementation='softmax' would drop its trained weights. Load the softmax original "
+    "that it was converted from, or use None."
+)
+
+# Arguments of `DiffusionPipeline.download` that locate the files of a Hub repository.
+_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+# Options of the models that a pipeline that is being loaded wants as MHLA, by their folders.
+_wanted: ContextVar[Mapping[str, Any]] = ContextVar("_wanted", default=MappingProxyType({}))
 
 
 def register_with_diffusers() -> None:
@@ -47,11 +68,11 @@ def register_with_diffusers() -> None:
     after_import("diffusers", _extend_namespace)
     for module, owner, name, around in _METHODS:
         extend("diffusers", f"diffusers.{module}", partial(_wrap, owner, name, around))
-    package = __name__.partition(".")[0]
     others: dict[str, Any] = {
         "loaders.single_file_model": partial(compat.hook_single_files, around=_should_convert),
+        "models.attention_dispatch": lambda module: wrap("diffusers", module, "attention_backend", _attention_backend),
         "utils.hub_utils": partial(compat.hook_uploads, around=_upload),
-        "pipelines.pipeline_utils": lambda _: compat.register_library(package, sys.modules[package]),
+        "pipelines.pipeline_utils": lambda _: compat.register_library(_LIBRARY, sys.modules[_LIBRARY]),
     }
     for module, callback in others.items():
         extend("diffusers", f"diffusers.{module}", callback)
@@ -116,38 +137,31 @@ def mhla_class_of(model_class: Any, config: Mapping[str, Any]) -> Any:
     raise ValueError(f"This is an MHLA checkpoint, which {model_class.__name__} would load without MHLA. Use {name}.")
 
 
-def _mhla_class_at(model_class: Any, location: Any, options: Mapping[str, Any]) -> Any:
-    """As [`mhla_class_of`], for the configuration at a location; `options` are those of the loading call."""
-    where = {name: options[name] for name in LOCATION_OPTIONS if name in options}
-    return mhla_class_of(model_class, model_class.load_config(location, **where))
+def _load_model(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ways of loading a softmax class return MHLA models for MHLA checkpoints, and where the caller asks for them.
 
-
-def _from_config(original: Any, cls: Any, config: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`from_config` of softmax classes returns MHLA models for MHLA configurations."""
-    target = None
-    if isinstance(config, Mapping):
-        target = mhla_class_of(cls, config)
-    elif config is not None and cls.__name__ in FAMILIES:
-        target = _mhla_class_at(cls, config, kwargs)
-    return original(cls, config, *args, **kwargs) if target is None else target.from_config(config, *args, **kwargs)
-
-
-def _from_pretrained(
-    original: Any, cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """`from_pretrained` of softmax classes returns MHLA models for MHLA checkpoints.
-
-    Other classes need no look at the configuration beforehand: their `from_config` refuses it.
+    `from_pretrained` of other classes needs no look at the configuration: their `from_config` refuses it.
     """
-    if cls.__name__ in FAMILIES:
-        target = _mhla_class_at(cls, pretrained_model_name_or_path, kwargs)
-        if target is not None:
-            return target.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-    return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+    method, target = original.__name__, None
+    location = next(iter(args), kwargs.get("pretrained_model_name_or_path", kwargs.get("config")))
+    is_wanted = method == "from_pretrained" and str(location) in _wanted.get()
+    if is_wanted:
+        kwargs["mhla"] = _wanted.get()[str(location)]
+    asked = registry.attention_request(cls.__name__, kwargs)
+    if isinstance(location, Mapping):
+        target = mhla_class_of(cls, location)
+    elif cls.__name__ in FAMILIES and location is not None and method != "from_single_file" and not is_wanted:
+        where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
+        target = mhla_class_of(cls, cls.load_config(location, **where))
+    if target is not None and asked == "softmax":
+        raise ValueError(f"This {_NO_SOFTMAX}")
+    if target is None and asked == "mhla" and cls.__name__ in FAMILIES:
+        target = FAMILIES[cls.__name__].load_class()
+    return original(cls, *args, **kwargs) if target is None else getattr(target, method)(*args, **kwargs)
 
 
-def _from_pretrained_auto(original: Any, cls: Any, location: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`AutoModel.from_pretrained` asks for no trust in a repository's code that only imports this package."""
+def _load_auto(original: Any, cls: Any, location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`AutoModel` asks for no trust in a repository's code that only imports this package."""
     try:
         return original(cls, location, *args, **kwargs)
     except ValueError:
@@ -155,10 +169,12 @@ def _from_pretrained_auto(original: Any, cls: Any, location: Any = None, *args: 
         if not kwargs.pop("trust_remote_code", None):
             where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
             any_class = next(iter(MHLA_CLASSES.values())).load_class()
-            name = any_class.load_config(location, **where).get("_class_name")
+            config = location if isinstance(location, Mapping) else any_class.load_config(location, **where)
+            name = config.get("_class_name")
+            location = config if original.__name__ == "from_config" else location
         if name not in MHLA_CLASSES:
             raise
-        return MHLA_CLASSES[name].load_class().from_pretrained(location, *args, **kwargs)
+        return getattr(MHLA_CLASSES[name].load_class(), original.__name__)(location, *args, **kwargs)
 
 
 def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict: Any) -> Any:
@@ -180,6 +196,146 @@ def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict:
 # Pipelines.
 
 
+def _load_pipeline(
+    original: Any, cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """`from_pretrained` of pipelines takes `attn_implementation` and `mhla`; see `mhla_hf.load_pipeline`."""
+    if not {"attn_implementation", "mhla"} & kwargs.keys():
+        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+    import diffusers
+
+    from ..models.directory import ModelDirectory, find_pipeline, read_pipeline
+    from ..models.weight_files import check_weights
+
+    given, location, mhla = dict(kwargs), pretrained_model_name_or_path, kwargs.pop("mhla", None)
+    asked = kwargs.pop("attn_implementation", None if mhla is None else "mhla")
+    kwargs.setdefault("use_safetensors", True)
+    options = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
+    options.update({name: kwargs[name] for name in ("use_safetensors", "variant") if name in kwargs})
+    root = find_pipeline(location, **options)
+    if not (root / PIPELINE_INDEX).is_file() and (root / "config.json").is_file():
+        raise ValueError(
+            f"{location} is a model without a pipeline: load it with from_pretrained of its class, with "
+            "attn_implementation='mhla'."
+        )
+    index, configs = read_pipeline(root, kwargs)
+    models = {name: ModelDirectory(str(location), root, index, configs, name) for name in configs}
+    if not models and asked != "mhla":
+        # Nothing of this package's: diffusers knows what other values mean to it.
+        return original(cls, location, *args, **given)
+    registry.check_attention(asked, mhla)
+    # Pipelines with code of their own name a file and a class.
+    class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
+    # The class that the index names: the general one drops the optional components of a pipeline that it is given.
+    pipeline_class = cls if cls is not diffusers.DiffusionPipeline else getattr(diffusers, class_name, None)
+    if pipeline_class is None:
+        raise ValueError(f"{location} is a {class_name}, which diffusers {diffusers.__version__} does not have.")
+    if not models:
+        raise ValueError(f"No component of {class_name} in {location} {NO_VERSION}")
+    chosen = _chosen_options(models, mhla) if asked == "mhla" else {}
+    for name, model in models.items():
+        if name in kwargs and (name in chosen or asked == "softmax"):
+            _check_given_component(name, kwargs[name], asked, chosen.pop(name, None))
+        elif asked == "softmax" and model.is_mhla:
+            raise ValueError(f"The {name} of {location} {_NO_SOFTMAX}")
+    for name, own in chosen.items():
+        # Wrong options fail before weights are loaded.
+        target = registry.mhla_class_for(models[name].class_name)
+        chosen[name] = target.options_for(configs[name], own, models[name].vae_compression)
+        chosen[name].mhla_layers(target.layer_count(configs[name]))
+    for name, entry in index.items():
+        if isinstance(entry, list) and name not in kwargs:
+            check_weights(root / name)
+    token = _wanted.set({str(root / name): own for name, own in chosen.items()})
+    try:
+        pipeline = original(pipeline_class, root, *args, **kwargs)
+    finally:
+        _wanted.reset(token)
+    left = [name for name in chosen if not is_mhla_class(type(getattr(pipeline, name)).__name__)]
+    if left:
+        raise RuntimeError(f"This version of diffusers loads components in another way: {', '.join(left)} is softmax.")
+    return pipeline
+
+
+def options_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Collection[str]) -> dict[str, Any]:
+    """Return the options of each component that becomes MHLA.
+
+    Args:
+        mhla: Options for all components alike, or a dict of options by name of a component. In the latter, components
+            that are not named, or named with `None`, stay as they are.
+        components: Names of the components that have an MHLA version.
+
+    Returns:
+        The options of each component that becomes MHLA.
+
+    Raises:
+        ValueError: If a name is none of the components, or no component is left to become MHLA.
+    """
+    if not is_by_component(mhla, components):
+        return dict.fromkeys(components, mhla)
+    assert isinstance(mhla, Mapping)
+    allowed = ", ".join(components)
+    for name in mhla:
+        if name not in components:
+            what = "an option; give it to each component" if name in _OPTIONS else "not a component that can be MHLA"
+            raise ValueError(f"mhla names {shorten_value(name)}, which is {what}: {allowed}.")
+    chosen = {name: mhla[name] for name in components if mhla.get(name) is not None}
+    if not chosen:
+        raise ValueError(f"mhla leaves every component as it is; give options for one of {allowed}.")
+    return chosen
+
+
+def is_by_component(mhla: MHLAConfig | Mapping[str, Any] | None, components: Collection[str]) -> bool:
+    """Return whether options are by component: one key names a component, or is unknown and holds options.
+
+    Args:
+        mhla: Options of either kind.
+        components: See [`options_by_component`].
+    """
+    if not isinstance(mhla, Mapping):
+        return False
+    return any(
+        name in components or (name not in _OPTIONS and isinstance(options, (Mapping, MHLAConfig)))
+        for name, options in mhla.items()
+    )
+
+
+def _check_given_component(name: str, component: Any, attn_implementation: str | None, mhla: Any) -> None:
+    """Refuse a component passed in that contradicts the other arguments."""
+    contradicts = mhla is not None or is_mhla_class(type(component).__name__) != (attn_implementation == "mhla")
+    if component is not None and contradicts:
+        raise ValueError(
+            f"attn_implementation={attn_implementation!r} and mhla options have no effect on {name}, which is passed "
+            f"in as a {type(component).__name__}; convert it before."
+        )
+
+
+def _chosen_options(models: Mapping[str, Any], mhla: Any) -> dict[str, Any]:
+    """Return the components to load as MHLA, with their options."""
+    converted = [name for name, model in models.items() if model.is_mhla]
+    if converted and not is_by_component(mhla, models):
+        # Where one expert was converted and the other was not, that choice stays until the other is named.
+        return dict.fromkeys(converted, mhla)
+    return options_by_component(mhla, models)
+
+
+def _refuse_request(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ways of loading pipelines that cannot be asked for MHLA."""
+    if kwargs.get("attn_implementation") == "mhla" or kwargs.get("mhla") is not None:
+        raise ValueError(
+            f"{original.__qualname__} takes no attn_implementation='mhla' and no mhla: leave them out, and convert "
+            "the model afterwards by mhla_hf.convert(pipeline.transformer)."
+        )
+    return original(owner, *args, **kwargs)
+
+
+def _attention_backend(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """`set_attention_backend` and `attention_backend` choose how softmax attention is computed."""
+    if any(isinstance(name, str) and name.lower() == "mhla" for name in (*args, *kwargs.values())):
+        raise ValueError("MHLA is no attention backend: load with attn_implementation='mhla', or use mhla_hf.convert.")
+    return original(*args, **kwargs)
+
+
 def _mhla_parts(pipeline: Any) -> dict[str, Any]:
     """The components that are MHLA, compiled or not, by name."""
     parts = {name: getattr(part, "_orig_mod", part) for name, part in pipeline.components.items()}
@@ -192,12 +348,12 @@ def _from_pipe(original: Any, cls: Any, pipeline: Any, **kwargs: Any) -> Any:
         expected = compat.component_types(cls)
         fitting = {name: part for name, part in ours.items() if isinstance(part, expected.get(name, ()))}
         kwargs = {**fitting, **kwargs}
-    return original(cls, pipeline, **kwargs)
+    return _refuse_request(original, cls, pipeline, **kwargs)
 
 
 def _save_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: Any) -> Any:
     for name, part in _mhla_parts(pipeline).items():
-        pipeline.register_to_config(**{name: ("diffusers", type(part).__name__)})
+        pipeline.register_to_config(**{name: (_LIBRARY, type(part).__name__)})
     return original(pipeline, *args, **kwargs)
 
 
@@ -206,7 +362,7 @@ def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: A
         entry = pipeline.config.get(name)
         if isinstance(entry, (list, tuple)) and len(entry) == 3:
             compat.set_modular_component_type(pipeline, name, type(part))
-            named = ("diffusers", type(part).__name__)
+            named = (_LIBRARY, type(part).__name__)
             pipeline.register_to_config(**{name: (*named, {**entry[2], "type_hint": named})})
     return original(pipeline, *args, **kwargs)
 
@@ -262,9 +418,13 @@ def _load_lora_weights(original: Any, pipeline: Any, source: Any, adapter_name: 
 
 
 _METHODS: tuple[tuple[str, str, str, Any], ...] = (
-    ("configuration_utils", "ConfigMixin", "from_config", _from_config),
-    ("models.modeling_utils", "ModelMixin", "from_pretrained", _from_pretrained),
-    ("models.auto_model", "AutoModel", "from_pretrained", _from_pretrained_auto),
+    ("configuration_utils", "ConfigMixin", "from_config", _load_model),
+    ("models.modeling_utils", "ModelMixin", "from_pretrained", _load_model),
+    ("models.modeling_utils", "ModelMixin", "set_attention_backend", _attention_backend),
+    ("models.auto_model", "AutoModel", "from_pretrained", _load_auto),
+    ("models.auto_model", "AutoModel", "from_config", _load_auto),
+    ("loaders.single_file_model", "FromOriginalModelMixin", "from_single_file", _load_model),
+    ("loaders.single_file", "FromSingleFileMixin", "from_single_file", _refuse_request),
     ("loaders.lora_pipeline", "WanLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "LTXVideoLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "LTX2LoraLoaderMixin", "load_lora_weights", _load_lora_weights),
@@ -272,8 +432,11 @@ _METHODS: tuple[tuple[str, str, str, Any], ...] = (
     ("loaders.lora_pipeline", "HunyuanVideoLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "QwenImageLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
     ("loaders.lora_pipeline", "SanaLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
+    ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pretrained", _load_pipeline),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pipe", _from_pipe),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "save_pretrained", _save_pipeline),
+    ("modular_pipelines.modular_pipeline", "ModularPipeline", "from_pretrained", _refuse_request),
+    ("modular_pipelines.modular_pipeline", "ModularPipeline", "load_components", _refuse_request),
     ("modular_pipelines.modular_pipeline", "ModularPipeline", "save_pretrained", _save_modular_pipeline),
 )
 """Modules, classes and methods of diffusers, and what runs around these."""

@@ -25,6 +25,7 @@ from ..utils.compat import diffusers as compat
 from ..utils.locations import LOCATION_OPTIONS, find_file
 from ..utils.tensor_files import check_floats, read_entries
 from . import weight_files
+from .registry import attention_request
 from .single_file import softmax_names
 
 
@@ -421,10 +422,13 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     # Pipelines read its signature.
     @functools.wraps(ModelMixin.save_pretrained)
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        from .stub import STUB
+
         # What was done to the model goes into the configuration.
         self.register_to_config(**{STATE_KEY: weights_state(self)})
-        super().save_pretrained(*args, **kwargs)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        Path(save_directory, f"{weight_files.STUB_MODULE}.py").write_text(STUB, encoding="utf-8")
 
     def to_json_string(self) -> str:
         """The configuration as `config.json` holds it, with an entry by which softmax classes refuse it."""
@@ -455,6 +459,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         """
         from .converting import convert_model
 
+        attention_request(cls.__name__, kwargs)
         path, upstream = find_file(pretrained_model_link_or_path, **kwargs), cls._upstream_class()
         if path.suffix != ".safetensors" or kwargs.get("quantization_config") is not None:
             raise ValueError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.compat import check_version
+from ..utils.messages import check_choice
 
 
 TRANSFORMERS_DATA = Path(__file__).with_name("transformers_families.json")
@@ -122,6 +123,9 @@ MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in 
 TRANSFORMERS_FAMILIES = _read_transformers("works")
 """The tested architectures of transformers, by `model_type`."""
 
+NOT_RECOVERED = ("wan-animate",)
+"""Families of diffusers that `mhla_hf.recover` does not take."""
+
 LEGACY_CLASS = "Transformer2DModel"
 """Former class in diffusers of several image models."""
 
@@ -204,6 +208,63 @@ def family_for(class_name: str) -> ModelFamily:
 def mhla_class_for(class_name: str) -> Any:
     """Return the MHLA class for an upstream or MHLA class name; errors as in [`family_for`]."""
     return family_for(class_name).load_class()
+
+
+def recovery_advice(class_name: str, *, is_same: bool = False, has_towers: bool = False) -> str:
+    """Return what to do with a model whose MHLA parameters are new: the same words after every kind of conversion.
+
+    Args:
+        class_name: The model's class, of diffusers or transformers.
+        is_same: Whether the new parameters leave its output as it was.
+        has_towers: Whether it is a model of transformers with MHLA in towers, each with options of its own.
+    """
+    family = FAMILIES.get(class_name) or MHLA_CLASSES.get(class_name)
+    if is_same:
+        return "They leave the model's output as it was until they are fine-tuned."
+    if has_towers or (family is not None and family.name in NOT_RECOVERED):
+        return (
+            "Recover the model before you use it: by mhla_hf.calibrate and mhla_hf.recovery.match_layers in Python, "
+            "since mhla_hf.recover does not take it yet."
+        )
+    return "Recover the model before you use it: mhla-hf recover MODEL OUTPUT, or mhla_hf.recover in Python."
+
+
+def check_attention(attn_implementation: Any, mhla: Any = None) -> None:
+    """Check what was asked of a model or pipeline of diffusers.
+
+    Raises:
+        ValueError: If there is no such implementation, or options are given without MHLA.
+    """
+    if attn_implementation is not None:
+        check_choice("attn_implementation", attn_implementation, ("mhla", "softmax"), ", None")
+    if mhla is not None and attn_implementation != "mhla":
+        raise ValueError(f"mhla options have no effect with attn_implementation={attn_implementation!r}.")
+
+
+def attention_request(class_name: str, options: dict[str, Any]) -> str | None:
+    """Take `attn_implementation` from the options of a call that loads a model of diffusers.
+
+    Args:
+        class_name: The model's class.
+        options: Keyword arguments of the call. `mhla` stays where it is given, and stands for the request alone too.
+
+    Returns:
+        `"mhla"`, `"softmax"` or `None`. Of classes without an MHLA version, `None`: their options are left alone.
+
+    Raises:
+        ValueError: If the class has no MHLA version and is asked for it, is an MHLA class and asked for softmax, or
+            see [`check_attention`].
+    """
+    if class_name not in FAMILIES and class_name not in MHLA_CLASSES:
+        if options.get("attn_implementation") == "mhla":
+            family_for(class_name)
+        return None
+    asked = options.pop("attn_implementation", None if options.get("mhla") is None else "mhla")
+    if asked == "softmax" and class_name in MHLA_CLASSES:
+        raise ValueError(f"{class_name} is MHLA: load a softmax checkpoint by {MHLA_CLASSES[class_name].upstream}.")
+    # MHLA classes complete their options before they build a model.
+    check_attention(asked, None if class_name in MHLA_CLASSES else options.get("mhla"))
+    return asked
 
 
 def refused_families() -> dict[str, TransformersFamily]:

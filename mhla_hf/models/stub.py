@@ -3,7 +3,9 @@
 
 Of models of transformers, `auto_map` in `config.json` names the file for the configuration, which is what each of the
 automatic classes asks for first; the model is then of transformers' own class. Of a pipeline's model, diffusers looks
-for a file in the model's folder that is named after the library in `model_index.json`. With this package imported,
+for a file in the model's folder that is named after the library in `model_index.json`; of a model by itself, for the
+one that `auto_map` names, which is saved with every model of diffusers: without it, the error would not say that this
+package is missing. With this package imported,
 transformers prefers its own classes to those of repositories, and diffusers finds that library without the file
 (`mhla_hf.integrations.diffusers`): neither asks for trust then.
 
@@ -27,21 +29,15 @@ from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD
 from ..utils.tensor_files import count_values
 from .directory import ModelDirectory
-from .weight_files import from_stored
+from .weight_files import STUB_MODULE, from_stored
 
 
 LIBRARY = "mhla_hf"
 """Library of MHLA models in the index of a pipeline on the Hub, and the name of the file in their folders."""
 
-MODULE = "modeling_mhla"
-"""Name of the file beside a model's `config.json` at the top of a repository.
-
-Not that of the package: Python would find it first where the repository is the working directory.
-"""
-
 TAGS = ("mhla", "linear-attention")
 
-_CONFIGURATION = f"{MODULE}.Configuration"
+_CONFIGURATION = f"{STUB_MODULE}.Configuration"
 
 # transformers never saves this entry with a model. Other versions of this package may word the advice otherwise.
 _ENTRY = "transformers_weights"
@@ -100,10 +96,10 @@ def stub_files(directory: ModelDirectory) -> dict[str, str]:
         return {}
     entry = {"AutoConfig": _CONFIGURATION}
     if not directory.is_transformers:
-        entry = {"AutoModel": f"{MODULE}.{directory.class_name}"}
+        entry = {"AutoModel": f"{STUB_MODULE}.{directory.class_name}"}
     others = directory.config.get("auto_map")
     named = {**(others if isinstance(others, dict) else {}), **entry}
-    return {"config.json": _to_text({**directory.config, "auto_map": named}), f"{MODULE}.py": STUB}
+    return {"config.json": _to_text({**directory.config, "auto_map": named}), f"{STUB_MODULE}.py": STUB}
 
 
 def add_stub(folder: Path) -> None:

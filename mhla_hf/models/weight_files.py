@@ -26,12 +26,19 @@ from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
 from ..utils.messages import shorten_list, shorten_text, shorten_value
 from ..utils.tensor_files import TensorEntry, check_safetensors, read_entries
+from .registry import recovery_advice
 
 
 logger = logging.getLogger(__name__)
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files that may hold pickles."""
+
+STUB_MODULE = "modeling_mhla"
+"""Name of the file beside a model's `config.json` that loads it by `trust_remote_code=True` (`mhla_hf.models.stub`).
+
+Not that of the package: Python would find it first where the repository is the working directory.
+"""
 
 UNREADABLE_FOR_SOFTMAX = {"dtype": "MHLA weights: import mhla_hf before you load them"}
 """The entry of `config.json` by which softmax classes fail.
@@ -235,8 +242,8 @@ def damage_named(folder: Path) -> Iterator[None]:
 
 
 def to_stored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's configuration as it is written."""
-    return {**config, **UNREADABLE_FOR_SOFTMAX}
+    """Return a model's configuration as it is written: `AutoModel` of diffusers finds the stub by it."""
+    return {**config, **UNREADABLE_FOR_SOFTMAX, "auto_map": {"AutoModel": f"{STUB_MODULE}.{config['_class_name']}"}}
 
 
 def from_stored(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -435,6 +442,11 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
     return model, sorted({*missing_names, *fresh}), *others
 
 
+def is_identity(fresh: Iterable[str]) -> bool:
+    """Return whether new MHLA parameters of these names leave the output of a model as it was."""
+    return all(key.partition(".mhla.")[2].partition(".")[0] in _STARTS_AS_IDENTITY for key in fresh)
+
+
 def warn_of_fresh(model: Any, fresh: list[str], source: Any) -> None:
     """Warn of newly initialised parameters, and say whether the model needs fine-tuning.
 
@@ -446,10 +458,8 @@ def warn_of_fresh(model: Any, fresh: list[str], source: Any) -> None:
     # It starts as 1, which is what weights without it have been trained with.
     if all(key.endswith(".normalizer_scale") for key in fresh):
         return
-    identity = all(key.partition(".mhla.")[2].partition(".")[0] in _STARTS_AS_IDENTITY for key in fresh)
-    advice = "Fine-tune the model before you use it."
-    if identity or model.starts_as_upstream(model.mhla_config):
-        advice = "They leave its output as it was until they are fine-tuned."
+    is_same = is_identity(fresh) or model.starts_as_upstream(model.mhla_config)
+    advice = recovery_advice(type(model).__name__, is_same=is_same)
     layers = len({key.split(".mhla.")[0] for key in fresh})
     found = f"{len(fresh)} MHLA parameter(s) in {layers} layer(s) are not in {source} and were newly initialised."
     logger.warning("%s: %s %s", type(model).__name__, found, advice)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..models.directory import TRAINING_RECORD, ModelDirectory
+from ..models.stub import LIBRARY
 from ..utils.compat.diffusers import lora_metadata_key
 from ..utils.compat.transformers import check_peft_for_adapters
 from ..utils.destinations import atomic_directory
@@ -346,6 +347,6 @@ def export_model(directory: ModelDirectory, destination: Path, model: Any, recor
                 shutil.copyfile(root / path, temporary / path)
         model.save_pretrained(temporary if index is None else temporary / component)
         if index is not None:
-            index = {**index, component: ["diffusers", type(model).__name__]}
+            index = {**index, component: [LIBRARY, type(model).__name__]}
             (temporary / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         write_json(temporary / TRAINING_RECORD, record)

@@ -39,7 +39,7 @@ def test_every_option(pipeline_dir, tmp_path):
         "--mixing-constraint", "nonnegative", "--mixing-range", "2", "--window", "cross", "--window-size", "1,2,2",
         "--dtype", "bf16", "--max-shard-size", "1MB",
     ).output  # fmt: skip
-    assert "2 of 3" in output and "1×2×2" in output and "mhla-hf calibrate" in output
+    assert "2 of 3" in output and "1×2×2" in output and "mhla-hf recover" in output
     mhla = mhla_of(tmp_path / "mhla/transformer")
     expected = {
         "blocks": [1, 2, 2],

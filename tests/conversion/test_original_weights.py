@@ -155,7 +155,7 @@ def test_command_writes_what_from_single_file_loads(tmp_path):
     assert_same_parameters(model, expected)
     record = json.loads((tmp_path / "mhla" / "conversion.json").read_text())
     assert record["source"] == {"location": "wan.safetensors"}
-    assert "mhla-hf calibrate" in result.output
+    assert "mhla-hf recover MODEL OUTPUT" in " ".join(result.output.split())
 
 
 def test_authors_shards_and_their_configuration(tmp_path):

@@ -328,7 +328,7 @@ def test_command(llama_dir, tmp_path):
         "--normalizer", "none", "--output-norm", "--output-gate", "--mixing-init", "local", "--mixing-heads",
         "per_head", "--mixing-constraint", "none", "--rope", "before_feature_map", "--dtype", "bf16",
     )  # fmt: skip
-    assert "2 of 3" in output and "of 8 tokens" in output and "fine-tune the model" in " ".join(output.split())
+    assert "2 of 3" in output and "of 8 tokens" in output and "mhla-hf recover" in " ".join(output.split())
     expected = {
         "block_size": [8],
         "layers": [1, 2],

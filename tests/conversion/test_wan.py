@@ -146,7 +146,7 @@ def test_everything_else_is_copied(pipeline_dir, tmp_path):
             assert (tmp_path / "mhla" / path).read_bytes() == (pipeline_dir / path).read_bytes(), path
     before = json.loads((pipeline_dir / "model_index.json").read_text())
     after = json.loads((tmp_path / "mhla/model_index.json").read_text())
-    assert after.pop("transformer") == ["diffusers", "MHLAWanTransformer3DModel"]
+    assert after.pop("transformer") == ["mhla_hf", "MHLAWanTransformer3DModel"]
     assert before.pop("transformer") == ["diffusers", "WanTransformer3DModel"]
     assert before == after
     old = json.loads((pipeline_dir / "transformer/config.json").read_text())
@@ -177,6 +177,7 @@ def test_subfolder_converts_the_transformer_alone(pipeline_dir, tmp_path):
         "config.json",
         "conversion.json",
         "diffusion_pytorch_model.safetensors",
+        "modeling_mhla.py",
     ]
     with pytest.raises(ValueError, match="subfolder='unet' is not in"):
         convert(pipeline_dir, tmp_path / "other", subfolder="unet")

@@ -98,7 +98,7 @@ def test_contents(pipeline):
         "README.md", "conversion.json", "data_config.json", "model_index.json", "scheduler/scheduler_config.json",
         "text_encoder/config.json", "text_encoder/model.safetensors", "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json", "transformer/config.json", WEIGHTS, "transformer/mhla_hf.py",
-        "vae/config.json", "vae/diffusion_pytorch_model.safetensors",
+        "transformer/modeling_mhla.py", "vae/config.json", "vae/diffusion_pytorch_model.safetensors",
     }  # fmt: skip
     assert sorted(contents.left_out) == [
         ".lock", "checkpoint-20/optimizer.pt", "training_args.bin", "work/run.json", "x.tmp"
@@ -185,7 +185,7 @@ def test_push_and_the_three_ways_to_load(client, hub, directories, tmp_path):
     assert hub.unknown == []
     assert "auto_map" not in json.loads((tmp_path / "saved/config.json").read_text())
     index = json.loads((tmp_path / "saved-pipeline/model_index.json").read_text())
-    assert index["transformer"] == ["diffusers", "MHLAWanTransformer3DModel"]
+    assert index["transformer"] == ["mhla_hf", "MHLAWanTransformer3DModel"]
 
 
 def test_an_interrupted_push_goes_on_and_shows_nothing_before(client, hub, pipeline):

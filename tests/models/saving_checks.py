@@ -144,7 +144,9 @@ class SavingChecks(ModelCase):
         assert len(about_weights) == 1
         assert f"{len(mhla_parameters(model))} MHLA parameter(s)" in about_weights[0]
         unchanged = self.mhla_class.starts_as_upstream(model.mhla_config)
-        assert ("leave its output as it was" if unchanged else "Fine-tune the model") in about_weights[0]
+        assert ("leave the model's output as it was" if unchanged else "the model before you use it") in about_weights[
+            0
+        ]
         # Whatever else diffusers says, it says of its own model too (device maps and dtypes).
         assert not [message for message in warnings if "mhla" in message.lower() and message not in about_weights]
 
@@ -229,7 +231,7 @@ class SavingChecks(ModelCase):
         with recorded_warnings() as warnings:
             model = self.mhla_class.from_pretrained(mhla_dir, mhla={"output_gate": True, "lepe_kernel": kernel})
         assert len(warnings) == 1 and f"{4 * len(model.mhla_layers)} MHLA parameter(s)" in warnings[0]
-        assert "leave its output as it was" in warnings[0]
+        assert "leave the model's output as it was" in warnings[0]
         assert_same_parameters(model, stored, only_common=True)
         # Fresh gates and convolutions leave the output as it is, at grids that the blocks do not divide too.
         for size in (0, 1, 2):

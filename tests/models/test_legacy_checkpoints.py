@@ -64,7 +64,7 @@ def test_a_legacy_pipeline_loads_with_mhla(family, tmp_path):
         np.testing.assert_allclose(actual, wanted, atol=1e-5)
     pipeline.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
-    assert index["transformer"] == ["diffusers", checks.mhla_class.__name__]
+    assert index["transformer"] == ["mhla_hf", checks.mhla_class.__name__]
     assert_same_parameters(DiffusionPipeline.from_pretrained(tmp_path).transformer, expected.transformer)
 
 

@@ -13,7 +13,8 @@ from transformers import AutoConfig, BertConfig, BertModel, CLIPConfig, CLIPMode
 
 from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained
 from mhla_hf.models.directory import ModelDirectory
-from mhla_hf.models.stub import LIBRARY, MODULE, STUB, add_stub, stub_files
+from mhla_hf.models.stub import LIBRARY, STUB, add_stub, stub_files
+from mhla_hf.models.weight_files import STUB_MODULE as MODULE
 from mhla_hf.recovery.calibration import calibrate_directory
 from tests import tiny
 from tests.integrations.transformers.shrinking import tiny_config
@@ -49,9 +50,10 @@ def test_pipelines_name_the_package_as_library(pipeline):
 def test_models_alone_name_the_stub_in_their_configuration(pipeline):
     files = stub_files(ModelDirectory.read(pipeline / "transformer"))
     config = json.loads(files["config.json"])
-    assert config.pop("auto_map") == {"AutoModel": f"{MODULE}.MHLAWanTransformer3DModel"}
+    assert config["auto_map"] == {"AutoModel": f"{MODULE}.MHLAWanTransformer3DModel"}
     assert config == json.loads((pipeline / "transformer/config.json").read_text())
-    assert files[f"{MODULE}.py"] == STUB
+    # As they are saved.
+    assert files[f"{MODULE}.py"] == STUB == (pipeline / f"transformer/{MODULE}.py").read_text()
 
 
 def test_softmax_models_get_no_stub(tmp_path):

@@ -136,7 +136,7 @@ def test_checkpoints_of_earlier_versions_load_and_take_a_window(tmp_path, caplog
     with_window = MHLAWanTransformer3DModel.from_pretrained(tmp_path, mhla={"window": "cross"})
     assert with_window.config.mhla["window_size"] == [1, 3, 3]
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "newly initialised. Fine-tune the model before you use it." in message
+    assert "newly initialised. Recover the model before you use it:" in message
     with_window.save_pretrained(tmp_path / "window")
     with pytest.raises(ValueError, match="The mhla options leave out 2 trained MHLA weight.*window_bias"):
         MHLAWanTransformer3DModel.from_pretrained(tmp_path / "window", mhla={"window": None})

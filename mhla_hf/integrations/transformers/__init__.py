@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from ...utils.compat import extend
-from .patch import install, install_configuration, refuse
+from ...utils.compat import extend, wrap
+from .patch import build_pipeline, install, install_configuration, refuse
 
 
 def register_with_transformers() -> None:
@@ -14,3 +14,5 @@ def register_with_transformers() -> None:
     """
     extend("transformers", "transformers.configuration_utils", install_configuration)
     extend("transformers", "transformers.modeling_utils", install, otherwise=refuse)
+    pipelines = "transformers.pipelines.base"
+    extend("transformers", pipelines, lambda base: wrap("transformers", base.Pipeline, "__init__", build_pipeline))

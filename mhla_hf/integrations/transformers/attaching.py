@@ -17,7 +17,8 @@ from transformers.utils import logging
 from ...config import MHLAConfig
 from ...layers import original as originals
 from ...layers.mhla import MHLA
-from ...models.registry import TRANSFORMERS_FAMILIES
+from ...models.registry import TRANSFORMERS_FAMILIES, recovery_advice
+from ...models.weight_files import is_identity
 from ...utils.compat import forward_parameters, has_mhla
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
 from . import configuration, modules
@@ -266,24 +267,30 @@ def initialize(module: MHLA) -> None:
 
 
 def convert_transformers_model(
-    model: PreTrainedModel, mhla: MHLAConfig | Mapping[str, Any] | None = None, *, without_weights: bool = False
+    model: PreTrainedModel,
+    mhla: MHLAConfig | Mapping[str, Any] | None = None,
+    *,
+    without_weights: bool = False,
+    copy_config: bool = True,
 ) -> Any:
     """Turn a loaded softmax model into its MHLA version, in place.
 
-    Every weight is kept; the new parameters are initialised in the dtype and on the device of their layer. The model
-    gets a copy of its configuration. `model.set_attn_implementation("sdpa")` switches back to softmax, and
-    `mhla_hf.unconvert` turns it back, as long as nothing was trained.
+    Every weight is kept; the new parameters are initialised in the dtype and on the device of their layer.
+    `model.set_attn_implementation("sdpa")` switches back to softmax, and `mhla_hf.unconvert` turns it back, as long as
+    nothing was trained.
 
     Args:
         model: A model of transformers.
         mhla: The options; a dict may hold a dict for each tower (`{"vision_config": {...}}`).
         without_weights: Also take a model on the meta device.
+        copy_config: Give the model a copy of its configuration, which other models may hold as well. Without it, a
+            model around this one is saved as MHLA too.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: If the model cannot be served or is MHLA already.
+        ValueError: If the model cannot be served or is MHLA already. Nothing is changed then.
     """
     reason = None
     if has_mhla(model):
@@ -292,7 +299,7 @@ def convert_transformers_model(
         reason = "offloaded or split. Convert the checkpoint first (mhla-hf convert) and load the result"
     if reason is not None:
         raise ValueError(f"This {type(model).__name__} is {reason}.")
-    shared = _copy_configs(model)
+    shared = _copy_configs(model) if copy_config else []
     before = configuration.remember(model.config)
     for config, _, _ in before:
         set_attention(config, None)
@@ -309,6 +316,7 @@ def convert_transformers_model(
             _refuse(model, model.config, f"{type(model).__name__}{_REFUSED}{_nothing_served(model)}")
     except Exception:
         _detach(model)
+        configuration.restore(before)
         for module, name, config in shared:
             setattr(module, name, config)
         raise
@@ -325,12 +333,23 @@ def convert_transformers_model(
     )
     originals.record_weights(model)
     if not without_weights:
-        count = sum(".mhla." in name for name, _ in model.named_parameters())
-        logger.warning(
-            f"{type(model).__name__}: {count} MHLA parameter(s) are newly initialised. Calibrate the model "
-            "(mhla_hf.calibrate) or fine-tune it before you use it."
-        )
+        warn_of_fresh(model, [name for name, _ in model.named_parameters()])
     return model
+
+
+def warn_of_fresh(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Warn of newly initialised MHLA parameters, and say what to do next.
+
+    Args:
+        model: The model.
+        names: Names of the parameters that no checkpoint gave, others among them.
+    """
+    fresh, class_name = [name for name in names if ".mhla." in name], type(model).__name__
+    # A normaliser's scale starts as 1, which is what weights without it have been trained with.
+    if not all(name.endswith(".normalizer_scale") for name in fresh):
+        has_towers = isinstance(configuration.implementations(model.config), dict)
+        advice = recovery_advice(class_name, is_same=is_identity(fresh), has_towers=has_towers)
+        logger.warning(f"{class_name}: {len(fresh)} MHLA parameter(s) are newly initialised. {advice}")
 
 
 def _copy_configs(model: PreTrainedModel) -> list[tuple[nn.Module, str, Any]]:
@@ -400,6 +419,12 @@ def switching(model: PreTrainedModel) -> Iterator[None]:
     before = configuration.remember(model.config)
     try:
         yield
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel) and getattr(part.config, "mhla", None) is None and _attentions(part):
+                raise ValueError(
+                    f"{type(part).__name__} has no MHLA parameters, and other parts of this {type(model).__name__} "
+                    f"have. Name those alone: set_attn_implementation({configuration.implementations(model.config)})."
+                )
         found = _implementations(model)
         if found == {NAME}:
             originals.switch_to_mhla(model)

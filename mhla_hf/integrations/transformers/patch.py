@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to transformers: seven methods of models, two attributes of configurations, three registries.
+"""Changes to transformers: seven methods of models, one of pipelines, two attributes of configurations, registries.
 
 Models that do not ask for MHLA pass through unchanged.
 """
@@ -14,8 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from ...config import MHLAConfig, with_overrides
+from ...models.registry import check_attention
 from ...utils.compat import attribute, has_mhla, is_mhla, wrap
 from ...utils.compat.transformers import initialize_once, reported_names
+from ...utils.messages import check_choice
 
 
 # Attributes of models: whether those that were asked for MHLA were saved as such, and which names a checkpoint lacked.
@@ -188,6 +190,7 @@ def _load(
             )
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     from ...models.weight_files import check_loaded_files
+    from .attaching import warn_of_fresh
     from .configuration import check_layers, check_new_parameters
 
     location = load_config.pretrained_model_name_or_path
@@ -199,16 +202,59 @@ def _load(
         check_new_parameters(model, info.missing_keys)
         check_layers(model, *reported_names(model, info), str(model.config.name_or_path))
         setattr(model, _MISSING, set(info.missing_keys))
+        warn_of_fresh(model, info.missing_keys)
     return info, offloaded
 
 
-def _choose(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if not has_mhla(model):
-        return original(model, *args, **kwargs)
-    from .attaching import switching
+def _choose(original: Any, model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+    asked = _asked_parts(attn_implementation)
+    if asked is None and not has_mhla(model):
+        return original(model, attn_implementation, *args, **kwargs)
+    from .attaching import convert_transformers_model, switching
+    from .configuration import implementations
 
+    parts = model.config.sub_configs
+    if not has_mhla(model):
+        for name in asked or ():
+            check_choice("the name of a part in attn_implementation", name, parts or ("",))
+        if isinstance(attn_implementation, Mapping):
+            # What else is asked, and may be wrong.
+            others = {name: one for name, one in attn_implementation.items() if _asked_parts(one) is None}
+            original(model, others, *args, **kwargs)
+        convert_transformers_model(model, asked if parts else None, copy_config=False)
+    if attn_implementation == "mhla" and parts:
+        # Parts that keep softmax are not meant.
+        attn_implementation = implementations(model.config)
     with switching(model):
-        return original(model, *args, **kwargs)
+        return original(model, attn_implementation, *args, **kwargs)
+
+
+def _asked_parts(attn_implementation: Any) -> dict[str, Any] | None:
+    """Options by part for what is asked to be MHLA: none for a whole model, `None` if nothing is."""
+    if not isinstance(attn_implementation, Mapping):
+        return {} if attn_implementation == "mhla" else None
+    parts = {name: _asked_parts(one) for name, one in attn_implementation.items()}
+    return {name: part for name, part in parts.items() if part is not None} or None
+
+
+def build_pipeline(
+    original: Any,
+    pipeline: Any,
+    model: Any,
+    *args: Any,
+    attn_implementation: Any = None,
+    mhla: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Run in place of `Pipeline.__init__`, which `pipeline(...)` hands what it does not know itself."""
+    if mhla is not None:
+        check_attention("mhla" if attn_implementation is None else attn_implementation, mhla)
+        from .attaching import convert_transformers_model
+
+        convert_transformers_model(model, mhla)
+    elif attn_implementation is not None:
+        model.set_attn_implementation(attn_implementation)
+    original(pipeline, model, *args, **kwargs)
 
 
 def _save(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

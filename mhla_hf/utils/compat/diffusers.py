@@ -118,19 +118,6 @@ def vae_factor(pipeline: Any, axis: str) -> int | None:
     return next((getattr(pipeline, name) for name in names if getattr(pipeline, name, None)), None)
 
 
-def component_quantization(config: Any, name: str) -> Any:
-    """Return the quantisation of a diffusers model in a pipeline; `None` without any.
-
-    Args:
-        config: A `PipelineQuantizationConfig`; of anything else, which pipelines refuse, there is none.
-        name: The component.
-    """
-    if not isinstance(config, imported("diffusers", "quantizers", "PipelineQuantizationConfig")):
-        return None
-    resolve = attribute("diffusers", config, "_resolve_quant_config", "PipelineQuantizationConfig")
-    return resolve(is_diffusers=True, module_name=name)
-
-
 def set_modular_component_type(pipeline: Any, name: str, component_class: type) -> None:
     """Set the class of a component in the specifications of a modular pipeline, and keeps where it came from."""
     attribute("diffusers", pipeline, "_component_specs", "ModularPipeline")[name].type_hint = component_class
@@ -139,10 +126,16 @@ def set_modular_component_type(pipeline: Any, name: str, component_class: type) 
 def register_library(name: str, module: Any) -> None:
     """Let the index of a pipeline name classes of a module as `[name, class]`, whatever files come with it.
 
-    Diffusers takes them for those of a pipeline of its own, which it looks for before files in a repository.
+    Diffusers takes them for those of a pipeline of its own, which it looks for before files in a repository. Of models
+    that the caller passes in, it would print that it does not know their classes.
     """
     pipelines = importlib.import_module("diffusers.pipelines")
     setattr(pipelines, name, module)
+
+    def check(original: Any, library: str, *args: Any) -> None:
+        original(*(("diffusers", *args[:-1], False) if library == name else (library, *args)))
+
+    wrap("diffusers", importlib.import_module("diffusers.pipelines.pipeline_utils"), "maybe_raise_or_warn", check)
 
 
 def hook_uploads(module: Any, around: Callable[..., Any]) -> None:

@@ -140,6 +140,8 @@ print(json.dumps(found))
     found, log = without_package(program, tmp_path)
     assert len(found) == 5 * len(CASES) + 1
     assert all("Error: " in outcome for outcome in found.values()), found
+    assert "import mhla_hf before calling `from_pretrained`" in found["pipeline"]
+    assert all("trust_remote_code=True" in outcome for name, outcome in found.items() if name.endswith(" AutoModel"))
     assert "MHLA weights: import mhla_hf before you load them" in log
 
 
@@ -156,7 +158,7 @@ def test_a_saved_index_names_the_class_after_conversion_of_the_model_alone(compi
         pipeline.transformer = torch.compile(transformer)
     pipeline.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
-    assert index["transformer"] == ["diffusers", "MHLAWanTransformer3DModel"]
+    assert index["transformer"] == ["mhla_hf", "MHLAWanTransformer3DModel"]
     assert_same_parameters(DiffusionPipeline.from_pretrained(tmp_path).transformer, transformer)
 
 
@@ -194,7 +196,7 @@ def test_modular_pipelines(tmp_path):
     perturb_mhla(pipeline.transformer)
     pipeline.save_pretrained(str(tmp_path / "saved"), overwrite_modular_index=True)
     library, name, entry = json.loads((tmp_path / "saved/modular_model_index.json").read_text())["transformer"]
-    assert [library, name] == entry["type_hint"] == ["diffusers", "MHLAWanTransformer3DModel"]
+    assert [library, name] == entry["type_hint"] == ["mhla_hf", "MHLAWanTransformer3DModel"]
     again = ModularPipeline.from_pretrained(str(tmp_path / "saved"))
     again.load_components(names="transformer")
     assert_same_parameters(again.transformer, pipeline.transformer)

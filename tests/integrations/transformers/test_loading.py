@@ -251,7 +251,7 @@ def test_softmax_of_a_trained_mhla_checkpoint_is_refused(mhla_directory):
 
 def test_the_name_alone_is_not_enough():
     model = softmax_model("llama")
-    model.set_attn_implementation("mhla")
+    model.config._attn_implementation = "mhla"
     with pytest.raises(ValueError, match="This model has no MHLA parameters"):
         model(**GIVEN)
 
