@@ -3,9 +3,8 @@
 
     python -m benchmarks.overview
 
-It reads `demo.json` and `long_inputs.json` of `benchmarks/results` and measures nothing. `demo.json` is the report of one
-run of the demo, from which `docs/scripts/make_images.py` takes its pictures too. Times of the whole model are those of
-the paper.
+It reads `demo.json` and `long_inputs.json` of `benchmarks/results` and measures nothing. `demo.json` is the report of
+one run of the demo, whose pictures `docs/scripts/make_images.py` draws. Times of the whole model are the paper's.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 IMAGE = Path(__file__).resolve().parents[1] / "docs" / "images" / "overview.png"
 
 LOSSES = "loss above softmax in percent"
-"""Key of the text in a picture that holds what it shows of the demo, for the test that compares pictures and README."""
+"""Key of the text in a PNG file that holds what the picture shows of the demo; a test compares it with the README."""
 
 PAPER_SECONDS = {"softmax": 166, "MHLA in two\nthirds of\nthe layers": 103, "linear": 82, "MHLA": 81}
 """Seconds for a video of 81 frames of 480 × 800 with Wan2.1-T2V-1.3B, from MHLA's paper (arXiv 2601.07832)."""
@@ -111,10 +110,10 @@ def draw(demo: Mapping[str, Any], long_inputs: Mapping[str, Any], path: Path) ->
             axis.spines[["top", "right"]].set_visible(False)
             axis.grid(axis="x" if axis is middle else "both", alpha=0.25)
             axis.set_axisbelow(True)
-        machine = long_inputs["machine"]
+        machine, own = long_inputs["machine"], demo["machine"]
         figure.supxlabel(
-            f"Left: the demo's model of 1.3M parameters, two thirds of its layers converted, {demo['machine']['device']}, "
-            f"{demo['machine']['date']}.\nMiddle: as MHLA's paper reports. Right: one head of width 64, float32, "
+            f"Left: the demo's model of 1.3M parameters, two thirds of its layers converted, {own['device']}, "
+            f"{own['date']}.\nMiddle: as MHLA's paper reports. Right: one head of width 64, float32, "
             f"{machine['device']}, {machine['threads']} threads, {machine['date']}.",
             fontsize=_SMALL,
             color=_GREY,

@@ -135,7 +135,7 @@ def test_links_into_the_repository_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if page.startswith(("README", "docs/"))])
 def test_numbers_stay_beside_their_units(page):
-    """In the README as it is written; in the pages of the site, tables of programs included, as the hook gives them."""
+    """In the README as it is written, and in the pages of the site as the hook gives them."""
     html = markdown.markdown(TEXTS[page], extensions=["tables", "fenced_code"])
     if page.startswith("docs/"):
         specification = spec_from_file_location("hooks", ROOT / "docs" / "scripts" / "hooks.py")

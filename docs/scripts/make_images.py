@@ -4,8 +4,8 @@
 python docs/scripts/make_images.py                     # those that need the package only
 python docs/scripts/make_images.py --demo demo-output  # also those of a finished `make demo`
 
-With `--demo` it keeps the demo's report as `benchmarks/results/demo.json`, from which `python -m benchmarks.overview` then
-draws the overview: all figures of the demo in README and pictures come from one run.
+With `--demo` it keeps the demo's report as `benchmarks/results/demo.json`, from which `python -m benchmarks.overview`
+then draws the overview: all figures of the demo in README and pictures come from one run.
 """
 
 from __future__ import annotations

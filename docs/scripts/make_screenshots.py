@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
 _WIDTH, _MARGIN = 1200, 90
 # Moment of the videos in seconds.
-_MOMENT = 2.3
-# Four times as wide as the videos of the demo, and twice as long: 2,304 tokens in place of 320, where MHLA is faster. At
-# larger heights its original draws no digits; with this seed both models do.
+_MOMENT = 1.3
+# Four times as wide as the videos of the demo, and twice as long: 2,304 tokens in place of 320, where MHLA is faster.
+# At larger heights its original draws no digits; with this seed both models do.
 _SETTINGS = {"number input for Width": 256, "number input for Frames": 33, "Seed": 1}
 
 
