@@ -43,7 +43,7 @@ version_tests := tests/integrations/transformers tests/conversion/test_transform
 help:
 	@echo "make demo       install into $(VENV) and run the demo into $(DEMO)"
 	@echo "make reproduce  run the experiments of docs/results on the CPU, about 40 minutes on two cores, into RESULTS=$(RESULTS)"
-	@echo "make reproduce-recovery  run the recoveries of docs/results and of the overview, about 80 minutes more"
+	@echo "make reproduce-recovery  run the recoveries of docs/results, about 80 minutes more"
 	@echo "make test       install into $(VENV) and run the fast tests"
 	@echo "make test-all   run the slow tests too, with coverage; TESTS=tests/app runs those of one folder"
 	@echo "make test-upstream  run test suites of transformers on MHLA beside the stock models"
@@ -94,7 +94,6 @@ size:
 reproduce-recovery: $(VENV)/.installed-dev
 	$(bin)/python -m benchmarks.recovery --jobs $(WORKERS) --work $(WORK)/recovery --json $(RESULTS)/recovery.json
 	$(bin)/python -m benchmarks.captions $(WORK)/captions --results $(RESULTS)
-	$(bin)/python -m benchmarks.overview --results $(RESULTS) --image $(overview)
 
 hub-kernel: $(VENV)/.installed-hub-kernel
 	$(bin)/python -m conversion.hub_kernel $(HUB_KERNEL) $(if $(REPO_ID),--repo-id $(REPO_ID))

@@ -3,19 +3,22 @@
 
     python -m benchmarks.overview
 
-It reads `recovery.json` and `long_inputs.json` of `benchmarks/results` and measures nothing. Times of the whole
-model are those of the paper.
+It reads `demo.json` and `long_inputs.json` of `benchmarks/results` and measures nothing. `demo.json` is the report of
+one run of the demo, whose pictures `docs/scripts/make_images.py` draws. Times of the whole model are the paper's.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery import COLORS, TITLES, points, stages_of
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from benchmarks.recovery import COLORS, STAGES
+from mhla_hf.demo.config import TITLES
 from mhla_hf.utils.figures import new_figure, save_figure
 from mhla_hf.utils.files import read_json
 
@@ -23,8 +26,8 @@ from mhla_hf.utils.files import read_json
 RESULTS = Path(__file__).resolve().parent / "results"
 IMAGE = Path(__file__).resolve().parents[1] / "docs" / "images" / "overview.png"
 
-MODEL = "digits"
-"""Model of `recovery.json` that the left panel shows."""
+LOSSES = "loss above softmax in percent"
+"""Key of the text in a PNG file that holds what the picture shows of the demo; a test compares it with the README."""
 
 PAPER_SECONDS = {"softmax": 166, "MHLA in two\nthirds of\nthe layers": 103, "linear": 82, "MHLA": 81}
 """Seconds for a video of 81 frames of 480 × 800 with Wan2.1-T2V-1.3B, from MHLA's paper (arXiv 2601.07832)."""
@@ -32,7 +35,7 @@ PAPER_SECONDS = {"softmax": 166, "MHLA in two\nthirds of\nthe layers": 103, "lin
 ATTENTION = {"softmax": "softmax", "mhla": "MHLA", "linear": "linear"}
 """Kinds of attention of `long_inputs.json` that the right panel shows."""
 
-_COLORS = {**COLORS, "softmax": "#444444"}
+_COLORS = {**COLORS, "mhla_window": COLORS["window"], "softmax": "#444444"}
 _GREY = "#666666"
 _STAGES = {
     "converted": "converted",
@@ -48,16 +51,30 @@ _WIDTH, _HEIGHT = 12.0, 5.0
 _TEXT, _SMALL = 12.5, 11
 
 
-def recovery_lines(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """CPU seconds, and loss above softmax in %, after each stage: means over the seeds, by variant."""
-    lines = {}
-    for variant in TITLES:
-        runs = [points(run) for name, run in report["results"].items() if name.startswith(f"{MODEL}/{variant}/")]
-        lines[variant] = [
-            (statistics.fmean(seconds), statistics.fmean(quality))
-            for seconds, quality in (zip(*stage, strict=True) for stage in zip(*runs, strict=True))
-        ]
+def recovery_lines(demo: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """CPU seconds so far, and loss above softmax in %, after the conversion and each stage, by copy of the demo."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for variant in ("mhla", "mhla_window", "linear"):
+        copy, seconds = demo["variants"][variant], 0.0
+        lines[variant] = []
+        for stage in ("converted", *(stage for stage in STAGES if stage in copy["held_out"])):
+            seconds += copy["cpu_seconds"][stage] if stage in STAGES else 0.0
+            lines[variant].append((seconds, copy["held_out"][stage]["above_softmax_percent"]))
     return lines
+
+
+def final_losses(demo: Mapping[str, Any]) -> dict[str, str]:
+    """Loss above softmax after the last stage by copy, as pictures and README give it: `"+6.7"`."""
+    return {variant: f"{line[-1][1]:+.1f}" for variant, line in recovery_lines(demo).items()}
+
+
+def with_losses(path: Path, demo: Mapping[str, Any]) -> None:
+    """Writes the losses that a picture shows into the PNG file itself."""
+    information = PngInfo()
+    information.add_text(LOSSES, " ".join(final_losses(demo).values()))
+    image = Image.open(path)
+    image.load()
+    image.save(path, pnginfo=information, optimize=True)
 
 
 def time_lines(report: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
@@ -73,11 +90,11 @@ def time_lines(report: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def draw(recovery: Mapping[str, Any], long_inputs: Mapping[str, Any], path: Path) -> None:
+def draw(demo: Mapping[str, Any], long_inputs: Mapping[str, Any], path: Path) -> None:
     """Draws the three panels.
 
     Args:
-        recovery: `recovery.json`.
+        demo: `demo.json`.
         long_inputs: `long_inputs.json`.
         path: PNG file to write.
     """
@@ -86,37 +103,36 @@ def draw(recovery: Mapping[str, Any], long_inputs: Mapping[str, Any], path: Path
     with rc_context({"font.size": _TEXT, "axes.titlesize": _TEXT, "axes.titleweight": "bold"}):
         figure = new_figure(_WIDTH, _HEIGHT)
         left, middle, right = figure.subplots(1, 3, width_ratios=[1.3, 0.8, 1])
-        stages = stages_of(next(run for name, run in recovery["results"].items() if name.startswith(f"{MODEL}/mhla/")))
-        _draw_recovery(left, recovery_lines(recovery), [_STAGES[stage] for stage in stages])
+        _draw_recovery(left, recovery_lines(demo), final_losses(demo))
         _draw_whole_model(middle)
         _draw_times(right, time_lines(long_inputs))
         for axis in (left, middle, right):
             axis.spines[["top", "right"]].set_visible(False)
             axis.grid(axis="x" if axis is middle else "both", alpha=0.25)
             axis.set_axisbelow(True)
-        machine = long_inputs["machine"]
+        machine, own = long_inputs["machine"], demo["machine"]
         figure.supxlabel(
-            f"Left: the demo's model of 1.3M parameters, two thirds of its layers converted, {recovery['machine']}, "
-            f"{recovery['date']}.\nMiddle: as MHLA's paper reports. Right: one head of width 64, float32, "
+            f"Left: the demo's model of 1.3M parameters, two thirds of its layers converted, {own['device']}, "
+            f"{own['date']}.\nMiddle: as MHLA's paper reports. Right: one head of width 64, float32, "
             f"{machine['device']}, {machine['threads']} threads, {machine['date']}.",
             fontsize=_SMALL,
             color=_GREY,
         )
         figure.get_layout_engine().set(wspace=0.06, h_pad=0.08)
         save_figure(figure, path)
+    with_losses(path, demo)
 
 
-def _draw_recovery(axis: Any, lines: Mapping[str, list[tuple[float, float]]], stages: list[str]) -> None:
+def _draw_recovery(axis: Any, lines: Mapping[str, list[tuple[float, float]]], ends: Mapping[str, str]) -> None:
     from matplotlib.ticker import NullLocator, PercentFormatter
 
-    ends = {variant: line[-1][1] for variant, line in lines.items()}
     for variant, line in lines.items():
         seconds, quality = zip(*line, strict=True)
         axis.plot(seconds, quality, color=_COLORS[variant], marker="o", linewidth=2.5, markersize=7)
         _label(axis, TITLES[variant], line[-1], _COLORS[variant])
     # The stages are named at the highest line.
     highest = max(lines.values(), key=lambda line: line[-1][1])
-    for place, stage in zip(highest[:-1], stages):
+    for place, stage in zip(highest[:-1], _STAGES.values()):
         _label(axis, stage, place, _GREY, offset=(10, 7), fontsize=_SMALL, fontweight="normal")
     last = max(line[-1][0] for line in lines.values())
     axis.set(
@@ -126,8 +142,8 @@ def _draw_recovery(axis: Any, lines: Mapping[str, list[tuple[float, float]]], st
         ylabel="loss above softmax",
     )
     axis.set_title(
-        f"Loss above softmax after recovery:\nMHLA +{ends['mhla']:.1f} %, "
-        f"with a window +{ends['window']:.1f} %,\nlinear attention +{ends['linear']:.1f} %",
+        f"Loss above softmax after recovery:\nMHLA {ends['mhla']} %, "
+        f"with a window {ends['mhla_window']} %,\nlinear attention {ends['linear']} %",
         loc="left",
     )
     axis.set_yticks([3, 10, 30, 100, 300])
@@ -194,10 +210,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of long_inputs.json")
     parser.add_argument("--image", type=Path, default=IMAGE, help="PNG file to write")
     options = parser.parse_args(arguments)
-    # Recoveries take longest and are often left as they are.
-    recovery = next(file for file in (options.results / "recovery.json", RESULTS / "recovery.json") if file.is_file())
     draw(
-        read_json(recovery, "the recoveries:"),
+        read_json(RESULTS / "demo.json", "the demo's report:"),
         read_json(options.results / "long_inputs.json", "the measurement of long inputs:"),
         options.image,
     )

@@ -7,9 +7,11 @@ import importlib
 import json
 import re
 import shlex
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import markdown
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -45,7 +47,7 @@ def _commands() -> list[list[str]]:
     """Every command line of the shell blocks, continuation lines joined and comments dropped."""
     blocks = [block for page in TEXTS for block in _blocks(page, "bash")]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    found = [shlex.split(line, comments=True) for line in dict.fromkeys(lines) if line.strip()]
+    found = [words for line in dict.fromkeys(lines) if (words := shlex.split(line, comments=True))]
     assert len(found) >= 30
     return found
 
@@ -129,6 +131,19 @@ def test_links_into_the_repository_lead_somewhere(page):
         target = (ROOT / page).parent / path if path else ROOT / page
         assert target.exists(), link
         assert not anchor or anchor in _anchors(target), link
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if page.startswith(("README", "docs/"))])
+def test_numbers_stay_beside_their_units(page):
+    """In the README as it is written, and in the pages of the site as the hook gives them."""
+    html = markdown.markdown(TEXTS[page], extensions=["tables", "fenced_code"])
+    if page.startswith("docs/"):
+        specification = spec_from_file_location("hooks", ROOT / "docs" / "scripts" / "hooks.py")
+        hooks = module_from_spec(specification)
+        specification.loader.exec_module(hooks)
+        html = hooks.on_page_content(html)
+    text = re.sub(r"<pre.*?</pre>|<code.*?</code>|<[^>]*>", "", html, flags=re.DOTALL)
+    assert re.findall(r"\d [×%]|× \d|\d (?:ms|s|[kMG]B)\b", text) == []
 
 
 def test_every_public_name_is_in_the_api():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of mkdocs for links and images."""
+"""Hooks of mkdocs for links, images, and spaces between numbers and units."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ LOG = logging.getLogger("mkdocs.hooks.links")
 DOCSTRING_REFERENCE = re.compile(r"\[(<code>[^<]*</code>)\]")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 IMAGE = re.compile(r"(!\[[^\]]*\]\()(\.\./[^)\s]+)\)")
+# A number, and the unit or the sign after it. Code and tags are matched first, and stay.
+BREAKABLE = re.compile(
+    r"(<(?:pre|code|script)\b.*?</(?:pre|code|script)>|<[^>]*>)"
+    r"|(?<=\d) (?=[×%]|(?:ms|s|[kMG]B)\b)|(?<=×) (?=\d)",
+    re.DOTALL,
+)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -64,8 +70,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Drops the brackets of references in docstrings that name no target, such as [`MHLAConfig.replace`]."""
-    return DOCSTRING_REFERENCE.sub(r"\1", html)
+    """Drops the brackets of references in docstrings that name no target, and keeps numbers beside their units.
+
+    Such references look like [`MHLAConfig.replace`].
+    """
+    html = DOCSTRING_REFERENCE.sub(r"\1", html)
+    return BREAKABLE.sub(lambda match: match[1] or "\N{NO-BREAK SPACE}", html)
 
 
 def _place(docs: Path, source: str, target: str) -> str:

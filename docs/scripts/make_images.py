@@ -3,11 +3,15 @@
 
 python docs/scripts/make_images.py                     # those that need the package only
 python docs/scripts/make_images.py --demo demo-output  # also those of a finished `make demo`
+
+With `--demo` it keeps the demo's report as `benchmarks/results/demo.json`, from which `python -m benchmarks.overview`
+then draws the overview: all figures of the demo in README and pictures come from one run.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +26,16 @@ from mhla_hf import BlockLayout, MHLAConfig, convert
 from mhla_hf.analysis import LayerTokens, effective_rank, layer_tokens, numerical_rank, singular_values
 from mhla_hf.demo import base_pipeline_directory
 from mhla_hf.layers import initial_mixing
-from mhla_hf.recovery.report import TITLES as STAGES
 from mhla_hf.training.data.probes import pipeline_batches
-from mhla_hf.utils.files import read_json
+from mhla_hf.utils.files import read_json, write_json
 
 
-IMAGES = Path(__file__).resolve().parent.parent / "images"
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "docs" / "images"
+sys.path.insert(0, str(ROOT))
+from benchmarks import overview  # noqa: E402
+
+
 PALETTE = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2"]
 INK = "#333333"
 DPI = 110
@@ -355,8 +363,8 @@ def draw_side_by_side(demo: Path, name: str, frames: tuple[int, ...] = (8, 16), 
     """
     from PIL import ImageDraw, ImageFont
 
-    losses = read_json(demo / "report.json", "the demo's report:")
-    softmax = losses["softmax"]["held_out_loss"]
+    report = read_json(demo / "report.json", "the demo's report:")
+    losses = overview.final_losses(report)
     videos = {model: generate_videos(demo, model) for model in TITLES}
     exact = videos["softmax"].astype(np.float32)
     errors = {model: ((video - exact) ** 2).mean(axis=(1, 2, 3, 4)) for model, video in videos.items()}
@@ -370,9 +378,7 @@ def draw_side_by_side(demo: Path, name: str, frames: tuple[int, ...] = (8, 16), 
         top = header + row * (side + 4)
         draw.text((label - 16, top + side / 2 - 16), title, INK, text, anchor="rm")
         if model != "softmax":
-            after = losses["variants"][model]["held_out"]
-            last = [after[stage]["loss"] for stage in STAGES if stage in after][-1]
-            above = f"loss +{100 * (last / softmax - 1):.1f} %"
+            above = f"loss {losses[model]} %"
             draw.text((label - 16, top + side / 2 + 18), above, INK, small, anchor="rm")
         for number, caption in enumerate(SHOWN):
             for column, frame in enumerate(frames):
@@ -390,6 +396,10 @@ def draw_side_by_side(demo: Path, name: str, frames: tuple[int, ...] = (8, 16), 
         draw.text((16, canvas.height - footer + 22 + 28 * number), line, INK, small, anchor="lm")
     print(f"closer to softmax than linear attention: {closer}")
     canvas.quantize(64).save(IMAGES / name, optimize=True)
+    overview.with_losses(IMAGES / name, report)
+    # Where the run was written is of no interest.
+    report["options"].pop("output")
+    write_json(overview.RESULTS / "demo.json", report)
 
 
 def main() -> None:

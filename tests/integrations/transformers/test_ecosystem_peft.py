@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 import mhla_hf  # noqa: F401
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
 
-from .mhla_models import mhla_modules
+from .mhla_models import default_options, first_output, mhla_modules
 from .tiny_files import save_softmax
-from .tiny_models import inputs
+from .tiny_models import FAMILIES, inputs
 
 
 # Texts of three blocks and more go beyond the stored weights, and train their decay too.
@@ -161,3 +161,51 @@ def test_all_linear_leaves_the_gate_to_modules_to_save(softmax_directory):
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and ".mhla." in name]
     assert any(name.endswith("modules_to_save.default.gate.weight") for name in names)
     assert not any("lora_" in name for name in names)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_encoders_and_vision_models_train_reload_and_merge(tmp_path, name):
+    model_class = FAMILIES[name].model_class
+    base = model_class.from_pretrained(
+        save_softmax(name, tmp_path / "softmax"), attn_implementation="mhla", mhla=default_options(name)
+    )
+    base.save_pretrained(tmp_path / "mhla")
+    batch = inputs(name, padding="right" if name == "bert" else None)
+    # Their projections are called query and value, or q_proj and v_proj, by version.
+    names = {
+        linear.rpartition(".")[2] for linear, module in base.named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    targets = sorted(names & {"query", "value", "q_proj", "v_proj"})
+    torch.manual_seed(0)
+    model = get_peft_model(base, lora(target_modules=targets, task_type=None))
+    trainable = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert sum("lora_" in key for key in trainable) == 12 and len(targets) == 2
+    before = {key: parameter.clone() for key, parameter in model.named_parameters()}
+    with torch.no_grad():
+        untrained = first_output(model.eval(), **batch)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = (first_output(model.train(), **batch) - untrained.roll(1, 0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for key, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[key]) == (key not in trainable), key
+    with torch.no_grad():
+        expected = first_output(model.eval(), **batch)
+        assert not torch.allclose(expected, untrained, atol=1e-2)
+        model.save_pretrained(tmp_path / "adapter")
+        again = PeftModel.from_pretrained(model_class.from_pretrained(tmp_path / "mhla"), tmp_path / "adapter")
+        torch.testing.assert_close(first_output(again.eval(), **batch), expected)
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(first_output(merged, **batch), expected, atol=1e-5, rtol=1e-4)
+        merged.save_pretrained(tmp_path / "merged")
+        reloaded = model_class.from_pretrained(tmp_path / "merged").eval()
+        assert len(mhla_modules(reloaded)) == 3
+        torch.testing.assert_close(first_output(reloaded, **batch), expected, atol=1e-5, rtol=1e-4)
+    softmax = model_class.from_pretrained(tmp_path / "softmax")
+    with pytest.raises(ValueError, match="needs a base model with MHLA layers"):
+        PeftModel.from_pretrained(softmax, tmp_path / "adapter")
