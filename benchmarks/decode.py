@@ -26,6 +26,7 @@ from benchmarks.programs import make_parser, names, numbers, run_program
 from mhla_hf import unconvert
 from mhla_hf.cli.output import say, show_table
 from mhla_hf.integrations.transformers.cache import MHLACacheLayer, cache_layer_bytes
+from mhla_hf.utils.compat.transformers import cache_names
 from mhla_hf.utils.locations import local_directory
 from mhla_hf.utils.machine import choose_device, machine_facts, parse_dtype, synchronize
 from mhla_hf.utils.messages import check_choice, format_bytes
@@ -35,6 +36,8 @@ CACHES = ("dynamic", "static")
 VOCABULARY = 1024
 """Vocabulary of the random model."""
 
+# The name of the argument in the installed version of transformers.
+CACHE = cache_names()[0]
 PREFILL_TOKENS = 512
 """Tokens of a prompt that run through the model at a time."""
 
@@ -193,7 +196,7 @@ def _measure(model: Any, contexts: Sequence[int], options: DecodeOptions) -> lis
         for context in contexts:
             synchronize(model.device)
             start = time.perf_counter()
-            models[kind](input_ids=token, past_key_values=caches[context, kind], use_cache=True)
+            models[kind](input_ids=token, use_cache=True, **{CACHE: caches[context, kind]})
             synchronize(model.device)
             if step >= options.warmup:
                 seconds[context, kind].append(time.perf_counter() - start)
@@ -215,13 +218,13 @@ def _fill_with_tokens(model: Any, cache: Any, context: int, batch_size: int) -> 
     """Runs random tokens through the model without its head."""
     tokens = torch.randint(0, model.config.vocab_size, (batch_size, context), device=model.device)
     for part in tokens.split(PREFILL_TOKENS, dim=1):
-        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=part, use_cache=True, **{CACHE: cache})
 
 
 def _fill_with_random_states(model: Any, cache: Any, context: int, batch_size: int) -> None:
     """Runs one token through the model, which gives the shapes, and appends random keys and values."""
     token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
-    model.base_model(input_ids=token, past_key_values=cache, use_cache=True)
+    model.base_model(input_ids=token, use_cache=True, **{CACHE: cache})
     for index, layer in enumerate(cache.layers):
         states = [
             torch.randn(*tensor.shape[:2], context - 1, tensor.shape[3], dtype=tensor.dtype, device=tensor.device)

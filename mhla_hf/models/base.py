@@ -22,6 +22,7 @@ from ..layers.mixing import layout_at, reference_blocks, resolve_blocks
 from ..layers.original import STATE_KEY, record_weights, weights_state
 from ..ops.sharded import TokenShard
 from ..utils.compat import diffusers as compat
+from ..utils.compat import note_unchecked
 from ..utils.locations import LOCATION_OPTIONS, find_file
 from ..utils.tensor_files import check_floats, read_entries
 from . import weight_files
@@ -327,6 +328,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         return cls.upstream_is_linear and equal_weights and same
 
     def _install_mhla(self, options: MHLAConfig | Mapping[str, Any] | None) -> None:
+        note_unchecked("diffusers")
         config = self.resolve_options(options, self.config)
         attentions = self._self_attentions()
         layers = config.mhla_layers(len(attentions))

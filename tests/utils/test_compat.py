@@ -11,12 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.integrations.transformers.patch import install
+from mhla_hf.training.parameters import check_takes_adapters
 from mhla_hf.utils import compat
 from mhla_hf.utils.compat import UnsupportedVersionError, wrap
 from mhla_hf.utils.compat import diffusers as of_diffusers
 from mhla_hf.utils.compat import transformers as of_transformers
 from tests import ROOT
+from tests.integrations.transformers.mhla_models import mhla_model
+from tests.tiny import wan_transformer
 
 
 NOTHING = SimpleNamespace(__name__="Nothing")
@@ -102,6 +106,34 @@ def test_private_parts_are_touched_here_alone():
                 if library in compat.SUPPORTED and any(name.startswith("_") for name in names):
                     found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
     assert [line for line in found if "__version__" not in line] == []
+
+
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_a_version_that_nobody_has_checked_is_noted_once(library, caplog, monkeypatch):
+    def build():
+        caplog.clear()
+        compat.note_unchecked.cache_clear()
+        for _ in range(2):
+            mhla_model("llama") if library == "transformers" else wan_transformer(MHLAWanTransformer3DModel)
+        return [record.getMessage() for record in caplog.records if record.name == compat.__name__]
+
+    assert build() == []
+    monkeypatch.setitem(compat.CHECKED, library, "0.1 and 0.2")
+    (line,) = build()
+    installed = importlib.import_module(library).__version__
+    assert line.startswith(f"{library} {installed} is newer than 0.2, the newest that mhla_hf was checked with")
+    assert f"pip install '{library}==0.2.*'" in line
+
+
+def test_a_peft_that_transformers_refuses_is_told_in_one_line(monkeypatch):
+    from transformers import LlamaForCausalLM
+    from transformers.integrations import peft
+
+    monkeypatch.setattr(peft, "MIN_PEFT_VERSION", "0.1")
+    check_takes_adapters(LlamaForCausalLM)
+    monkeypatch.setattr(peft, "MIN_PEFT_VERSION", "99.0")
+    with pytest.raises(UnsupportedVersionError, match="adds LoRA with peft 99.0 or newer.*pip install 'peft>=99.0'"):
+        check_takes_adapters(LlamaForCausalLM)
 
 
 class TestWrap:

@@ -19,7 +19,7 @@ from ...layers import original as originals
 from ...layers.mhla import MHLA
 from ...models.registry import TRANSFORMERS_FAMILIES, recovery_advice
 from ...models.weight_files import is_identity
-from ...utils.compat import forward_parameters, has_mhla
+from ...utils.compat import forward_parameters, has_mhla, note_unchecked
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
 from . import configuration, modules
 from .configuration import NAME, inherited, keep_softmax, mark, may_keep_softmax, text_part, towers_of, wants_mhla
@@ -96,6 +96,7 @@ def attach(model: PreTrainedModel) -> None:
         _refuse(model, model.config, f"{type(model).__name__}{_REFUSED}{_nothing_served(model)}")
     configuration.keep_softmax_in_unserved(model)
     mark(model.config)
+    note_unchecked("transformers")
 
 
 def _refuse(model: PreTrainedModel, config: Any, message: str) -> None:

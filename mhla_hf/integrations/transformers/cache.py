@@ -396,7 +396,8 @@ class MHLACache(DynamicCache):
         >>> config = from_preset("mhla-lm-340m", vocab_size=259, num_key_value_heads=2, **sizes)
         >>> model = AutoModelForCausalLM.from_config(config).eval()
         >>> cache = MHLACache(config=model.config)
-        >>> tokens = model.generate(torch.ones(1, 5, dtype=torch.long), past_key_values=cache, max_new_tokens=3)
+        >>> options = {"past_key_values": cache}  # "cache" from transformers 5.24 on
+        >>> tokens = model.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, **options)
         >>> cache.num_bytes > 0
         True
     """

@@ -70,13 +70,10 @@ def note_unchecked(library: str) -> None:
 
     newest, installed = CHECKED[library].split()[-1], Version(version(library))
     if installed.release[:2] > Version(newest).release:
-        logger.warning(
-            "%s %s is newer than %s, the newest that mhla_hf was checked with; compare a result with that version, or "
-            "install it, if anything looks wrong.",
-            library,
-            installed,
-            newest,
+        known = (
+            f"the newest that mhla_hf was checked with: pip install '{library}=={newest}.*' if anything looks wrong."
         )
+        logger.warning("%s %s is newer than %s, %s", library, installed, newest, known)
 
 
 def unknown_shape(library: str, expected: str) -> UnsupportedVersionError:
