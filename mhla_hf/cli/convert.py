@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..config import automatic_share
+from ..config import MHLAConfig, automatic_share
+from ..utils.locations import (
+    PIPELINE_INDEX,
+    check_exists,
+    check_source,
+    find_directory,
+    is_weight_file,
+    local_directory,
+)
 from . import options as common
-from .options import Overwrite, Quiet, argument, given, option, options_of, with_options
+from .options import Overwrite, Quiet, argument, checked_data, given, option, options_of, with_options
 from .output import JsonFile, say, show_table, write_first_card, write_report
 
 
@@ -46,7 +54,9 @@ _CONVERSION = [*options_of(_Conversion), *_WRITTEN]
 @with_options(common.CONVERSION, _CONVERSION)
 def convert_command(
     source: str = argument(
-        "SOURCE", "Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf)."
+        "SOURCE",
+        "Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf).",
+        check=check_source,
     ),
     output: Path = argument("OUTPUT", "Directory to write."),
     *,
@@ -57,7 +67,9 @@ def convert_command(
         panel=_COMPONENTS,
     ),
     calibrate: bool = option("Fit the result to the original, as calibrate does.", "--calibrate", default=False),
-    data: str | None = option("Samples for --calibrate and --layers auto:..., as for mhla-hf calibrate."),
+    data: str | None = option(
+        "Samples for --calibrate and --layers auto:..., as for mhla-hf calibrate.", callback=checked_data
+    ),
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -74,8 +86,12 @@ def convert_command(
     """
     fields = common.mhla_options(mhla, options)
     share = None if layers is None else automatic_share(layers)
+    if share is None:
+        MHLAConfig(layers=layers)
     if data is not None and not calibrate and share is None:
         raise ValueError("data has no effect without --calibrate or --layers auto:...")
+    if calibrate and data is None and options["base"] is None and _is_bare(source, options):
+        raise ValueError("data must be given for --calibrate: SOURCE has no pipeline that could make samples.")
 
     from ..conversion import convert_pretrained
     from .recover import run_calibration, run_selection
@@ -102,6 +118,14 @@ def convert_command(
     _write_record(json_file, output)
 
 
+def _is_bare(source: str, options: Mapping[str, Any]) -> bool:
+    """Whether a location, which is downloaded from the Hub, is a model without a pipeline."""
+    if is_weight_file(source):
+        return True
+    folder, _ = find_directory(source, subfolder=options["subfolder"], **given(options, common.HUB))
+    return not (folder / PIPELINE_INDEX).is_file()
+
+
 class _Unconversion:
     original: str | None = option(
         "Softmax original of a calibrated or trained model: directory or Hub id. Default: the one that "
@@ -115,7 +139,9 @@ _UNCONVERSION = [*options_of(_Unconversion), *common.HUB]
 
 @with_options(_UNCONVERSION)
 def unconvert_command(
-    model: str = argument("MODEL", "Directory of an MHLA pipeline or model, or Hub id owner/name."),
+    model: str = argument(
+        "MODEL", "Directory of an MHLA pipeline or model, or Hub id owner/name.", check=local_directory
+    ),
     output: Path = argument("OUTPUT", "Directory to write."),
     *,
     json_file: JsonFile = None,
@@ -151,7 +177,7 @@ _OFFICIAL = [*common.conversion_options("blocks", "grid", "normalizer"), *option
 
 @with_options(_OFFICIAL)
 def import_official_command(
-    source: Path = argument("SOURCE", "Safetensors file, directory of shards, or torch file."),
+    source: Path = argument("SOURCE", "Safetensors file, directory of shards, or torch file.", check=check_exists),
     output: Path = argument("OUTPUT", "Directory to write."),
     *,
     json_file: JsonFile = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..utils.locations import local_directory
 from .options import HUB, Device, argument, given, option, with_options
 from .output import JsonFile, say, show_table, write_report
 
@@ -14,10 +15,14 @@ if TYPE_CHECKING:
     from ..hub.checks import DirectoryCheck, Problem
 
 
+WITHOUT_GPU = 3
+"""Exit code of `doctor --gpu` where everything passed, but nothing ran on a GPU."""
+
+
 @with_options(HUB)
 def doctor_command(
     model: str | None = argument(
-        "MODEL", "Directory or Hub id of a pipeline or model to check. Default: none.", default=None
+        "MODEL", "Directory or Hub id of a pipeline or model to check. Default: none.", None, local_directory
     ),
     *,
     no_values: bool = option(
@@ -38,9 +43,9 @@ def doctor_command(
 
     With --gpu, it compiles the kernels, compares them with plain torch at the sizes of models, and times them beside
     plain torch and softmax attention. What it prints is Markdown to paste into an issue. Without a GPU, it interprets
-    the kernels at small sizes.
+    the kernels at small sizes on the CPU, which says nothing of a GPU.
 
-    The exit code is 1 if something is wrong, and 0 for warnings.
+    The exit code is 1 if something is wrong, 0 for warnings, and 3 for --gpu if no GPU was found.
 
     Examples:
 
@@ -140,10 +145,13 @@ def _examine_kernels(device: str, json_file: JsonFile) -> None:
     from rich.console import Console
 
     from ..gpu.examination import SECONDS, examine_kernels, markdown_table
-    from ..gpu.report import Report
+    from ..gpu.report import NO_GPU, Report
     from ..ops.diagnosis import describe_environment
 
     # To the terminal alone: what is piped into a file is Markdown.
+    no_gpu = "" if chosen.type == "cuda" else NO_GPU
+    if no_gpu:
+        typer.echo(no_gpu)
     with Console(stderr=True).status("Compiling kernels: this takes minutes.") as status:
         report = Report("doctor", json_file, SECONDS, status.update)
         report.content["environment"] = describe_environment(chosen)
@@ -154,8 +162,10 @@ def _examine_kernels(device: str, json_file: JsonFile) -> None:
     typer.echo("\n" + "\n".join(markdown_table(report.results)) + f"\n\n{count - failed} of {count} checks passed.")
     if report.content["left_out"]:
         typer.echo(f"Left out for want of time: {', '.join(report.content['left_out'])}.")
-    if not passed:
-        raise typer.Exit(1)
+    if no_gpu:
+        typer.echo(no_gpu)
+    if no_gpu or not passed:
+        raise typer.Exit(WITHOUT_GPU if passed else 1)
 
 
 def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:

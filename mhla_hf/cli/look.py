@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..demo.config import DemoConfig
+from ..presets import is_preset
+from ..utils.locations import local_directory
 from . import options as common
 from .options import Device, Overwrite, Quiet, argument, given, option, options_from, options_of, with_options
 from .output import JsonFile, progress_bars, say, show_table, write_report
@@ -33,7 +35,9 @@ _SIZE = options_of(_Size)
 
 @with_options(_SIZE, common.HUB)
 def estimate_command(
-    model: str = argument("MODEL", "Directory or Hub id of a pipeline or model, or the name of a preset."),
+    model: str = argument(
+        "MODEL", "Directory or Hub id of a pipeline or model, or the name of a preset.", check=is_preset
+    ),
     *,
     component: common.Component = None,
     measure: bool = option("Time one block, with its own attention and with MHLA.", "--measure", default=False),
@@ -89,7 +93,7 @@ def _show_estimate(found: "Estimate") -> None:
     names = {"weights": "weights", "training": "training", "records": "records", "block_records": "of blocks"}
     recipes = [
         {
-            "recipe": row["recipe"],
+            "recipe": f"{row['recipe']} (recommended)" if row["recommended"] else row["recipe"],
             "MHLA layers": row["layers"],
             "steps": f"{row['steps']:,}",
             **{title: format_bytes(row[name]) if row[name] else None for name, title in names.items()},
@@ -166,7 +170,7 @@ _INSPECTION = [*common.SIZES, *options_of(_Inspection)]
 
 @with_options(_INSPECTION, common.HUB)
 def inspect_command(
-    model: str = argument("MODEL", "Directory or Hub id of an MHLA pipeline or model."),
+    model: str = argument("MODEL", "Directory or Hub id of an MHLA pipeline or model.", check=local_directory),
     *,
     block: int | None = option("Block whose weights the page shows on the token grid. Default: the middle one."),
     html: Path | None = option("Write a self-contained HTML page to FILE.", dir_okay=False),
@@ -247,7 +251,8 @@ def app_command(
         "MODEL",
         "An MHLA pipeline or language model: a directory or Hub id. Default: demo-output/mhla if it exists, else the "
         "demo's pipeline, converted and calibrated now.",
-        default=None,
+        None,
+        local_directory,
     ),
     *,
     original: str | None = option("The original: directory or Hub id. Default: what conversion.json names."),

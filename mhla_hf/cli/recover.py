@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..config import MHLAConfig
-from ..recovery.recipes import STAGES, DataOptions, recipe_names
+from ..recovery.recipes import ARGUMENTS, STAGES, DataOptions, check_arguments, check_shares, recipe_names
 from ..training.config import FAMILIES, CacheConfig, TrainingConfig, check_options, option_families
 from ..utils.files import read_json
+from ..utils.locations import check_data, check_exists, local_directory
 from ..utils.options import check_names
 from . import options as common
 from .options import Device, Overwrite, Quiet, argument, given, option, options_from, options_of, with_options
@@ -36,9 +37,10 @@ _SECTIONS = {
 class _Run:
     data: str | None = option(
         "Folder of videos or images with captions or classes; for text a folder of .txt, .md, .rst or .py files, a "
-        ".jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original."
+        ".jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original.",
+        callback=common.checked_data,
     )
-    prompts: Path | None = option("Text file with one prompt per line, for --data generated.")
+    prompts: Path | None = option("Text file with one prompt per line, for --data generated.", exists=True)
     recipe: str | None = option(
         "YAML file, or name of a recipe: fast is ReLU, which is faster and recovers less; paper has the settings of "
         f"the paper; {', '.join(recipe_names())} are each for one model. Default: that of the model's family."
@@ -63,7 +65,9 @@ _RUN = [*options_of(_Run), *_MHLA, *common.HUB]
 
 @with_options(_RUN, *_SECTIONS.values())
 def recover_command(
-    source: str = argument("SOURCE", "Pipeline of diffusers or model of transformers: directory or Hub id."),
+    source: str = argument(
+        "SOURCE", "Pipeline of diffusers or model of transformers: directory or Hub id.", check=local_directory
+    ),
     output: Path = argument("OUTPUT", "Directory to write."),
     *,
     stages: str | None = option(
@@ -85,6 +89,7 @@ def recover_command(
         mhla-hf recover Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --data videos/ --recipe wan-1.3b-hybrid
         mhla-hf recover Qwen/Qwen3-0.6B qwen3-mhla --data code/ --keep 25%
     """
+    names = None if stages is None else [name.strip() for name in stages.split(",")]
     changes = {
         f"{section}.{name.removeprefix(f'{section}_')}": value
         for section, group in _SECTIONS.items()
@@ -92,11 +97,11 @@ def recover_command(
     }
     run = given(options, _RUN)
     MHLAConfig.from_dict(given(options, _MHLA))
+    check_arguments(stages=names, changes=changes, **{name: run.get(name) for name in ARGUMENTS})
 
     from ..recovery.recover import recover
     from ..utils.model_cards import CARD
 
-    names = None if stages is None else [name.strip() for name in stages.split(",")]
     report = recover(source, output, stages=names, changes=changes, progress=not quiet, **run)
     if not (report.output / CARD).exists():
         # A finished run that is resumed keeps its card.
@@ -136,7 +141,7 @@ _CALIBRATION = [*common.PROBE_OPTIONS, *options_of(_Calibration)]
 
 @with_options(_CALIBRATION)
 def calibrate_command(
-    model: Path = argument("MODEL", "Directory that mhla-hf convert wrote."),
+    model: Path = argument("MODEL", "Directory that mhla-hf convert wrote.", check=check_exists),
     output: Path | None = argument("OUTPUT", "Directory to write. Default: change MODEL in place.", default=None),
     *,
     json_file: JsonFile = None,
@@ -184,7 +189,9 @@ def run_calibration(model: Path, output: Path | None, quiet: bool, **options: An
 
 @with_options(common.CONVERSION, common.PROBE_OPTIONS)
 def select_layers_command(
-    source: str = argument("SOURCE", "Directory of a softmax pipeline or model, or Hub id owner/name."),
+    source: str = argument(
+        "SOURCE", "Directory of a softmax pipeline or model, or Hub id owner/name.", check=local_directory
+    ),
     *,
     keep: str | None = option(
         "How many layers stay softmax: a number, or a share; 25% without --latency.", metavar="N|N%"
@@ -210,6 +217,7 @@ def select_layers_command(
     """
     fields = common.mhla_options(mhla, options)
     probe = given(options, common.PROBE_OPTIONS)
+    check_shares(keep=keep, latency=latency)
     report = run_selection(source, fields, quiet, component=component, keep=keep, latency=latency, probe=probe)
     write_report(json_file, report.to_dict())
     if not quiet:
@@ -275,7 +283,7 @@ def _options(cls: type, panel: str, family: str | None = None) -> list[inspect.P
 
 
 _CONFIG = option("JSON file of options, such as a run's training_config.json; the command line wins.", panel="Run")
-_MODEL = argument("MODEL", "Pipeline, MHLA or ordinary: a directory or a Hub id.", None)
+_MODEL = argument("MODEL", "Pipeline, MHLA or ordinary: a directory or a Hub id.", None, local_directory)
 
 
 def _training_command(family: str) -> Callable[..., None]:
@@ -351,6 +359,8 @@ def _open(run: TrainingConfig, cache: CacheConfig, family: str | None, **require
     for name, value in required.items():
         if value is None:
             raise ValueError(f"{name} must be given")
+    if cache.data is not None:
+        check_data(cache.data)
 
     from ..training.data.latent_cache import make_cache
     from ..training.families import check_run, family_of_class, open_pipeline

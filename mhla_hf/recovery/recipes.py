@@ -259,11 +259,42 @@ class Recipe:
         Raises:
             ValueError: If the factor is not a number above 0, or a stage would have more steps than allowed.
         """
-        if not 0 < factor <= MOST_STEPS:
-            raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {factor!r:.100}")
+        _check_budget(factor)
         trained = [name for name in ("match", "blocks", "distill", "finetune") if getattr(self, name) is not None]
         changes = {f"{name}.steps": max(1, round(getattr(self, name).steps * factor)) for name in trained}
         return self.changed(changes)
+
+
+ARGUMENTS = ("recipe", "layers", "keep", "budget")
+"""Arguments of a recovery that [`check_arguments`] takes beside its stages and changes."""
+
+
+def check_arguments(
+    recipe: Any, layers: Any, keep: Any, budget: Any, stages: Any, changes: Mapping[str, Any] | None
+) -> Recipe | None:
+    """Check what can be checked of the arguments of a recovery before its model is known.
+
+    Returns:
+        The recipe, unless it is one of the defaults of the model's family.
+
+    Raises:
+        ValueError: If one of them is wrong.
+    """
+    if layers is not None and keep is not None:
+        raise ValueError("keep cannot be given with layers")
+    if keep is not None:
+        parse_keep(keep)
+    if layers is not None and automatic_share(layers) is None:
+        MHLAConfig(layers=layers)
+    if budget is not None:
+        _check_budget(budget)
+    for name in () if stages is None else stages or ("",):
+        check_choice("stages", name, STAGES)
+    for path, value in (changes or {}).items():
+        section, _, name = path.partition(".")
+        if name and section in _SECTIONS:
+            _section(section, {name: value}, None)
+    return None if recipe is None or recipe in VARIANTS else load_recipe(recipe)
 
 
 def recipe_names() -> list[str]:
@@ -331,7 +362,7 @@ _Loader.add_implicit_resolver(
 
 @functools.cache
 def default_settings() -> dict[str, Any]:
-    """Return the recipes by family under `defaults`, and under `variants` by variant and family."""
+    """Return the recipes by family under `defaults`, by variant and family under `variants`, and sizes of models."""
     return _read_yaml(Path(__file__).with_name("defaults.yaml"))
 
 
@@ -410,14 +441,19 @@ def _errors_begin(prefix: str) -> Iterator[None]:
         raise ValueError(f"{prefix}{error}") from None
 
 
-def _section(name: str, content: Any, family: str) -> Options:
+def _check_budget(factor: float) -> None:
+    if not 0 < factor <= MOST_STEPS:
+        raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {factor!r:.100}")
+
+
+def _section(name: str, content: Any, family: str | None) -> Options:
     fields = {item.name: item for item in dataclasses.fields(_SECTIONS[name])}  # type: ignore[arg-type]
     check_names(name, content, fields)
     with _errors_begin(f"{name}."):
         made = _SECTIONS[name](**content)
         for changed in made.changed():
             families = fields[changed].metadata.get("families", (family,))
-            if family not in families:
+            if family is not None and family not in families:
                 raise ValueError(f"{changed} is not an option of {family} models, only of {', '.join(families)}")
     return made
 
@@ -466,6 +502,13 @@ def parse_share(name: str, value: float | str) -> Fraction:
     if not 0 < share <= 1:
         raise ValueError(f"{name}={value!r:.40} must be a share such as 25%, above 0 and at most 100%.")
     return share
+
+
+def check_shares(**shares: Any) -> None:
+    """Check texts that are not numbers of layers, such as `keep="25%"`; see [`parse_share`]."""
+    for name, value in shares.items():
+        if isinstance(value, str) and not value.isdecimal():
+            parse_share(name, value)
 
 
 def parse_keep(keep: str) -> str:

@@ -45,7 +45,7 @@ from ..utils.machine import choose_device, machine_facts, parse_dtype
 from ..utils.messages import check_count, shorten_list, shorten_text, shorten_value
 from .calibration import write_models
 from .data import RecoveryData, data_or_default, origin_of
-from .recipes import FAMILIES, VARIANTS, Recipe, default_recipe, load_recipe, parse_keep
+from .recipes import FAMILIES, VARIANTS, Recipe, check_arguments, default_recipe, parse_keep
 from .report import PLOT, REPORT, RecoveryReport, write_plot
 from .selection import select_layers
 from .stages import STAGES, Quality, StageSettings
@@ -143,14 +143,12 @@ def recover(
     check_count("save_every", save_every)
     cast = parse_dtype(dtype)
     variant = str(recipe) if recipe in VARIANTS else None
-    given = load_recipe(recipe) if recipe is not None and variant is None else None
+    given = check_arguments(recipe, layers, keep, budget, stages, changes)
     part, family = find_model(source, component, **hub)
     if given is not None and given.family != family:
         raise ValueError(
             f"{given.name} is for models of the family {given.family}, and {part.location} is of {family}"
         )
-    if layers is not None and keep is not None:
-        raise ValueError("keep cannot be given with layers")
     own: dict[str, Any] = {
         "layers": layers if keep is None else parse_keep(keep),
         "mhla.window": None if given is None else window,
