@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..config import MHLAConfig, automatic_share
-from ..utils.locations import (
-    PIPELINE_INDEX,
-    check_exists,
-    check_source,
-    find_directory,
-    is_weight_file,
-    local_directory,
-)
+from ..utils.locations import PIPELINE_INDEX, check_data, find_directory, is_weight_file
 from . import options as common
-from .options import Overwrite, Quiet, argument, checked_data, given, option, options_of, with_options
+from .options import Overwrite, Quiet, argument, given, option, options_of, with_options
 from .output import JsonFile, say, show_table, write_first_card, write_report
 
 
@@ -54,9 +47,7 @@ _CONVERSION = [*options_of(_Conversion), *_WRITTEN]
 @with_options(common.CONVERSION, _CONVERSION)
 def convert_command(
     source: str = argument(
-        "SOURCE",
-        "Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf).",
-        check=check_source,
+        "SOURCE", "Directory of a pipeline or model, Hub id owner/name, or original Wan weights (.safetensors, .gguf)."
     ),
     output: Path = argument("OUTPUT", "Directory to write."),
     *,
@@ -68,7 +59,7 @@ def convert_command(
     ),
     calibrate: bool = option("Fit the result to the original, as calibrate does.", "--calibrate", default=False),
     data: str | None = option(
-        "Samples for --calibrate and --layers auto:..., as for mhla-hf calibrate.", callback=checked_data
+        "Samples for --calibrate and --layers auto:..., as for mhla-hf calibrate.", callback=check_data
     ),
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -139,9 +130,7 @@ _UNCONVERSION = [*options_of(_Unconversion), *common.HUB]
 
 @with_options(_UNCONVERSION)
 def unconvert_command(
-    model: str = argument(
-        "MODEL", "Directory of an MHLA pipeline or model, or Hub id owner/name.", check=local_directory
-    ),
+    model: str = argument("MODEL", "Directory of an MHLA pipeline or model, or Hub id owner/name."),
     output: Path = argument("OUTPUT", "Directory to write."),
     *,
     json_file: JsonFile = None,
@@ -177,7 +166,7 @@ _OFFICIAL = [*common.conversion_options("blocks", "grid", "normalizer"), *option
 
 @with_options(_OFFICIAL)
 def import_official_command(
-    source: Path = argument("SOURCE", "Safetensors file, directory of shards, or torch file.", check=check_exists),
+    source: Path = argument("SOURCE", "Safetensors file, directory of shards, or torch file."),
     output: Path = argument("OUTPUT", "Directory to write."),
     *,
     json_file: JsonFile = None,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..utils.locations import local_directory
 from .options import HUB, Device, argument, given, option, with_options
 from .output import JsonFile, say, show_table, write_report
 
@@ -15,14 +14,10 @@ if TYPE_CHECKING:
     from ..hub.checks import DirectoryCheck, Problem
 
 
-WITHOUT_GPU = 3
-"""Exit code of `doctor --gpu` where everything passed, but nothing ran on a GPU."""
-
-
 @with_options(HUB)
 def doctor_command(
     model: str | None = argument(
-        "MODEL", "Directory or Hub id of a pipeline or model to check. Default: none.", None, local_directory
+        "MODEL", "Directory or Hub id of a pipeline or model to check. Default: none.", default=None
     ),
     *,
     no_values: bool = option(
@@ -145,15 +140,14 @@ def _examine_kernels(device: str, json_file: JsonFile) -> None:
     from rich.console import Console
 
     from ..gpu.examination import SECONDS, examine_kernels, markdown_table
-    from ..gpu.report import NO_GPU, Report
+    from ..gpu.report import Report
     from ..ops.diagnosis import describe_environment
 
     # To the terminal alone: what is piped into a file is Markdown.
-    no_gpu = "" if chosen.type == "cuda" else NO_GPU
-    if no_gpu:
-        typer.echo(no_gpu)
     with Console(stderr=True).status("Compiling kernels: this takes minutes.") as status:
         report = Report("doctor", json_file, SECONDS, status.update)
+        if note := report.content.get("note"):
+            typer.echo(note)
         report.content["environment"] = describe_environment(chosen)
         passed = examine_kernels(report)
     _show_environment({name: part for name, part in report.content.items() if name not in ("results", "left_out")})
@@ -162,10 +156,10 @@ def _examine_kernels(device: str, json_file: JsonFile) -> None:
     typer.echo("\n" + "\n".join(markdown_table(report.results)) + f"\n\n{count - failed} of {count} checks passed.")
     if report.content["left_out"]:
         typer.echo(f"Left out for want of time: {', '.join(report.content['left_out'])}.")
-    if no_gpu:
-        typer.echo(no_gpu)
-    if no_gpu or not passed:
-        raise typer.Exit(WITHOUT_GPU if passed else 1)
+    if note:
+        typer.echo(note)
+    if note or not passed:
+        raise typer.Exit(3 if passed else 1)
 
 
 def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:

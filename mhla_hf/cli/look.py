@@ -10,7 +10,6 @@ import typer
 
 from ..demo.config import DemoConfig
 from ..presets import is_preset
-from ..utils.locations import local_directory
 from . import options as common
 from .options import Device, Overwrite, Quiet, argument, given, option, options_from, options_of, with_options
 from .output import JsonFile, progress_bars, say, show_table, write_report
@@ -35,9 +34,7 @@ _SIZE = options_of(_Size)
 
 @with_options(_SIZE, common.HUB)
 def estimate_command(
-    model: str = argument(
-        "MODEL", "Directory or Hub id of a pipeline or model, or the name of a preset.", check=is_preset
-    ),
+    model: str = argument("MODEL", "Directory or Hub id of a pipeline or model, or name of a preset.", ..., is_preset),
     *,
     component: common.Component = None,
     measure: bool = option("Time one block, with its own attention and with MHLA.", "--measure", default=False),
@@ -170,7 +167,7 @@ _INSPECTION = [*common.SIZES, *options_of(_Inspection)]
 
 @with_options(_INSPECTION, common.HUB)
 def inspect_command(
-    model: str = argument("MODEL", "Directory or Hub id of an MHLA pipeline or model.", check=local_directory),
+    model: str = argument("MODEL", "Directory or Hub id of an MHLA pipeline or model."),
     *,
     block: int | None = option("Block whose weights the page shows on the token grid. Default: the middle one."),
     html: Path | None = option("Write a self-contained HTML page to FILE.", dir_okay=False),
@@ -251,8 +248,7 @@ def app_command(
         "MODEL",
         "An MHLA pipeline or language model: a directory or Hub id. Default: demo-output/mhla if it exists, else the "
         "demo's pipeline, converted and calibrated now.",
-        None,
-        local_directory,
+        default=None,
     ),
     *,
     original: str | None = option("The original: directory or Hub id. Default: what conversion.json names."),

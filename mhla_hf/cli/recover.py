@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..config import MHLAConfig
-from ..recovery.recipes import ARGUMENTS, STAGES, DataOptions, check_arguments, check_shares, recipe_names
+from ..recovery.recipes import STAGES, DataOptions, check_arguments, check_shares, recipe_names
 from ..training.config import FAMILIES, CacheConfig, TrainingConfig, check_options, option_families
 from ..utils.files import read_json
-from ..utils.locations import check_data, check_exists, local_directory
+from ..utils.locations import check_data
 from ..utils.options import check_names
 from . import options as common
 from .options import Device, Overwrite, Quiet, argument, given, option, options_from, options_of, with_options
@@ -38,7 +38,7 @@ class _Run:
     data: str | None = option(
         "Folder of videos or images with captions or classes; for text a folder of .txt, .md, .rst or .py files, a "
         ".jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original.",
-        callback=common.checked_data,
+        callback=check_data,
     )
     prompts: Path | None = option("Text file with one prompt per line, for --data generated.", exists=True)
     recipe: str | None = option(
@@ -65,9 +65,7 @@ _RUN = [*options_of(_Run), *_MHLA, *common.HUB]
 
 @with_options(_RUN, *_SECTIONS.values())
 def recover_command(
-    source: str = argument(
-        "SOURCE", "Pipeline of diffusers or model of transformers: directory or Hub id.", check=local_directory
-    ),
+    source: str = argument("SOURCE", "Pipeline of diffusers or model of transformers: directory or Hub id."),
     output: Path = argument("OUTPUT", "Directory to write."),
     *,
     stages: str | None = option(
@@ -97,7 +95,7 @@ def recover_command(
     }
     run = given(options, _RUN)
     MHLAConfig.from_dict(given(options, _MHLA))
-    check_arguments(stages=names, changes=changes, **{name: run.get(name) for name in ARGUMENTS})
+    check_arguments(*map(run.get, ("recipe", "layers", "keep", "budget")), names, changes)
 
     from ..recovery.recover import recover
     from ..utils.model_cards import CARD
@@ -141,7 +139,7 @@ _CALIBRATION = [*common.PROBE_OPTIONS, *options_of(_Calibration)]
 
 @with_options(_CALIBRATION)
 def calibrate_command(
-    model: Path = argument("MODEL", "Directory that mhla-hf convert wrote.", check=check_exists),
+    model: Path = argument("MODEL", "Directory that mhla-hf convert wrote."),
     output: Path | None = argument("OUTPUT", "Directory to write. Default: change MODEL in place.", default=None),
     *,
     json_file: JsonFile = None,
@@ -189,9 +187,7 @@ def run_calibration(model: Path, output: Path | None, quiet: bool, **options: An
 
 @with_options(common.CONVERSION, common.PROBE_OPTIONS)
 def select_layers_command(
-    source: str = argument(
-        "SOURCE", "Directory of a softmax pipeline or model, or Hub id owner/name.", check=local_directory
-    ),
+    source: str = argument("SOURCE", "Directory of a softmax pipeline or model, or Hub id owner/name."),
     *,
     keep: str | None = option(
         "How many layers stay softmax: a number, or a share; 25% without --latency.", metavar="N|N%"
@@ -283,7 +279,7 @@ def _options(cls: type, panel: str, family: str | None = None) -> list[inspect.P
 
 
 _CONFIG = option("JSON file of options, such as a run's training_config.json; the command line wins.", panel="Run")
-_MODEL = argument("MODEL", "Pipeline, MHLA or ordinary: a directory or a Hub id.", None, local_directory)
+_MODEL = argument("MODEL", "Pipeline, MHLA or ordinary: a directory or a Hub id.", None)
 
 
 def _training_command(family: str) -> Callable[..., None]:
@@ -359,8 +355,7 @@ def _open(run: TrainingConfig, cache: CacheConfig, family: str | None, **require
     for name, value in required.items():
         if value is None:
             raise ValueError(f"{name} must be given")
-    if cache.data is not None:
-        check_data(cache.data)
+    check_data(cache.data)
 
     from ..training.data.latent_cache import make_cache
     from ..training.families import check_run, family_of_class, open_pipeline

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..utils.locations import check_exists, local_directory
+from ..utils.locations import local_directory
 from .options import HUB, Component, Quiet, argument, given, option, options_of, with_options
 from .output import JsonFile, say, show_table, write_report
 
@@ -20,7 +20,7 @@ _BENCHMARKS = option(
 
 
 def card_command(
-    model: Path = argument("MODEL", "Pipeline or model, converted or trained by mhla-hf.", check=check_exists),
+    model: Path = argument("MODEL", "Pipeline or model, converted or trained by mhla-hf."),
     *,
     benchmarks: list[Path] | None = _BENCHMARKS,
     name: str | None = option("Name of the model. Default: that of the base model."),
@@ -75,7 +75,7 @@ _PUSH = options_of(_Push)
 
 @with_options(_PUSH)
 def push_command(
-    model: Path = argument("MODEL", "Pipeline or model with MHLA.", check=check_exists),
+    model: Path = argument("MODEL", "Pipeline or model with MHLA."),
     repository: str = argument("REPOSITORY", "Repository on the Hub, owner/name; created if absent."),
     *,
     dry_run: bool = option("Check and list the files, and upload nothing.", "--dry-run", default=False),
@@ -126,10 +126,8 @@ def _show_files(sizes: dict[str, int], left_out: list[str], warnings: list[str])
 
 @with_options(HUB)
 def check_lora_command(
-    model: str = argument("MODEL", "Directory or Hub id of an MHLA pipeline or model.", check=local_directory),
-    lora: Path = argument(
-        "LORA", "LoRA: a directory or .safetensors file of peft, diffusers or kohya.", check=check_exists
-    ),
+    model: str = argument("MODEL", "Directory or Hub id of an MHLA pipeline or model."),
+    lora: Path = argument("LORA", "LoRA: a directory or .safetensors file of peft, diffusers or kohya."),
     *,
     component: Component = None,
     json_file: JsonFile = None,

@@ -265,10 +265,6 @@ class Recipe:
         return self.changed(changes)
 
 
-ARGUMENTS = ("recipe", "layers", "keep", "budget")
-"""Arguments of a recovery that [`check_arguments`] takes beside its stages and changes."""
-
-
 def check_arguments(
     recipe: Any, layers: Any, keep: Any, budget: Any, stages: Any, changes: Mapping[str, Any] | None
 ) -> Recipe | None:

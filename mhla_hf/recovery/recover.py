@@ -48,7 +48,7 @@ from .data import RecoveryData, data_or_default, origin_of
 from .recipes import FAMILIES, VARIANTS, Recipe, check_arguments, default_recipe, parse_keep
 from .report import PLOT, REPORT, RecoveryReport, write_plot
 from .selection import select_layers
-from .stages import STAGES, Quality, StageSettings
+from .stages import STAGES, Quality, RunProgress, StageSettings
 
 
 logger = logging.getLogger(__name__)
@@ -391,15 +391,17 @@ class Recovery:
             teacher.keep(sorted(set().union(*changes.values())))
         if done:
             work.load_weights(done[-1], model)
+        run = RunProgress(self.recipe, len(mhla_layers(model)), self.settings.progress and bool(pending))
         for name in pending:
             with _timed() as seconds:
-                settings = replace(self.settings, folder=work.path / name)
+                settings = replace(self.settings, folder=work.path / name, run=run)
                 details = STAGES[name](model, teacher, data, getattr(self.recipe, name), settings)
             report.figures[name], report.seconds[name], report.stages[name] = quality.measure(model), seconds, details
             work.finish(name, report, {key: each for key, each in model.named_parameters() if key in changes[name]})
             logger.info("%s: %s in %.0f s", name, report.figures[name], seconds["seconds"])
             for earlier in () if self.keep_stages else names[: names.index(name)]:
                 work.remove(earlier)
+        run.bar.close()
         model.requires_grad_(True).eval()
         return report
 

@@ -83,14 +83,21 @@ def check_exists(location: str | os.PathLike[str], argument: str) -> None:
         raise SourceNotFoundError(f"{argument} {location} does not exist.")
 
 
-def check_data(data: str) -> None:
-    """Raise `SourceNotFoundError` unless data are a file, a folder with something in it, a data set, or made here."""
+def check_data(data: str | None) -> str | None:
+    """Return data if they are a file, a folder with something in it, a data set, or made here; none are `None`.
+
+    Raises:
+        SourceNotFoundError: If they are not.
+    """
+    if data is None:
+        return None
     path = Path(data).expanduser()
     if path.is_dir() and next(path.iterdir(), None) is None:
         raise SourceNotFoundError(f"data: the folder {data} is empty.")
     if not (path.exists() or data in _MADE_DATA or is_hub_id(data.partition(":")[0])):
         hint = did_you_mean(data, _MADE_DATA)
         raise SourceNotFoundError(f"data: {data} is neither a file or folder nor a data set (owner/name).{hint}")
+    return data
 
 
 def is_weight_file(location: str | os.PathLike[str]) -> bool:
