@@ -248,6 +248,8 @@ def _write_record(json_file: Path | None, directory: Path) -> None:
 
 def _show(report: "ConversionReport") -> None:
     from ..conversion.writing import advice
+    from ..models.registry import MHLA_CLASSES
+    from ..recovery.recipes import default_settings
     from ..utils.messages import format_bytes
 
     rows = []
@@ -271,6 +273,12 @@ def _show(report: "ConversionReport") -> None:
     say(f"Wrote {report.destination} ({format_bytes(report.bytes_written)}); conversion.json records the sources.")
     if (next_step := advice(report)) is not None:
         say(next_step)
+    for part in report.components.values():
+        family = MHLA_CLASSES.get(part.target_class)
+        better = default_settings()["defaults"].get(family and family.training, {}).get("mhla", {})
+        if "feature_map" in better and all(part.mhla.get(name) != value for name, value in better.items()):
+            say(f"mhla-hf recover starts from options that recover better: here --mhla '{json.dumps(better)}'.")
+            break
 
 
 def _blocks(options: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 `vision` transformers."""
 
 TRANSFORMERS = (*TEXT, "vision")
+_CALLED = {"causal": "language models", "encoder": "text encoders", "vision": "vision models"}
 DATA_FREE = tuple(name for name in VIDEO + IMAGES if name not in ("wan", "dit", "sana", "sana-video"))
 """Families that need no data: the inputs of their model while the pipeline makes samples are enough to calibrate and
 match on."""
@@ -293,6 +294,11 @@ def check_arguments(
     return None if recipe is None or recipe in VARIANTS else load_recipe(recipe)
 
 
+def models_of(*families: str) -> str:
+    """Return what messages call the models of some families: `"wan models, language models"`."""
+    return ", ".join(_CALLED.get(family, f"{family} models") for family in families)
+
+
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with the package."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
@@ -378,8 +384,7 @@ def default_recipe(family: str, variant: str | None = None, window: str | None =
     variants = settings["variants"]
     if variant is not None and family not in variants[variant]:
         raise ValueError(
-            f"recipe {variant} has no setting for models of the family {family}, only for "
-            f"{', '.join(variants[variant])}"
+            f"recipe {variant} has no setting for {models_of(family)}, only for {models_of(*variants[variant])}"
         )
     content = {} if variant not in (None, "fast") else settings["defaults"][family]
     if variant is not None:
@@ -389,7 +394,7 @@ def default_recipe(family: str, variant: str | None = None, window: str | None =
             content = _merged(content, settings["window"].get(family, {}))
         content = _merged(content, {"mhla": {"window": window}})
     name = "default recipe" if variant is None else f"variant {variant}"
-    return parse_recipe({"family": family, **content}, f"the {name} of {family}")
+    return parse_recipe({"family": family, **content}, f"the {name} of {models_of(family)}")
 
 
 def _merged(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -450,7 +455,7 @@ def _section(name: str, content: Any, family: str | None) -> Options:
         for changed in made.changed():
             families = fields[changed].metadata.get("families", (family,))
             if family is not None and family not in families:
-                raise ValueError(f"{changed} is not an option of {family} models, only of {', '.join(families)}")
+                raise ValueError(f"{changed} is not an option of {models_of(family)}, only of {models_of(*families)}")
     return made
 
 
@@ -459,7 +464,7 @@ def _mhla_options(options: Any, family: str) -> dict[str, Any]:
     own: dict[str, Any] = {}
     refused = {"layers": "give layers at the top of the recipe instead"}
     if options.get("causal") != (family == "causal"):
-        refused["causal"] = f"models of the family {family} decide that themselves; leave it out"
+        refused["causal"] = f"{models_of(family)} decide that themselves; leave it out"
     if family in TEXT:
         refused["blocks"] = "it has no meaning for sequences of text; give mhla.block_size"
         own = {"resize": "extend", "block_size": [64], "causal": family == "causal"}
@@ -477,10 +482,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     if not recipe.stages() and recipe.family != "sana-video":
         yield f"it has no stage; give one of {', '.join(STAGES)}"
     if recipe.finetune is not None and recipe.family in ("encoder", "vision"):
-        yield f"finetune: models of the family {recipe.family} have no objective to be fine-tuned by; use distill"
+        yield f"finetune: {models_of(recipe.family)} have no objective to be fine-tuned by; use distill"
     for name in ("distill", "finetune"):
         if getattr(recipe, name) is not None and recipe.family in WITHOUT_OBJECTIVE:
-            yield f"{name}: models of the family {recipe.family} have no objective yet; use calibrate and match"
+            yield f"{name}: {models_of(recipe.family)} have no objective yet; use calibrate and match"
     for name in ("match", "calibrate"):
         stage = getattr(recipe, name)
         if stage is not None and stage.batch_size > recipe.data.samples:

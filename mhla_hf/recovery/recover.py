@@ -11,6 +11,7 @@ OUT/work/result/           the finished directory, on its way into OUT
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -41,11 +42,13 @@ from ..training.matching.teacher import SharedTeacher
 from ..training.processes import TrainingStopped
 from ..utils.destinations import LOCK, atomic_directory, lock_output, remove_directory, remove_leftovers
 from ..utils.files import atomic_file, read_json, write_json
+from ..utils.locations import HUB_OPTIONS
 from ..utils.machine import choose_device, machine_facts, parse_dtype
 from ..utils.messages import check_count, shorten_list, shorten_text, shorten_value
+from ..utils.options import check_names
 from .calibration import write_models
 from .data import RecoveryData, data_or_default, origin_of
-from .recipes import FAMILIES, VARIANTS, Recipe, check_arguments, default_recipe, parse_keep
+from .recipes import FAMILIES, VARIANTS, Recipe, check_arguments, default_recipe, models_of, parse_keep
 from .report import PLOT, REPORT, RecoveryReport, write_plot
 from .selection import select_layers
 from .stages import STAGES, Quality, RunProgress, StageSettings
@@ -137,6 +140,7 @@ def recover(
         FloatingPointError: If a loss is no longer finite; the message names step, batch and last good checkpoint.
         TrainingStopped: After Ctrl-C or SIGTERM; what was done is kept.
     """
+    check_names("recover", hub, [*inspect.signature(recover).parameters][:-1] + [*HUB_OPTIONS])
     place = choose_device(device)
     # As the stages take them.
     TrainingConfig(seed=seed)
@@ -147,7 +151,7 @@ def recover(
     part, family = find_model(source, component, **hub)
     if given is not None and given.family != family:
         raise ValueError(
-            f"{given.name} is for models of the family {given.family}, and {part.location} is of {family}"
+            f"{given.name} is for {models_of(given.family)}, not for {models_of(family)} as {part.location}"
         )
     own: dict[str, Any] = {
         "layers": layers if keep is None else parse_keep(keep),

@@ -30,6 +30,9 @@ WEIGHTS = (".safetensors", ".gguf")
 """Suffixes of files that single files of weights are read from."""
 
 _MADE_DATA = ("digits", "generated")
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
+"""Options of sources on the Hub."""
+
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _URLS = ("https://", "http://", "hf.co/", "huggingface.co/")
 _ADDRESS = re.compile(
