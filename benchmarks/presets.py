@@ -66,7 +66,7 @@ def example_inputs(
         latents: Latent frames, height and width of a video; by default those of its pipeline.
     """
     config, kind = model.config, type(model).__name__.removeprefix("MHLA")
-    if kind == "LlamaForCausalLM":
+    if kind.endswith("ForCausalLM"):
         shape = (1, tokens or config.max_position_embeddings)
         return {"input_ids": torch.randint(config.vocab_size, shape, device=model.device)}
     if kind == "DeiTForImageClassification":

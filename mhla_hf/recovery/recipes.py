@@ -295,8 +295,11 @@ def check_arguments(
 
 
 def models_of(*families: str) -> str:
-    """Return what messages call the models of some families: `"wan models, language models"`."""
-    return ", ".join(_CALLED.get(family, f"{family} models") for family in families)
+    """Return what messages call the models of some families: `"wan, dit models, language models"`."""
+    diffusion = ", ".join(family for family in families if family not in _CALLED)
+    return ", ".join(
+        [f"{diffusion} models"] * bool(diffusion) + [_CALLED[name] for name in families if name in _CALLED]
+    )
 
 
 def recipe_names() -> list[str]:

@@ -215,8 +215,8 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"recipe": "qwen3-0.6b"}, "is for models of the family causal, and .*bert is of encoder"),
-        ({"recipe": "paper"}, "recipe paper has no setting for models of the family encoder"),
+        ({"recipe": "qwen3-0.6b"}, "is for language models, not for text encoders as .*bert"),
+        ({"recipe": "paper"}, "recipe paper has no setting for text encoders"),
         ({"layers": "all", "keep": "25%"}, "keep cannot be given with layers"),
         ({"keep": "all"}, "keep='all' must be a share"),
         ({"budget": 0}, "budget must be a number above 0 and at most .*, got 0"),
@@ -226,7 +226,7 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
         ({"blocks": [2]}, "mhla.blocks: it has no meaning for sequences of text; give mhla.block_size"),
         ({"data": "nothing"}, "data: nothing is neither a folder of"),
         ({"data": ""}, "data must be given: a folder of .txt"),
-        ({"prompts": "prompts.txt"}, "prompts have no effect on models of the family encoder; leave them out"),
+        ({"prompts": "prompts.txt"}, "prompts have no effect on text encoders; leave them out"),
         ({"changes": {"data.max_length": 60_000}}, "max_length must be from 2 to 128 for this model, got 60000"),
     ],
 )
@@ -305,7 +305,7 @@ def test_families_that_learn_from_calls_need_no_data(family, make, tmp_path):
         tiny_joint.with_encoders(pipeline)
     pipeline.save_pretrained(source)
     if family in WITHOUT_OBJECTIVE:
-        with pytest.raises(ValueError, match=f"data have no effect on models of the family {family}"):
+        with pytest.raises(ValueError, match=f"data have no effect on {family} models"):
             mhla_hf.recover(source, tmp_path / "out", "digits")
     else:
         with pytest.raises(ValueError, match="data must be given to distill or finetune: a folder of"):
