@@ -95,7 +95,7 @@ def recover_command(
     }
     run = given(options, _RUN)
     MHLAConfig.from_dict(given(options, _MHLA))
-    check_arguments(*map(run.get, ("recipe", "layers", "keep", "budget")), names, changes)
+    check_arguments(run.get("recipe"), run.get("layers"), run.get("keep"), run.get("budget"), names, changes)
 
     from ..recovery.recover import recover
     from ..utils.model_cards import CARD

@@ -74,7 +74,7 @@ class RunProgress:
             What to call after every step with the layer or its block, its steps so far, and the loss.
         """
         names, seen = [*self.costs], dict[str, int]()
-        self.bar.set_description(f"{stage} ({names.index(stage) + 1} of {len(names)})")
+        self.bar.set_description_str(f"{stage} ({names.index(stage) + 1} of {len(names)})")
         self.finish(*names[: names.index(stage)])
         start, size = self.bar.n, self.sizes[stage] * (1 if steps or stage == "calibrate" else self.layers)
 

@@ -225,6 +225,9 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
         ({"layers": "auto:3/2"}, "must be a fraction above 0 and at most 1"),
         ({"blocks": [2]}, "mhla.blocks: it has no meaning for sequences of text; give mhla.block_size"),
         ({"data": "nothing"}, "data: nothing is neither a folder of"),
+        ({"data": "empty"}, "data: the folder empty is empty"),
+        ({"keeps": "25%"}, "Unknown recover option keeps.* Did you mean 'keep'?"),
+        ({"local_file_only": True}, "Unknown recover option .* Did you mean 'local_files_only'?"),
         ({"data": ""}, "data must be given: a folder of .txt"),
         ({"prompts": "prompts.txt"}, "prompts have no effect on text encoders; leave them out"),
         ({"changes": {"data.max_length": 60_000}}, "max_length must be from 2 to 128 for this model, got 60000"),
@@ -232,6 +235,8 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
 )
 def test_mistakes_before_anything_loads(options, message, sources, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "convert_pretrained", None)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         recover("bert", sources, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
