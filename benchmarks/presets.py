@@ -251,7 +251,7 @@ def option_table() -> str:
         )
         if preset.mhla.get("layers") == "2/3":
             options += "; every 3rd layer, from the first on, stays softmax"
-        entries[name] = (f"`{preset.model}`", options)
+        entries[name] = (f"`{preset.model}`", options or "the defaults")
     return "\n".join(["| preset | made from | MHLA options |", "|---|---|---|", *_grouped(entries)])
 
 
