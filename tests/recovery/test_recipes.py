@@ -149,7 +149,7 @@ def test_default_recipes(family):
         ),
         (
             {"distill": {"temperature": 2.0}},
-            "distill.temperature is not an option of wan models, only of language models, text encoders, vision models",
+            "distill.temperature is not an option of wan models, only of language models, text encoders",
         ),
         ({"family": "causal", "mhla": {"lepe_kernel": 3}}, "mhla.lepe_kernel must be None with causal=True"),
         ({"family": "encoder", "mhla": {"blocks": [4]}}, "mhla.blocks: it has no meaning for sequences of text"),
