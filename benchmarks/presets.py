@@ -66,7 +66,7 @@ def example_inputs(
         latents: Latent frames, height and width of a video; by default those of its pipeline.
     """
     config, kind = model.config, type(model).__name__.removeprefix("MHLA")
-    if kind == "LlamaForCausalLM":
+    if kind.endswith("ForCausalLM"):
         shape = (1, tokens or config.max_position_embeddings)
         return {"input_ids": torch.randint(config.vocab_size, shape, device=model.device)}
     if kind == "DeiTForImageClassification":
@@ -251,7 +251,7 @@ def option_table() -> str:
         )
         if preset.mhla.get("layers") == "2/3":
             options += "; every 3rd layer, from the first on, stays softmax"
-        entries[name] = (f"`{preset.model}`", options)
+        entries[name] = (f"`{preset.model}`", options or "the defaults")
     return "\n".join(["| preset | made from | MHLA options |", "|---|---|---|", *_grouped(entries)])
 
 

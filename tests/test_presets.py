@@ -51,6 +51,27 @@ def test_the_340m_model_has_340m_parameters():
     assert (options.rope, options.normalizer, options.block_size) == ("after_feature_map", "none", (64,))
 
 
+PUBLISHED = {
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "smollm2-135m": 134_515_008,
+    "smollm2-1.7b": 1_711_376_384,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_language_models_have_the_published_number_of_parameters(name):
+    config = from_preset(name, mhla=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
+    assert type(model).__name__ == config.architectures[0]
+
+
 def test_a_small_one_trains():
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -95,6 +116,9 @@ def shallow(name, mhla=None, **overrides):
     fixed = {"WanVACETransformer3DModel": {"vace_layers": [0]}}
     fixed["WanAnimateTransformer3DModel"] = {"inject_face_latents_blocks": 1}
     fixed |= dict.fromkeys(("HunyuanVideoTransformer3DModel", "FluxTransformer2DModel"), {"num_single_layers": 1})
+    fixed |= dict.fromkeys(("LlamaConfig", "Qwen3Config", "Gemma3TextConfig"), {"vocab_size": 512})
+    # Of Gemma only every sixth layer has no window.
+    fixed["Gemma3TextConfig"] = {"vocab_size": 512, "layer_types": ["full_attention"] * layers}
     overrides = {**fixed.get(PRESETS[name].model, {}), **overrides}
     torch.manual_seed(0)
     return make_model(name, mhla, **{DEPTH[PRESETS[name].library]: layers, **overrides})
@@ -129,6 +153,10 @@ def test_forward_and_backward_at_full_size(name):
     layers = [module for module in model.modules() if isinstance(module, MHLA)]
     sizes = PRESETS[name].sizes
     depth = sizes[DEPTH[PRESETS[name].library]] + len(sizes.get("vace_layers", ())) + sizes.get("num_single_layers", 0)
+    # Layers with a sliding window stay softmax.
+    depth -= getattr(model.config, "layer_types", None) is not None and model.config.layer_types.count(
+        "sliding_attention"
+    )
     assert len(layers) == len(MHLAConfig.from_dict(PRESETS[name].mhla).mhla_layers(depth))
     assert output.is_meta
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..config import automatic_share
+from ..config import MHLAConfig, automatic_share
+from ..utils.locations import PIPELINE_INDEX, check_data, find_directory, is_weight_file
 from . import options as common
 from .options import Overwrite, Quiet, argument, given, option, options_of, with_options
 from .output import JsonFile, say, show_table, write_first_card, write_report
@@ -57,7 +58,9 @@ def convert_command(
         panel=_COMPONENTS,
     ),
     calibrate: bool = option("Fit the result to the original, as calibrate does.", "--calibrate", default=False),
-    data: str | None = option("Samples for --calibrate and --layers auto:..., as for mhla-hf calibrate."),
+    data: str | None = option(
+        "Samples for --calibrate and --layers auto:..., as for mhla-hf calibrate.", callback=check_data
+    ),
     json_file: JsonFile = None,
     quiet: Quiet = False,
     **options: Any,
@@ -74,8 +77,12 @@ def convert_command(
     """
     fields = common.mhla_options(mhla, options)
     share = None if layers is None else automatic_share(layers)
+    if share is None:
+        MHLAConfig(layers=layers)
     if data is not None and not calibrate and share is None:
         raise ValueError("data has no effect without --calibrate or --layers auto:...")
+    if calibrate and data is None and options["base"] is None and _is_bare(source, options):
+        raise ValueError("data must be given for --calibrate: SOURCE has no pipeline that could make samples.")
 
     from ..conversion import convert_pretrained
     from .recover import run_calibration, run_selection
@@ -100,6 +107,14 @@ def convert_command(
     if calibrate:
         run_calibration(output, None, quiet, data=data)
     _write_record(json_file, output)
+
+
+def _is_bare(source: str, options: Mapping[str, Any]) -> bool:
+    """Whether a location, which is downloaded from the Hub, is a model without a pipeline."""
+    if is_weight_file(source):
+        return True
+    folder, _ = find_directory(source, subfolder=options["subfolder"], **given(options, common.HUB))
+    return not (folder / PIPELINE_INDEX).is_file()
 
 
 class _Unconversion:
@@ -233,6 +248,8 @@ def _write_record(json_file: Path | None, directory: Path) -> None:
 
 def _show(report: "ConversionReport") -> None:
     from ..conversion.writing import advice
+    from ..models.registry import MHLA_CLASSES
+    from ..recovery.recipes import default_settings
     from ..utils.messages import format_bytes
 
     rows = []
@@ -256,6 +273,12 @@ def _show(report: "ConversionReport") -> None:
     say(f"Wrote {report.destination} ({format_bytes(report.bytes_written)}); conversion.json records the sources.")
     if (next_step := advice(report)) is not None:
         say(next_step)
+    for part in report.components.values():
+        family = MHLA_CLASSES.get(part.target_class)
+        better = default_settings()["defaults"].get(family and family.training, {}).get("mhla", {})
+        if "feature_map" in better and all(part.mhla.get(name) != value for name, value in better.items()):
+            say(f"mhla-hf recover starts from options that recover better: here --mhla '{json.dumps(better)}'.")
+            break
 
 
 def _blocks(options: Mapping[str, Any]) -> str:

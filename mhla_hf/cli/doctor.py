@@ -38,9 +38,9 @@ def doctor_command(
 
     With --gpu, it compiles the kernels, compares them with plain torch at the sizes of models, and times them beside
     plain torch and softmax attention. What it prints is Markdown to paste into an issue. Without a GPU, it interprets
-    the kernels at small sizes.
+    the kernels at small sizes on the CPU, which says nothing of a GPU.
 
-    The exit code is 1 if something is wrong, and 0 for warnings.
+    The exit code is 1 if something is wrong, 0 for warnings, and 3 for --gpu if no GPU was found.
 
     Examples:
 
@@ -146,6 +146,8 @@ def _examine_kernels(device: str, json_file: JsonFile) -> None:
     # To the terminal alone: what is piped into a file is Markdown.
     with Console(stderr=True).status("Compiling kernels: this takes minutes.") as status:
         report = Report("doctor", json_file, SECONDS, status.update)
+        if note := report.content.get("note"):
+            typer.echo(note)
         report.content["environment"] = describe_environment(chosen)
         passed = examine_kernels(report)
     _show_environment({name: part for name, part in report.content.items() if name not in ("results", "left_out")})
@@ -154,8 +156,10 @@ def _examine_kernels(device: str, json_file: JsonFile) -> None:
     typer.echo("\n" + "\n".join(markdown_table(report.results)) + f"\n\n{count - failed} of {count} checks passed.")
     if report.content["left_out"]:
         typer.echo(f"Left out for want of time: {', '.join(report.content['left_out'])}.")
-    if not passed:
-        raise typer.Exit(1)
+    if note:
+        typer.echo(note)
+    if note or not passed:
+        raise typer.Exit(3 if passed else 1)
 
 
 def env_command(device: Device = "auto", json_file: JsonFile = None) -> None:

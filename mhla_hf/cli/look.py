@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..demo.config import DemoConfig
+from ..presets import is_preset
 from . import options as common
 from .options import Device, Overwrite, Quiet, argument, given, option, options_from, options_of, with_options
 from .output import JsonFile, progress_bars, say, show_table, write_report
@@ -33,7 +34,7 @@ _SIZE = options_of(_Size)
 
 @with_options(_SIZE, common.HUB)
 def estimate_command(
-    model: str = argument("MODEL", "Directory or Hub id of a pipeline or model, or the name of a preset."),
+    model: str = argument("MODEL", "Directory or Hub id of a pipeline or model, or name of a preset.", ..., is_preset),
     *,
     component: common.Component = None,
     measure: bool = option("Time one block, with its own attention and with MHLA.", "--measure", default=False),
@@ -89,7 +90,7 @@ def _show_estimate(found: "Estimate") -> None:
     names = {"weights": "weights", "training": "training", "records": "records", "block_records": "of blocks"}
     recipes = [
         {
-            "recipe": row["recipe"],
+            "recipe": f"{row['recipe']} (recommended)" if row["recommended"] else row["recipe"],
             "MHLA layers": row["layers"],
             "steps": f"{row['steps']:,}",
             **{title: format_bytes(row[name]) if row[name] else None for name, title in names.items()},

@@ -94,9 +94,10 @@ class FriendlyCommand(TyperCommand):
     """A command whose errors are one line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; an error about a value suggests the allowed one that it resembles."""
+        """Parse and check the arguments; an error about a value suggests the allowed one that it resembles."""
         try:
-            return super().parse_args(ctx, args)
+            with friendly_errors(self, ctx.find_root().params.get("debug", False)):
+                return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             message = error.message.removeprefix("Value error, ")
             given, *allowed = re.findall("'([^']*)'", message) if " is not one of " in message else [""]
@@ -126,7 +127,7 @@ app = typer.Typer(
     name="mhla-hf",
     help="Multi-Head Linear Attention for diffusers and transformers.\n\nStart here: demo → recover → inspect → push.",
     epilog="Paper: https://arxiv.org/abs/2601.07832. Exit codes: 0 done, 1 error, 2 wrong usage, "
-    "130 stopped by Ctrl-C.",
+    "3 no GPU for doctor --gpu, 130 stopped by Ctrl-C.",
     callback=_main,
     rich_markup_mode="markdown",
     no_args_is_help=True,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from ..config import MHLAConfig
+from ..utils.locations import check_data, check_exists, check_source
 from ..utils.options import DEVICE_HELP
 
 
@@ -41,9 +42,23 @@ def option(help: str, *names: str, default: Any = None, panel: str | None = None
     return typer.Option(default, *names, help=help, rich_help_panel=panel, **settings)
 
 
-def argument(name: str, help: str, default: Any = ...) -> Any:
-    """Declare a positional argument of a command, which is required unless it has a default."""
-    return typer.Argument(default, metavar=name, help=help)
+def argument(name: str, help: str, default: Any = ..., check: Callable[[Any, str], Any] = check_source) -> Any:
+    """Declare a positional argument of a command, which is required unless it has a default.
+
+    Args:
+        name: Its name in the help. What `SOURCE`, `MODEL` and `LORA` name must exist, as is seen before anything heavy
+            is imported.
+        help: Its help.
+        default: Value if it is not given.
+        check: Checks a text that may also name something else than a path, given its name in errors.
+    """
+
+    def checked(value: Any) -> Any:
+        if name in ("SOURCE", "MODEL", "LORA") and value is not None:
+            (check_exists if isinstance(value, Path) else check)(value, name.lower())
+        return value
+
+    return typer.Argument(default, metavar=name, help=help, callback=checked)
 
 
 def listed(names: Iterable[str]) -> str:
@@ -230,6 +245,7 @@ class _Probe:
         "Texts (a folder, a JSONL file, a data set's id), images (a folder or digits), or the cache of a training. "
         "Pipelines need none: they generate samples.",
         panel=PROBE,
+        callback=check_data,
     )
     samples: int | None = option("Number of samples. Default: 32.", panel=PROBE)
     batch_size: int | None = option("Batch size for --data. Default: 4.", panel=PROBE)

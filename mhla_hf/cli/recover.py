@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..config import MHLAConfig
-from ..recovery.recipes import STAGES, DataOptions, recipe_names
+from ..recovery.recipes import STAGES, DataOptions, check_arguments, check_shares, recipe_names
 from ..training.config import FAMILIES, CacheConfig, TrainingConfig, check_options, option_families
 from ..utils.files import read_json
+from ..utils.locations import check_data
 from ..utils.options import check_names
 from . import options as common
 from .options import Device, Overwrite, Quiet, argument, given, option, options_from, options_of, with_options
@@ -36,9 +37,10 @@ _SECTIONS = {
 class _Run:
     data: str | None = option(
         "Folder of videos or images with captions or classes; for text a folder of .txt, .md, .rst or .py files, a "
-        ".jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original."
+        ".jsonl file or the id of a data set; 'digits'; or 'generated' for samples of the original.",
+        callback=check_data,
     )
-    prompts: Path | None = option("Text file with one prompt per line, for --data generated.")
+    prompts: Path | None = option("Text file with one prompt per line, for --data generated.", exists=True)
     recipe: str | None = option(
         "YAML file, or name of a recipe: fast is ReLU, which is faster and recovers less; paper has the settings of "
         f"the paper; {', '.join(recipe_names())} are each for one model. Default: that of the model's family."
@@ -85,6 +87,7 @@ def recover_command(
         mhla-hf recover Wan-AI/Wan2.1-T2V-1.3B-Diffusers wan-mhla --data videos/ --recipe wan-1.3b-hybrid
         mhla-hf recover Qwen/Qwen3-0.6B qwen3-mhla --data code/ --keep 25%
     """
+    names = None if stages is None else [name.strip() for name in stages.split(",")]
     changes = {
         f"{section}.{name.removeprefix(f'{section}_')}": value
         for section, group in _SECTIONS.items()
@@ -92,11 +95,11 @@ def recover_command(
     }
     run = given(options, _RUN)
     MHLAConfig.from_dict(given(options, _MHLA))
+    check_arguments(run.get("recipe"), run.get("layers"), run.get("keep"), run.get("budget"), names, changes)
 
     from ..recovery.recover import recover
     from ..utils.model_cards import CARD
 
-    names = None if stages is None else [name.strip() for name in stages.split(",")]
     report = recover(source, output, stages=names, changes=changes, progress=not quiet, **run)
     if not (report.output / CARD).exists():
         # A finished run that is resumed keeps its card.
@@ -210,6 +213,7 @@ def select_layers_command(
     """
     fields = common.mhla_options(mhla, options)
     probe = given(options, common.PROBE_OPTIONS)
+    check_shares(keep=keep, latency=latency)
     report = run_selection(source, fields, quiet, component=component, keep=keep, latency=latency, probe=probe)
     write_report(json_file, report.to_dict())
     if not quiet:
@@ -351,6 +355,7 @@ def _open(run: TrainingConfig, cache: CacheConfig, family: str | None, **require
     for name, value in required.items():
         if value is None:
             raise ValueError(f"{name} must be given")
+    check_data(cache.data)
 
     from ..training.data.latent_cache import make_cache
     from ..training.families import check_run, family_of_class, open_pipeline

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..utils.locations import local_directory
+from ..utils.locations import check_source, local_directory
 from .options import HUB, Component, Quiet, argument, given, option, options_of, with_options
 from .output import JsonFile, say, show_table, write_report
 
@@ -187,6 +187,9 @@ def serve_command(context: typer.Context) -> None:
         mhla-hf serve qwen3-mhla
         mhla-hf serve qwen3-mhla --port 8001 --dtype bfloat16
     """
+    if context.args and not context.args[0].startswith("-"):
+        check_source(context.args[0].partition("@")[0], "model")
+
     import transformers
     from transformers.cli.serve import Serve
 

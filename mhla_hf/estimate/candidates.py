@@ -21,11 +21,11 @@ from ..layouts import MAX_TOKENS
 from ..models.directory import ModelDirectory
 from ..models.registry import FAMILIES, family_for
 from ..models.weight_files import check_model_config
-from ..presets import PRESETS, from_preset
+from ..presets import PRESETS, from_preset, is_preset
 from ..utils import locations
 from ..utils.compat.transformers import set_attention
 from ..utils.files import path_inside, read_json
-from ..utils.messages import check_count, did_you_mean, shorten_list
+from ..utils.messages import check_count, shorten_list
 
 
 _CONFIGURATIONS = ["model_index.json", "config.json", "*/config.json"]
@@ -273,21 +273,21 @@ def find_candidate(location: str | Path, component: str | None = None, **hub: An
         ValueError: If there is none, or the model is MHLA already.
     """
     name = str(location)
-    if name in PRESETS and not Path(name).is_dir():
+    if is_preset(name):
         with torch.device("meta"):
             made = from_preset(name, mhla=False)
         if PRESETS[name].library == "transformers":
             return TransformersModel(ModelDirectory(name, Path(), None, {"model": made.to_dict()}, "model"), made)
         config = {**made.config, "_class_name": type(made).__name__}
         return DiffusionModel(ModelDirectory(name, Path(), None, {"transformer": config}, "transformer"), config)
-    if not (Path(name).expanduser().is_dir() or locations.is_hub_id(name)):
-        raise ValueError(
-            f"model {name} is neither a directory, a Hub id (owner/name) nor a preset (mhla-hf models --presets)."
-            f"{did_you_mean(name, PRESETS)}"
-        )
     root = locations.local_directory(location, "model")
     if root is None:
-        root = locations.download_repository(name, allow_patterns=_CONFIGURATIONS, **hub)
+        try:
+            root = locations.download_repository(name, allow_patterns=_CONFIGURATIONS, **hub)
+        except OSError as error:
+            for same in (preset for preset, content in PRESETS.items() if content.repository == name):
+                error.args = (f"{error} The preset {same} is the same model, and needs no download.",)
+            raise
     index, configs = None, {}
     if (root / locations.PIPELINE_INDEX).is_file():
         index = read_json(root / locations.PIPELINE_INDEX, "the pipeline's index")

@@ -25,7 +25,7 @@ from ..bench import ORDINARY, BenchOptions, cast_model, compare
 from ..config import automatic_share, parse_layers
 from ..integrations.transformers.cache import cache_layer_bytes
 from ..recovery.recipes import FAMILIES as RECOVERED
-from ..recovery.recipes import Recipe, default_recipe, load_recipe, recipe_names
+from ..recovery.recipes import Recipe, default_recipe, default_settings, load_recipe, recipe_names
 from ..training.matching.layers import AttentionLayer, base_model, mhla_layers, run
 from ..utils.compat.transformers import cache_of_output
 from ..utils.messages import shorten_text
@@ -43,6 +43,8 @@ MEASURED_TOKENS = 2048
 
 # Bytes of a parameter that trains in fp32: gradient and two moments of the optimizer; the original value in distill.
 _FP32, _TRAINED, _DISTILLED = 4, 12, 16
+# Relative difference up to which a model has the size that a recipe is recommended for.
+_TOLERANCE = 0.2
 # Tokens of a row, or of a passage, in recipes that do not name them.
 _TEXT_ROWS = {"causal": 512, "encoder": 128}
 
@@ -66,7 +68,8 @@ class Estimate:
         is_linear: Whether the model's own attention is linear.
         kv_bytes: Keys and values of all tokens in bfloat16; `None` for models that do not decode.
         state_bytes: The cache of MHLA after as many tokens, in bfloat16.
-        training: Memory of a recovery in bytes, a row for each recipe; see [`training_memory`].
+        training: Memory of a recovery in bytes, a row for each recipe, the recommended one first; see
+            [`training_memory`].
     """
 
     model: str
@@ -183,7 +186,13 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
     recipes = {"default": default_recipe(family)} if family in RECOVERED else {}
     packaged = {name: load_recipe(name) for name in recipe_names()} if recipes else {}
     recipes |= {name: recipe for name, recipe in packaged.items() if recipe.family == family}
-    training = [{"recipe": name, **training_memory(candidate, softmax, recipe)} for name, recipe in recipes.items()]
+    sizes = {name: size for name, size in default_settings()["recommended"].items() if name in recipes}
+    near = [name for name, size in sizes.items() if abs(found.parameters / 1e9 / size - 1) <= _TOLERANCE]
+    best = near[0] if near else "default" if family in _TEXT_ROWS else None
+    training = [
+        {"recipe": name, "recommended": name == best, **training_memory(candidate, softmax, recipes[name])}
+        for name in sorted(recipes, key=lambda name: name != best)
+    ]
     return replace(found, mhla_operations=count["operations"], state_bytes=count["cache_bytes"], training=training)
 
 

@@ -16,6 +16,7 @@ from ..utils.machine import machine_facts
 from .cases import DEVICE, DTYPE, ON_GPU
 
 
+NO_GPU = "No GPU was found, and nothing ran on one: kernels were interpreted on the CPU, and nothing was timed."
 _PROPERTIES = ("major", "minor", "multi_processor_count", "L2_cache_size", "total_memory")
 
 
@@ -41,6 +42,7 @@ class Report:
             "benchmark": f"kernels {name}",
             "machine": facts,
             "options": {"dtype": str(DTYPE).removeprefix("torch."), "interpreted": not ON_GPU},
+            **({} if ON_GPU else {"note": NO_GPU}),
             "results": [],
             "left_out": [],
         }

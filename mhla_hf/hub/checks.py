@@ -92,7 +92,7 @@ class DirectoryCheck:
         self.models: list[dict[str, Any]] = []
         self.files: set[Path] = set()
         if not root.is_dir():
-            self._note(root, "is not a directory.")
+            self._note(root, "is not a directory." if root.exists() else "does not exist.")
             return
         with self._noting(root):
             self.files = {root / file for file in (list_files(root) if files is None else files)}

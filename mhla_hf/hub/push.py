@@ -21,7 +21,7 @@ from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirector
 from ..models.stub import stub_files
 from ..models.weight_files import DIFFUSERS_FILES, PICKLES, TRANSFORMERS_FILES
 from ..utils.files import list_files, parse_json, read_json_value
-from ..utils.locations import PIPELINE_INDEX, is_hub_id
+from ..utils.locations import PIPELINE_INDEX, check_exists, is_hub_id
 from ..utils.model_cards import CARD, is_own_card, read_card
 from .card import card_data, card_for_repository, replacing_card
 from .checks import DirectoryCheck
@@ -113,6 +113,7 @@ def push_directory(
             repository. Nothing is uploaded then.
         OSError: If the Hub refuses, or cannot be reached; see `huggingface_hub.errors`.
     """
+    check_exists(directory, "directory")
     root = Path(directory).expanduser()
     api = HfApi(token=token)
     # A token that is not accepted shows now, and not after all weights have been read.
@@ -160,6 +161,7 @@ def prepare_push(
     Raises:
         ValueError: If something is wrong with the directory or an argument.
     """
+    check_exists(directory, "directory")
     directory = Path(directory).expanduser()
     if not is_hub_id(repo_id):
         raise ValueError(f"repo_id={repo_id!r:.100} is not a repository; name it as owner/name.")

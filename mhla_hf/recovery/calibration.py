@@ -7,6 +7,7 @@ memory for their queries, keys, values and heads. Nothing is written before all 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -42,7 +43,7 @@ from ..training.matching.layers import (
 from ..training.matching.ridge import ProjectionFit, ProjectionSolution
 from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, list_files, read_json, write_json
-from ..utils.messages import check_count, shorten_text
+from ..utils.messages import check_count, did_you_mean, shorten_text
 from ..utils.tensor_files import FLOATS, read_entries
 from .data import open_probe
 from .fits import HeadsCall, TemperatureFit, fit_heads, fit_text
@@ -173,7 +174,8 @@ def calibrate(
         >>> report.error_before, report.error_after  # doctest: +SKIP
     """
     if probe_options and (batches is not None or isinstance(model_or_pipeline, nn.Module)):
-        raise ValueError(f"{', '.join(probe_options)}: only for pipelines without batches.")
+        hint = did_you_mean(next(iter(probe_options)), inspect.signature(calibrate).parameters)
+        raise ValueError(f"{', '.join(probe_options)}: only for pipelines without batches.{hint}")
     if isinstance(model_or_pipeline, nn.Module):
         return calibrate_model(model_or_pipeline, batches, fit_steps=fit_steps, progress=progress)  # type: ignore[arg-type]
     from ..training.data.probes import mhla_components, pipeline_batches

@@ -28,7 +28,17 @@ from ..training.matching.records import choose_cache, free_room
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes
-from .recipes import DATA_FREE, TEXT, TRANSFORMERS, VIDEO, WITHOUT_OBJECTIVE, Recipe, load_recipe, recipe_names
+from .recipes import (
+    DATA_FREE,
+    TEXT,
+    TRANSFORMERS,
+    VIDEO,
+    WITHOUT_OBJECTIVE,
+    Recipe,
+    load_recipe,
+    models_of,
+    recipe_names,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -100,7 +110,7 @@ class RecoveryData:
         unused = "prompts" if family in TRANSFORMERS and self.prompts is not None else ""
         unused = "data" if family in {*DATA_FREE} & {*WITHOUT_OBJECTIVE} and data is not None else unused
         if unused:
-            raise ValueError(f"{unused} have no effect on models of the family {family}; leave them out")
+            raise ValueError(f"{unused} have no effect on {models_of(family)}; leave them out")
         if family in DATA_FREE and data is None:
             if self.recipe.distill or self.recipe.finetune:
                 kinds = _DATA.get(family, _MEDIA.format("images"))

@@ -33,6 +33,7 @@ FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 `vision` transformers."""
 
 TRANSFORMERS = (*TEXT, "vision")
+_CALLED = {"causal": "language models", "encoder": "text encoders", "vision": "vision models"}
 DATA_FREE = tuple(name for name in VIDEO + IMAGES if name not in ("wan", "dit", "sana", "sana-video"))
 """Families that need no data: the inputs of their model while the pipeline makes samples are enough to calibrate and
 match on."""
@@ -259,11 +260,46 @@ class Recipe:
         Raises:
             ValueError: If the factor is not a number above 0, or a stage would have more steps than allowed.
         """
-        if not 0 < factor <= MOST_STEPS:
-            raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {factor!r:.100}")
+        _check_budget(factor)
         trained = [name for name in ("match", "blocks", "distill", "finetune") if getattr(self, name) is not None]
         changes = {f"{name}.steps": max(1, round(getattr(self, name).steps * factor)) for name in trained}
         return self.changed(changes)
+
+
+def check_arguments(
+    recipe: Any, layers: Any, keep: Any, budget: Any, stages: Any, changes: Mapping[str, Any] | None
+) -> Recipe | None:
+    """Check what can be checked of the arguments of a recovery before its model is known.
+
+    Returns:
+        The recipe, unless it is one of the defaults of the model's family.
+
+    Raises:
+        ValueError: If one of them is wrong.
+    """
+    if layers is not None and keep is not None:
+        raise ValueError("keep cannot be given with layers")
+    if keep is not None:
+        parse_keep(keep)
+    if layers is not None and automatic_share(layers) is None:
+        MHLAConfig(layers=layers)
+    if budget is not None:
+        _check_budget(budget)
+    for name in () if stages is None else stages or ("",):
+        check_choice("stages", name, STAGES)
+    for path, value in (changes or {}).items():
+        section, _, name = path.partition(".")
+        if name and section in _SECTIONS:
+            _section(section, {name: value}, None)
+    return None if recipe is None or recipe in VARIANTS else load_recipe(recipe)
+
+
+def models_of(*families: str) -> str:
+    """Return what messages call the models of some families: `"wan, dit models, language models"`."""
+    diffusion = ", ".join(family for family in families if family not in _CALLED)
+    return ", ".join(
+        [f"{diffusion} models"] * bool(diffusion) + [_CALLED[name] for name in families if name in _CALLED]
+    )
 
 
 def recipe_names() -> list[str]:
@@ -331,7 +367,7 @@ _Loader.add_implicit_resolver(
 
 @functools.cache
 def default_settings() -> dict[str, Any]:
-    """Return the recipes by family under `defaults`, and under `variants` by variant and family."""
+    """Return the recipes by family under `defaults`, by variant and family under `variants`, and sizes of models."""
     return _read_yaml(Path(__file__).with_name("defaults.yaml"))
 
 
@@ -351,8 +387,7 @@ def default_recipe(family: str, variant: str | None = None, window: str | None =
     variants = settings["variants"]
     if variant is not None and family not in variants[variant]:
         raise ValueError(
-            f"recipe {variant} has no setting for models of the family {family}, only for "
-            f"{', '.join(variants[variant])}"
+            f"recipe {variant} has no setting for {models_of(family)}, only for {models_of(*variants[variant])}"
         )
     content = {} if variant not in (None, "fast") else settings["defaults"][family]
     if variant is not None:
@@ -362,7 +397,7 @@ def default_recipe(family: str, variant: str | None = None, window: str | None =
             content = _merged(content, settings["window"].get(family, {}))
         content = _merged(content, {"mhla": {"window": window}})
     name = "default recipe" if variant is None else f"variant {variant}"
-    return parse_recipe({"family": family, **content}, f"the {name} of {family}")
+    return parse_recipe({"family": family, **content}, f"the {name} of {models_of(family)}")
 
 
 def _merged(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -410,15 +445,20 @@ def _errors_begin(prefix: str) -> Iterator[None]:
         raise ValueError(f"{prefix}{error}") from None
 
 
-def _section(name: str, content: Any, family: str) -> Options:
+def _check_budget(factor: float) -> None:
+    if not 0 < factor <= MOST_STEPS:
+        raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {factor!r:.100}")
+
+
+def _section(name: str, content: Any, family: str | None) -> Options:
     fields = {item.name: item for item in dataclasses.fields(_SECTIONS[name])}  # type: ignore[arg-type]
     check_names(name, content, fields)
     with _errors_begin(f"{name}."):
         made = _SECTIONS[name](**content)
         for changed in made.changed():
             families = fields[changed].metadata.get("families", (family,))
-            if family not in families:
-                raise ValueError(f"{changed} is not an option of {family} models, only of {', '.join(families)}")
+            if family is not None and family not in families:
+                raise ValueError(f"{changed} is not an option of {models_of(family)}, only of {models_of(*families)}")
     return made
 
 
@@ -427,7 +467,7 @@ def _mhla_options(options: Any, family: str) -> dict[str, Any]:
     own: dict[str, Any] = {}
     refused = {"layers": "give layers at the top of the recipe instead"}
     if options.get("causal") != (family == "causal"):
-        refused["causal"] = f"models of the family {family} decide that themselves; leave it out"
+        refused["causal"] = f"{models_of(family)} decide that themselves; leave it out"
     if family in TEXT:
         refused["blocks"] = "it has no meaning for sequences of text; give mhla.block_size"
         own = {"resize": "extend", "block_size": [64], "causal": family == "causal"}
@@ -445,10 +485,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     if not recipe.stages() and recipe.family != "sana-video":
         yield f"it has no stage; give one of {', '.join(STAGES)}"
     if recipe.finetune is not None and recipe.family in ("encoder", "vision"):
-        yield f"finetune: models of the family {recipe.family} have no objective to be fine-tuned by; use distill"
+        yield f"finetune: {models_of(recipe.family)} have no objective to be fine-tuned by; use distill"
     for name in ("distill", "finetune"):
         if getattr(recipe, name) is not None and recipe.family in WITHOUT_OBJECTIVE:
-            yield f"{name}: models of the family {recipe.family} have no objective yet; use calibrate and match"
+            yield f"{name}: {models_of(recipe.family)} have no objective yet; use calibrate and match"
     for name in ("match", "calibrate"):
         stage = getattr(recipe, name)
         if stage is not None and stage.batch_size > recipe.data.samples:
@@ -466,6 +506,13 @@ def parse_share(name: str, value: float | str) -> Fraction:
     if not 0 < share <= 1:
         raise ValueError(f"{name}={value!r:.40} must be a share such as 25%, above 0 and at most 100%.")
     return share
+
+
+def check_shares(**shares: Any) -> None:
+    """Check texts that are not numbers of layers, such as `keep="25%"`; see [`parse_share`]."""
+    for name, value in shares.items():
+        if isinstance(value, str) and not value.isdecimal():
+            parse_share(name, value)
 
 
 def parse_keep(keep: str) -> str:

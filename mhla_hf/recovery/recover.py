@@ -11,6 +11,7 @@ OUT/work/result/           the finished directory, on its way into OUT
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -41,14 +42,16 @@ from ..training.matching.teacher import SharedTeacher
 from ..training.processes import TrainingStopped
 from ..utils.destinations import LOCK, atomic_directory, lock_output, remove_directory, remove_leftovers
 from ..utils.files import atomic_file, read_json, write_json
+from ..utils.locations import HUB_OPTIONS
 from ..utils.machine import choose_device, machine_facts, parse_dtype
 from ..utils.messages import check_count, shorten_list, shorten_text, shorten_value
+from ..utils.options import check_names
 from .calibration import write_models
 from .data import RecoveryData, data_or_default, origin_of
-from .recipes import FAMILIES, VARIANTS, Recipe, default_recipe, load_recipe, parse_keep
+from .recipes import FAMILIES, VARIANTS, Recipe, check_arguments, default_recipe, models_of, parse_keep
 from .report import PLOT, REPORT, RecoveryReport, write_plot
 from .selection import select_layers
-from .stages import STAGES, Quality, StageSettings
+from .stages import STAGES, Quality, RunProgress, StageSettings
 
 
 logger = logging.getLogger(__name__)
@@ -137,20 +140,19 @@ def recover(
         FloatingPointError: If a loss is no longer finite; the message names step, batch and last good checkpoint.
         TrainingStopped: After Ctrl-C or SIGTERM; what was done is kept.
     """
+    check_names("recover", hub, [*inspect.signature(recover).parameters][:-1] + [*HUB_OPTIONS])
     place = choose_device(device)
     # As the stages take them.
     TrainingConfig(seed=seed)
     check_count("save_every", save_every)
     cast = parse_dtype(dtype)
     variant = str(recipe) if recipe in VARIANTS else None
-    given = load_recipe(recipe) if recipe is not None and variant is None else None
+    given = check_arguments(recipe, layers, keep, budget, stages, changes)
     part, family = find_model(source, component, **hub)
     if given is not None and given.family != family:
         raise ValueError(
-            f"{given.name} is for models of the family {given.family}, and {part.location} is of {family}"
+            f"{given.name} is for {models_of(given.family)}, not for {models_of(family)} as {part.location}"
         )
-    if layers is not None and keep is not None:
-        raise ValueError("keep cannot be given with layers")
     own: dict[str, Any] = {
         "layers": layers if keep is None else parse_keep(keep),
         "mhla.window": None if given is None else window,
@@ -393,15 +395,17 @@ class Recovery:
             teacher.keep(sorted(set().union(*changes.values())))
         if done:
             work.load_weights(done[-1], model)
+        run = RunProgress(self.recipe, len(mhla_layers(model)), self.settings.progress and bool(pending))
         for name in pending:
             with _timed() as seconds:
-                settings = replace(self.settings, folder=work.path / name)
+                settings = replace(self.settings, folder=work.path / name, run=run)
                 details = STAGES[name](model, teacher, data, getattr(self.recipe, name), settings)
             report.figures[name], report.seconds[name], report.stages[name] = quality.measure(model), seconds, details
             work.finish(name, report, {key: each for key, each in model.named_parameters() if key in changes[name]})
             logger.info("%s: %s in %.0f s", name, report.figures[name], seconds["seconds"])
             for earlier in () if self.keep_stages else names[: names.index(name)]:
                 work.remove(earlier)
+        run.bar.close()
         model.requires_grad_(True).eval()
         return report
 

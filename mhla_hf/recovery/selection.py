@@ -32,7 +32,7 @@ from ..training.matching.teacher import SharedTeacher
 from ..utils.machine import synchronize
 from .calibration import CalibrationReport, calibrate_model, check_batches
 from .data import open_probe
-from .recipes import parse_share
+from .recipes import check_shares, parse_share
 
 
 # Batches of the probe that the model's output is compared on.
@@ -221,10 +221,7 @@ def select_layers_of(
         raise ValueError(
             f"component must be given, for {source} has {', '.join(part.configs)}: select layers of each separately."
         )
-    # Before anything is loaded.
-    for name in ("keep", "latency"):
-        if str(options.get(name)).endswith("%"):
-            parse_share(name, options[name])
+    check_shares(**{name: options.get(name) for name in ("keep", "latency")})
     models, batches, _ = open_probe([part], dict(mhla or {}), **(probe or {}))
     return select_layers(models[part.component], batches[part.component], **options)
 

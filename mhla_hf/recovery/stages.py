@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm.auto import tqdm
 
 from ..training.config import TrainingConfig
 from ..training.data.batches import BatchSource, Latents, RecordedCalls
@@ -20,11 +22,11 @@ from ..training.evaluation import evaluate_batches
 from ..training.libraries import DiffusionTrainer, TransformersTrainer
 from ..training.matching.blocks import match_blocks
 from ..training.matching.layers import Batch, base_model, evaluating, mhla_layers, on_device, original_heads, run
-from ..training.matching.matching import match_layers, matching_bar
+from ..training.matching.matching import match_layers
 from ..training.matching.teacher import SharedTeacher
 from ..utils.files import read_json, write_json
 from .calibration import calibrate_model
-from .recipes import BlocksOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions
+from .recipes import BlocksOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
 from .selection import importance, steps_by_importance
 
 
@@ -36,8 +38,67 @@ _TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 4, 4
 # As in matching: the runs are short.
 _SECOND_BETA = 0.99
 _BATCH_SIZE = 16
+_BAR = "{desc}: {percentage:3.0f}% of the run |{bar}| [{elapsed}<{remaining}{postfix}]"
 # Tokens of a batch beyond which the logits of a large vocabulary fill the memory.
 _MOST_TOKENS = 4096
+
+
+class RunProgress:
+    """One bar over all stages of a run: the stage, layer and loss, and the time that all that is left will take.
+
+    A step counts the samples of its batch, and a step of the whole model as many times its layers. What an earlier run
+    has done moves the bar, but does not make it look faster.
+
+    Args:
+        recipe: The recipe.
+        layers: Number of layers with MHLA.
+        shown: Whether there is a bar.
+    """
+
+    def __init__(self, recipe: Recipe, layers: int, shown: bool) -> None:
+        options = {name: recipe.to_dict()[name] for name in recipe.stages()}
+        self.sizes = {name: 1 if name == "calibrate" else each["batch_size"] for name, each in options.items()}
+        steps = {name: each.get("steps", each.get("fit_steps")) for name, each in options.items()}
+        self.costs = {name: size * layers * steps[name] for name, size in self.sizes.items()}
+        self.layers = layers
+        self.bar = tqdm(total=sum(self.costs.values()), smoothing=0, disable=not shown, bar_format=_BAR)
+
+    def follow(self, stage: str, steps: Mapping[str, int] | None = None) -> Callable[..., None]:
+        """Begin a stage.
+
+        Args:
+            stage: Its name.
+            steps: Steps of each layer, in the order in which they are trained; `None` if the whole model is.
+
+        Returns:
+            What to call after every step with the layer or its block, its steps so far, and the loss.
+        """
+        names, seen = [*self.costs], dict[str, int]()
+        self.bar.set_description_str(f"{stage} ({names.index(stage) + 1} of {len(names)})")
+        self.finish(*names[: names.index(stage)])
+        start, size = self.bar.n, self.sizes[stage] * (1 if steps or stage == "calibrate" else self.layers)
+
+        def advance(part: str, step: int, loss: float | None = None) -> None:
+            layer = next((name for name in steps or () if f"{name}.".startswith(f"{part}.")), part)
+            # Layers before it were finished by an earlier run, if they were not seen in this one.
+            for name in takewhile(layer.__ne__, steps or ()):
+                seen.setdefault(name, (steps or {})[name])
+            seen[layer] = step
+            shown = {"layer": part if steps else None, "step": step, "loss": loss and f"{loss:.4f}"}
+            self.bar.set_postfix({name: value for name, value in shown.items() if value}, refresh=False)
+            self._move(start + size * sum(seen.values()), size)
+
+        return advance
+
+    def finish(self, *stages: str) -> None:
+        """Move the bar to the end of finished stages, which are all up to the last of them."""
+        self._move(sum(self.costs[name] for name in stages))
+
+    def _move(self, position: float, taken: float = 0) -> None:
+        ahead = position - self.bar.n
+        if not self.bar.disable:
+            self.bar.initial += ahead - min(ahead, taken)
+        self.bar.update(ahead)
 
 
 @dataclass(frozen=True)
@@ -50,6 +111,7 @@ class StageSettings:
         seed: Seed of everything random.
         device: Device of the model.
         progress: Show progress.
+        run: The progress of the run that the stage is a part of.
     """
 
     folder: Path
@@ -57,6 +119,7 @@ class StageSettings:
     seed: int
     device: torch.device
     progress: bool
+    run: RunProgress = field(default=None)  # type: ignore[assignment]
 
 
 def calibrate(
@@ -64,7 +127,9 @@ def calibrate(
 ) -> dict[str, Any]:
     """Fit each layer in closed form, and what MHLA adds by a short training."""
     batches = data.batches("calibrate", options.batches, options.batch_size)
-    return calibrate_model(model, batches, fit_steps=options.fit_steps).to_dict()
+    advance = settings.run.follow("calibrate")
+    report = calibrate_model(model, batches, fit_steps=options.fit_steps, progress=lambda done, _: advance("", done))
+    return report.to_dict()
 
 
 def match(
@@ -87,7 +152,7 @@ def match(
         output=settings.folder,
         save_every=settings.save_every,
         seed=settings.seed,
-        progress=matching_bar(settings.progress, sum(steps)),
+        progress=settings.run.follow("match", _by_layer(model, steps)),
     )
     return report.to_dict()
 
@@ -117,7 +182,7 @@ def blocks(
         teacher=teacher,
         config=config,
         output=settings.folder,
-        progress=matching_bar(settings.progress, sum(steps), "blocks"),
+        progress=settings.run.follow("blocks", _by_layer(model, steps)),
     )
     return {"blocks": report}
 
@@ -133,6 +198,10 @@ def _steps(
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, {"steps": divided})
     return read_json(file, "the steps of each layer")["steps"]
+
+
+def _by_layer(model: nn.Module, steps: Sequence[int]) -> dict[str, int]:
+    return {layer.name: count for layer, count in zip(mhla_layers(model), steps, strict=True)}
 
 
 def distill(
@@ -191,16 +260,19 @@ def _train(
         checkpoints_total_limit=2,
         device="cpu" if settings.device.type == "cpu" else "auto",
         seed=settings.seed,
-        progress=settings.progress,
+        progress=False,
         **chosen,
     )
+    callback = settings.run.follow("finetune" if teacher is None else "distill")
     trainer: DiffusionTrainer | TransformersTrainer
     if isinstance(data, Latents):
-        trainer = DiffusionTrainer(config, model, data.samples, teacher=teacher, null_condition=data.null_condition)
+        trainer = DiffusionTrainer(
+            config, model, data.samples, teacher=teacher, null_condition=data.null_condition, callback=callback
+        )
         # That of the pipeline's scheduler; the trainer knows the model alone.
         trainer.objective = data.objective
     else:
-        trainer = TransformersTrainer(config, data, model, teacher=teacher)
+        trainer = TransformersTrainer(config, data, model, teacher=teacher, callback=callback)
     (losses,) = trainer.run().losses.values()
     last = losses[-max(1, len(losses) // 10) :]
     return {"steps": len(losses), "first": losses[0], "last": losses[-1], "last_tenth": sum(last) / len(last)}

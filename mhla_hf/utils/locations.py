@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import path_inside
+from .messages import did_you_mean
 
 
 PIPELINE_INDEX = "model_index.json"
@@ -27,6 +28,10 @@ LOCATION_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies"
 
 WEIGHTS = (".safetensors", ".gguf")
 """Suffixes of files that single files of weights are read from."""
+
+_MADE_DATA = ("digits", "generated")
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
+"""Options of sources on the Hub."""
 
 _DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _URLS = ("https://", "http://", "hf.co/", "huggingface.co/")
@@ -75,12 +80,51 @@ def local_directory(location: str | os.PathLike[str], argument: str) -> Path | N
     return None
 
 
+def check_exists(location: str | os.PathLike[str], argument: str) -> None:
+    """Raise `SourceNotFoundError` unless there is a file or directory; see [`local_directory`] for the arguments."""
+    if not Path(location).expanduser().exists():
+        raise SourceNotFoundError(f"{argument} {location} does not exist.")
+
+
+def check_data(data: str | None) -> str | None:
+    """Return data if they are a file, a folder with something in it, a data set, or made here; none are `None`.
+
+    Raises:
+        SourceNotFoundError: If they are not.
+    """
+    if data is None:
+        return None
+    path = Path(data).expanduser()
+    if path.is_dir() and next(path.iterdir(), None) is None:
+        raise SourceNotFoundError(f"data: the folder {data} is empty.")
+    if not (path.exists() or data in _MADE_DATA or is_hub_id(data.partition(":")[0])):
+        hint = did_you_mean(data, _MADE_DATA)
+        raise SourceNotFoundError(f"data: {data} is neither a file or folder nor a data set (owner/name).{hint}")
+    return data
+
+
 def is_weight_file(location: str | os.PathLike[str]) -> bool:
     """Tell a file of weights, on this machine or by its address on the Hub, from a directory or repository."""
     path = Path(location).expanduser()
     return str(location).startswith(_URLS) or (
         path.suffix in (*WEIGHTS, ".pt", ".pth", ".bin", ".ckpt") and not path.is_dir()
     )
+
+
+def _file_address(location: str | os.PathLike[str]) -> re.Match[str] | None:
+    """Match the address of a file on the Hub; `None` for a file on this machine."""
+    address = _ADDRESS.fullmatch(str(location))
+    if address is None and not Path(location).expanduser().is_file():
+        raise SourceNotFoundError(f"{location} is neither a file nor the address of one on the Hub.")
+    return address
+
+
+def check_source(location: str | os.PathLike[str], argument: str) -> None:
+    """Raise `SourceNotFoundError` unless a location names a directory, a file of weights, or something on the Hub."""
+    if is_weight_file(location):
+        _file_address(location)
+    else:
+        local_directory(location, argument)
 
 
 def find_file(location: str | os.PathLike[str], **options: Any) -> Path:
@@ -95,9 +139,7 @@ def find_file(location: str | os.PathLike[str], **options: Any) -> Path:
         OSError: If there is no such file, or it cannot be downloaded.
         ValueError: If it may be a pickle.
     """
-    path, address = Path(location).expanduser(), _ADDRESS.fullmatch(str(location))
-    if not path.is_file() and address is None:
-        raise SourceNotFoundError(f"{location} is neither a file nor the address of one on the Hub.")
+    path, address = Path(location).expanduser(), _file_address(location)
     if path.suffix not in WEIGHTS:
         raise ValueError(
             f"{location} is not read: only .safetensors and .gguf files are, since others may run code. Save its "
@@ -209,7 +251,14 @@ def download_pipeline(repository: str, **options: Any) -> Path:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, HfHubHTTPError):
             cause = cause.__cause__ or cause.__context__
+        _name_repository(cause or error, repository)
         raise cause or error from None
+
+
+def _name_repository(error: BaseException, repository: str) -> None:
+    """Let the message of an error name the repository that was to be downloaded."""
+    if repository not in str(error):
+        error.args = (f"{repository} on the Hub: {error}",)
 
 
 @contextmanager
@@ -220,7 +269,7 @@ def checked_downloads(repository: str, cache_dir: str | os.PathLike[str] | None 
     file is removed, so that the next attempt downloads it again.
 
     Raises:
-        OSError: If a file is damaged.
+        OSError: If a file is damaged, or cannot be downloaded; the message names the repository.
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -232,6 +281,9 @@ def checked_downloads(repository: str, cache_dir: str | os.PathLike[str] | None 
     known, damaged = set(folder.glob("blobs/*")), []
     try:
         yield
+    except OSError as error:
+        _name_repository(error, repository)
+        raise
     finally:
         # Also after an error: the next attempt takes what is there for intact.
         for blob in set(folder.glob("blobs/*")) - known:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frame of every command: help, shared options, errors and exit codes, JSON, light imports."""
 
+import json
 import os
 import re
 import subprocess
@@ -74,19 +75,19 @@ def test_unknown_options_are_wrong_usage(words):
     ("words", "message"),
     [
         (("conver",), "Did you mean 'convert'"),
-        (("convert", "a", "b", "--feature-map", "hedghog"), "Did you mean 'hedgehog'?"),
-        (("convert", "a", "b", "--lepe-kernel", "2"), "error: --lepe-kernel 2 must be"),
-        (("convert", "a", "b", "--blocks", "0,2"), "error: --blocks must be at least 1, got (0, 2)"),
-        (("convert", "a", "b", "--data", "x"), "error: --data has no effect without --calibrate"),
-        (("convert", "a", "b", "--dtype", "int8"), "'int8' is not one of"),
-        (("convert", "a", "b", "--json", "{folder}"), "is a directory"),
-        (("recover", "a", "b", "--match-steps", "one"), "Invalid value for '--match-steps'"),
+        (("convert", "a/b", "c", "--feature-map", "hedghog"), "Did you mean 'hedgehog'?"),
+        (("convert", "a/b", "c", "--lepe-kernel", "2"), "error: --lepe-kernel 2 must be"),
+        (("convert", "a/b", "c", "--blocks", "0,2"), "error: --blocks must be at least 1, got (0, 2)"),
+        (("convert", "a/b", "c", "--data", "x/y"), "error: --data has no effect without --calibrate"),
+        (("convert", "a/b", "c", "--dtype", "int8"), "'int8' is not one of"),
+        (("convert", "a/b", "c", "--json", "{folder}"), "is a directory"),
+        (("recover", "a/b", "c", "--match-steps", "one"), "Invalid value for '--match-steps'"),
         (("calibrate", "a", "--samples", "many"), "Invalid value for '--samples'"),
-        (("train", "wan", "a", "b", "--learning-rate", "-1"), "error: --learning-rate must be greater than 0"),
-        (("train", "wan", "a", "b", "--match-cache", "ram"), "'ram' is not one of"),
+        (("train", "wan", "a/b", "c", "--learning-rate", "-1"), "error: --learning-rate must be greater than 0"),
+        (("train", "wan", "a/b", "c", "--match-cache", "ram"), "'ram' is not one of"),
         (("train", "wan"), "error: MODEL must be given"),
         (("models", "--presets", "--refused"), "give --presets or --refused, not both"),
-        (("doctor", "a", "--gpu"), "--gpu checks this machine"),
+        (("doctor", "a/b", "--gpu"), "--gpu checks this machine"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -109,8 +110,13 @@ def test_wrong_usage_names_the_option_before_anything_heavy_is_imported(words, m
         ("doctor", "{missing}"),
         ("inspect", "{missing}", "--quiet"),
         ("card", "{missing}"),
+        ("push", "{missing}", "you/x"),
+        ("push", "{missing}", "you/x", "--dry-run"),
+        ("app", "{missing}"),
+        ("serve", "{missing}"),
+        ("estimate", "{missing}"),
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: " ".join(words[::3]),
 )
 def test_a_missing_model_is_one_line(words, tmp_path):
     places = {"missing": tmp_path / "missing", "out": tmp_path / "out"}
@@ -162,7 +168,7 @@ def test_full_memory_says_what_helps(error, capsys):
     assert capsys.readouterr().err.startswith("error: out of memory; a smaller batch, input or model takes less (")
 
 
-@pytest.mark.parametrize("arguments", [("--debug", "convert", "a", "b", "--lepe-kernel", "2")])
+@pytest.mark.parametrize("arguments", [("--debug", "convert", "a/b", "c", "--lepe-kernel", "2")])
 def test_debug_raises_the_error(arguments):
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, ValueError) and "lepe_kernel=2 must be" in str(result.exception)
@@ -184,3 +190,48 @@ def test_help_imports_nothing_heavy():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert result.returncode == 0 and result.stdout == "set()\n", result.stderr
+
+
+LIGHT = [
+    ("convert nosuch out", "source nosuch is neither a directory nor a Hub id"),
+    ("convert nosuch.safetensors out", "nosuch.safetensors is neither a file nor the address of one on the Hub"),
+    ("convert a/b out --layers 5/3", "--layers '5/3' must be all"),
+    ("convert a/b out --calibrate --data nosuch", "nosuch is neither a file or folder nor a data set"),
+    ("recover a/b out --recipe fsat", "Did you mean 'fast'?"),
+    ("recover a/b out --keep 25", "--keep '25' must be a share such as 25%"),
+    ("recover a/b out --stages match,block", "Did you mean 'blocks'?"),
+    ("recover a/b out --budget 0", "--budget must be a number above 0"),
+    ("recover a/b out --match-steps 0", "match.steps must be at least 1, got 0"),
+    ("recover a/b out --data digit", "Did you mean 'digits'?"),
+    ("recover a/b out --data .", "the folder . is empty"),
+    ("calibrate nosuch", "model nosuch does not exist"),
+    ("select-layers a/b --keep 200%", "--keep '200%' must be a share"),
+    ("train wan nosuch out", "model nosuch is neither a directory nor a Hub id"),
+    ("train wan a/b out --data nosuch", "nosuch is neither a file or folder"),
+    ("estimate lama-3-8b", "Did you mean 'llama-3-8b'?"),
+    ("inspect nosuch", "model nosuch is neither a directory nor a Hub id"),
+    ("doctor nosuch", "model nosuch is neither a directory nor a Hub id"),
+    ("app nosuch", "model nosuch is neither a directory nor a Hub id"),
+    ("serve nosuch", "model nosuch is neither a directory nor a Hub id"),
+    ("card nosuch", "model nosuch does not exist"),
+    ("push nosuch you/x", "model nosuch does not exist"),
+    ("push nosuch you/x --dry-run", "model nosuch does not exist"),
+    ("check-lora a/b nosuch", "lora nosuch does not exist"),
+    ("unconvert nosuch out", "model nosuch is neither a directory nor a Hub id"),
+    ("import-official nosuch out", "source nosuch does not exist"),
+]
+
+
+def test_wrong_names_are_told_before_anything_heavy_is_imported(tmp_path):
+    """In a process of their own, one after the other: none of them may import what the next would miss."""
+    code = "import json, sys\nfrom typer.testing import CliRunner\nfrom mhla_hf.cli.main import app\n"
+    code += "for line in json.loads(sys.argv[1]):\n    result = CliRunner().invoke(app, line.split())\n"
+    code += "    heavy = {'torch', 'diffusers', 'transformers', 'datasets'} & set(sys.modules)\n"
+    code += "    print(json.dumps([line, result.exit_code, ' '.join(result.stderr.split()), sorted(heavy)]))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    arguments = [sys.executable, "-c", code, json.dumps([line for line, _ in LIGHT])]
+    result = subprocess.run(
+        arguments, capture_output=True, text=True, env=environment, timeout=120, check=True, cwd=tmp_path
+    )
+    for (line, message), found in zip(LIGHT, map(json.loads, result.stdout.splitlines()), strict=True):
+        assert found[0] == line and found[1] in (1, 2) and message in found[2] and found[3] == [], found

@@ -127,3 +127,19 @@ def test_supported_models_print_as_a_list():
     assert ["modernbert", "encoder", "sliding-window layers stay softmax"] in [
         line.split(maxsplit=2) for line in lines
     ]
+
+
+def test_data_for_calibration_are_asked_for_before_anything_is_written(tmp_path):
+    tiny.wan_transformer(num_layers=2).save_pretrained(tmp_path / "model")
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--calibrate"])
+    assert result.exit_code == 2 and "error: --data must be given for --calibrate" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_names_the_options_that_recover_better(pipeline_dir, tmp_path):
+    better = '--mhla \'{"feature_map": "hedgehog", "rope": "before_feature_map", "mixing_heads": "per_head"'
+    first = CliRunner().invoke(app, ["convert", str(pipeline_dir), str(tmp_path / "first"), "--blocks", "1,2,2"])
+    assert first.exit_code == 0 and better in first.stdout
+    chosen = [str(pipeline_dir), str(tmp_path / "second"), "--blocks", "1,2,2", "--feature-map", "hedgehog"]
+    second = CliRunner().invoke(app, ["convert", *chosen, "--rope", "before_feature_map"])
+    assert second.exit_code == 0 and "recover better" not in second.stdout

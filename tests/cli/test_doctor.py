@@ -56,10 +56,14 @@ def test_the_kernels_are_examined(everything, tmp_path, monkeypatch):
         checks, kinds = ("offsets",), {name: FAMILIES[name] for name in ("hedgehog", "decode")}
         monkeypatch.setattr(examination, "CHECKS", checks)
         monkeypatch.setattr(diagnosis, "FAMILIES", kinds)
-    output = run("--gpu", "--json", str(tmp_path / "report.json"))
+    output = run("--gpu", "--json", str(tmp_path / "report.json"), code=3)
     report = json.loads((tmp_path / "report.json").read_text())
     rows = report["results"]
     assert f"{len(rows)} of {len(rows)} checks passed." in output
+    # Nobody takes this for a GPU that is fine.
+    note = "No GPU was found, and nothing ran on one: kernels were interpreted on the CPU, and nothing was timed."
+    assert output.splitlines()[0] == output.splitlines()[-1] == report["note"] == note
+    assert report["options"]["interpreted"] is True and not any("microseconds" in row for row in rows)
     assert {row["status"] for row in rows} == {"passed"} and all(row["detail"] or row["name"] for row in rows)
     assert {row["check"] for row in rows} == {"small inputs", *checks}
     families = {row["name"].split(",")[0] for row in rows if row["check"] == "small inputs"}

@@ -281,3 +281,18 @@ def test_the_page_has_what_is_counted(name):
     (model,) = (model for model in MODELS if model.name == name)
     rows = [bounds_row(name, size, found) for size, found in estimates(model)]
     assert set(rows) <= set(PAGE.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize(
+    ("preset", "recommended"),
+    [
+        ("wan2.1-1.3b", "wan-1.3b-hybrid"),
+        ("wan2.1-14b", "wan-14b"),
+        ("qwen3-0.6b", "qwen3-0.6b"),
+        ("smollm2-135m", "default"),
+    ],
+)
+def test_the_recipe_for_a_model_of_the_size_comes_first(preset, recommended):
+    found = find_candidate(preset)
+    rows = estimate(found, (2048,) if "wan" not in preset else (21, 30, 52)).training
+    assert [row["recipe"] for row in rows if row["recommended"]] == [rows[0]["recipe"]] == [recommended]

@@ -14,6 +14,7 @@ from mhla_hf.recovery.recipes import (
     default_recipe,
     default_settings,
     load_recipe,
+    models_of,
     parse_recipe,
     recipe_names,
 )
@@ -117,7 +118,7 @@ def test_default_recipes(family):
             shared = default_recipe(family, variant).mhla.get("mixing_heads") == "shared"
             assert shared == (variant == "paper")
         else:
-            message = f"recipe {variant} has no setting for models of the family {family}"
+            message = f"recipe {variant} has no setting for {models_of(family)}, only for "
             with pytest.raises(ValueError, match=message):
                 default_recipe(family, variant)
     assert set(default_settings()["defaults"]) == set(FAMILIES)
@@ -137,15 +138,18 @@ def test_default_recipes(family):
         ({"family": "mochi"}, "family='mochi' is not one of 'wan', 'sana-video'"),
         ({"mhla": {"feature_maps": "relu"}}, "Unknown mhla option feature_maps. Known options: feature_map, rope"),
         ({"mhla": {"layers": [1]}}, "mhla.layers: give layers at the top of the recipe instead"),
-        ({"mhla": {"causal": True}}, "mhla.causal: models of the family wan decide that themselves"),
+        ({"mhla": {"causal": True}}, "mhla.causal: wan models decide that themselves"),
         (
             {"layers": "some"},
             "layers='some' must be all, different layer indices",
         ),
-        ({"data": {"max_length": 128}}, "data.max_length is not an option of wan models, only of causal, encoder"),
+        (
+            {"data": {"max_length": 128}},
+            "data.max_length is not an option of wan models, only of sana-video, wan-vace",
+        ),
         (
             {"distill": {"temperature": 2.0}},
-            "distill.temperature is not an option of wan models, only of causal, encoder",
+            "distill.temperature is not an option of wan models, only of language models, text encoders",
         ),
         ({"family": "causal", "mhla": {"lepe_kernel": 3}}, "mhla.lepe_kernel must be None with causal=True"),
         ({"family": "encoder", "mhla": {"blocks": [4]}}, "mhla.blocks: it has no meaning for sequences of text"),

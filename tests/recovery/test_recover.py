@@ -215,8 +215,8 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"recipe": "qwen3-0.6b"}, "is for models of the family causal, and .*bert is of encoder"),
-        ({"recipe": "paper"}, "recipe paper has no setting for models of the family encoder"),
+        ({"recipe": "qwen3-0.6b"}, "is for language models, not for text encoders as .*bert"),
+        ({"recipe": "paper"}, "recipe paper has no setting for text encoders"),
         ({"layers": "all", "keep": "25%"}, "keep cannot be given with layers"),
         ({"keep": "all"}, "keep='all' must be a share"),
         ({"budget": 0}, "budget must be a number above 0 and at most .*, got 0"),
@@ -225,13 +225,18 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
         ({"layers": "auto:3/2"}, "must be a fraction above 0 and at most 1"),
         ({"blocks": [2]}, "mhla.blocks: it has no meaning for sequences of text; give mhla.block_size"),
         ({"data": "nothing"}, "data: nothing is neither a folder of"),
+        ({"data": "empty"}, "data: the folder empty is empty"),
+        ({"keeps": "25%"}, "Unknown recover option keeps.* Did you mean 'keep'?"),
+        ({"local_file_only": True}, "Unknown recover option .* Did you mean 'local_files_only'?"),
         ({"data": ""}, "data must be given: a folder of .txt"),
-        ({"prompts": "prompts.txt"}, "prompts have no effect on models of the family encoder; leave them out"),
+        ({"prompts": "prompts.txt"}, "prompts have no effect on text encoders; leave them out"),
         ({"changes": {"data.max_length": 60_000}}, "max_length must be from 2 to 128 for this model, got 60000"),
     ],
 )
 def test_mistakes_before_anything_loads(options, message, sources, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "convert_pretrained", None)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         recover("bert", sources, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -305,7 +310,7 @@ def test_families_that_learn_from_calls_need_no_data(family, make, tmp_path):
         tiny_joint.with_encoders(pipeline)
     pipeline.save_pretrained(source)
     if family in WITHOUT_OBJECTIVE:
-        with pytest.raises(ValueError, match=f"data have no effect on models of the family {family}"):
+        with pytest.raises(ValueError, match=f"data have no effect on {family} models"):
             mhla_hf.recover(source, tmp_path / "out", "digits")
     else:
         with pytest.raises(ValueError, match="data must be given to distill or finetune: a folder of"):

@@ -177,3 +177,17 @@ def test_paths_in_records_of_others_are_not_followed(tmp_path):
         assert recorded_directory({**origin, **forged}, tmp_path) is None
     cached = tmp_path / "models--you--mhla" / "snapshots" / "0"
     assert recorded_directory(origin, cached) is None
+
+
+def test_errors_of_the_hub_name_the_repository(monkeypatch):
+    """Of the type that they have, so that who catches them still does."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    from mhla_hf.estimate import find_candidate
+    from mhla_hf.utils.locations import download_repository
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(LocalEntryNotFoundError, match="^owner/name on the Hub: "):
+        download_repository("owner/name")
+    with pytest.raises(OSError, match="^Qwen/Qwen3-8B on the Hub: .* The preset qwen3-8b is the same model"):
+        find_candidate("Qwen/Qwen3-8B")

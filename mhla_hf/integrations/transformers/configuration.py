@@ -133,10 +133,11 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
     for name, values in allowed.items():
         if options.get(name) not in values:
             direction = "looks back only" if causal else "attends in both directions"
-            advice = "; give block_size" if name == "blocks" else ""
+            if name == "blocks":
+                raise ValueError(f"{'Language models' if causal else 'Text encoders'} take block_size, not blocks.")
             raise ValueError(
                 f"{name}={options[name]!r:.100} contradicts the model, which has blocks of a fixed block_size and "
-                f"{direction}: allowed is {' or '.join(map(repr, values))}{advice}."
+                f"{direction}: allowed is {' or '.join(map(repr, values[1:]))}."
             )
     # Every option of a sequence has a default but these, whose None means something.
     merged = {**defaults, **{name: value for name, value in options.items() if value is not None or name in _NULLABLE}}

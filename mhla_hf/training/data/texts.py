@@ -69,6 +69,8 @@ class TextCorpus:
         self.files: list[Path] = []
         suffix = self.path.suffix.lower()
         if self.path.is_dir():
+            if not any(self.path.iterdir()):
+                raise ValueError(f"data: the folder {shorten_text(self.data)} is empty")
             folder = DataFolder(self.path)
             # Of a large folder only a part is read: it must not be the beginning of the alphabet.
             self.files = sorted(folder.files(TEXT_SUFFIXES), key=self._place)
