@@ -50,7 +50,7 @@ def assert_same(name: str, model: torch.nn.Module, program: Any, padding: Any = 
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
 def test_length_of_texts(name):
     model = mhla_model(name)
     assert_same(name, model, exported(name, model).module())
@@ -65,11 +65,13 @@ def test_length_of_padded_texts(name, padding, options):
     assert_same(name, model, exported(name, model, padding).module(), padding)
 
 
+@pytest.mark.slow
 def test_batch_of_images():
     model = mhla_model("vit")
     assert_same("vit", model, exported("vit", model).module())
 
 
+@pytest.mark.slow
 def test_length_of_one_block_is_no_special_case():
     # Traced where there is a single block, served where there are many.
     model = mhla_model("bert", block_size=32)
