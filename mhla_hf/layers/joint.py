@@ -196,7 +196,7 @@ class JointMHLA(MHLA):
         logarithm = counts.log() / scale
         high = logarithm.to(value.dtype)
         low = (logarithm - high).to(value.dtype)
-        batch, count, missing = len(value), text.key.shape[1], width - key.shape[3]
+        batch, count, missing = value.shape[0], text.key.shape[1], width - key.shape[3]
         hidden = value.new_zeros(batch, count)
         if text.valid is not None:
             hidden = hidden.masked_fill(~text.valid, _HIDDEN)

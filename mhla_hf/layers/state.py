@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layouts.blocks import BlockLayout, cached, indices
+from ..layouts.blocks import BlockLayout, cached, indices, is_open
 from ..layouts.sequences import SequenceLayout
 from ..ops.band import StoredMixing
 from ..ops.operands import MHLAState, records_gradients
@@ -168,7 +168,7 @@ class TokenSequence:
     def layout(self, tokens: torch.Tensor, block_size: int) -> BlockLayout | SequenceLayout:
         """Return the blocks of these tokens `[B, T, ...]`; the state is not looked at."""
         valid = self.valid
-        if valid is None and self.documents is None:
+        if valid is None and self.documents is None and not is_open(tokens.shape[1]):
             return cached(BlockLayout, (tokens.shape[1],), None, (block_size,))
         if valid is None:
             valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)

@@ -101,7 +101,7 @@ def grid_window_attention(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     size, before = tuple(window_size), layout.num_prefix_tokens
     tokens = _widened(query, key, value, _rest(query, key, window, size, layout, scale), scale)
-    landmarks = (x.expand(len(query), 1, key.shape[2], -1) for x in _landmark(tokens[1], scale))
+    landmarks = (x.expand(query.shape[0], 1, key.shape[2], -1) for x in _landmark(tokens[1], scale))
     prefix = [torch.cat([x[:, :before], landmark], dim=1) for x, landmark in zip(tokens[1:], landmarks)]
     attend = {"block": _attend_own_blocks, "adjacent": _attend_adjacent, "cross": _attend_cross}[window]
     query, key, value = (x[:, before:] for x in tokens)
@@ -484,7 +484,7 @@ def _of_seen(blocks: torch.Tensor, seen: torch.Tensor, others: torch.Tensor | No
     if others is not None:
         others = F.pad(others, [0, 0] * (others.dim() - 3) + [0, -others.shape[2] % blocks.shape[3]])
         padded = torch.cat(
-            [padded, others.expand(len(blocks), *others.shape[1:]).unflatten(2, (-1, blocks.shape[3]))], 2
+            [padded, others.expand(blocks.shape[0], *others.shape[1:]).unflatten(2, (-1, blocks.shape[3]))], 2
         )
     return padded.index_select(2, seen.flatten()).unflatten(2, seen.shape)
 

@@ -330,6 +330,11 @@ def is_integer(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, (int, torch.SymInt, Integral))
 
 
+def is_open(size: int) -> bool:
+    """Return whether torch.export leaves a size open: code may compute with it, but may not branch on it."""
+    return isinstance(size, torch.SymInt)
+
+
 def check_count(name: str, value: Any, minimum: int = 1) -> None:
     """Raises `ValueError` unless a value is an integer of at least `minimum`."""
     if not is_integer(value) or not minimum <= value < 2**62:

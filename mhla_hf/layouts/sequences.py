@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .blocks import check_count, indices
+from .blocks import check_count, indices, is_open
 
 
 class SequenceLayout:
@@ -27,7 +27,7 @@ class SequenceLayout:
 
     Attributes:
         num_blocks: M, an upper bound that only depends on the shapes: blocks past the last token are empty.
-        block_size: N, of sequences that are shorter than a block T.
+        block_size: N, of sequences that are shorter than a block T, unless torch.export leaves T open.
         index_in_document: Index of each block in its document, LongTensor `[B, M]`, -1 where a block is empty; `None`
             where every row is one document.
 
@@ -48,9 +48,14 @@ class SequenceLayout:
             _check_documents(documents, valid)
         self.num_tokens = valid.shape[1]
         # A longer block would have empty slots alone past the tokens of the longest document.
-        self.block_size = block_size = max(1, min(block_size, self.num_tokens))
         count = num_documents if documents is not None else 1
-        self.num_blocks = max(1, min(self.num_tokens, (self.num_tokens + count * (block_size - 1)) // block_size))
+        if is_open(self.num_tokens):
+            # One more block, which is empty: torch takes one block for another case than all greater numbers.
+            self.num_blocks = (self.num_tokens + count * (block_size - 1) + block_size) // block_size
+        else:
+            block_size = max(1, min(block_size, self.num_tokens))
+            self.num_blocks = max(1, min(self.num_tokens, (self.num_tokens + count * (block_size - 1)) // block_size))
+        self.block_size = block_size
         self._valid = valid
         self.index_in_document: torch.Tensor | None = None
         position = valid.long().cumsum(dim=1) - 1

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from ..layouts.blocks import BlockLayout, indices
+from ..layouts.blocks import BlockLayout, indices, is_open
 from ..layouts.sequences import SequenceLayout
 from .operands import first_blocks
 from .tables import mix_summaries, repeat_heads
@@ -79,6 +79,10 @@ class StoredMixing:
         """C; so many blocks and fewer are mixed by a matrix."""
         return max(self.num_blocks, MIN_CHUNK_BLOCKS)
 
+    def are_few(self, num_blocks: int) -> bool:
+        """Return whether blocks are mixed by a matrix: up to C of them, or a number that an export leaves open."""
+        return is_open(num_blocks) or num_blocks <= self.chunk_blocks
+
     def at(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the weights of pairs of blocks.
 
@@ -116,7 +120,7 @@ class StoredMixing:
         index = indices(num_blocks, self.weights.device)
         # A decay that learns gets a gradient at any length, as processes that train together need.
         learns = self.decay is not None and self.decay.requires_grad
-        if first is None and num_blocks <= self.num_blocks and not learns:
+        if first is None and not is_open(num_blocks) and num_blocks <= self.num_blocks and not learns:
             return self.weights[:, :num_blocks, :num_blocks]
         if first is None:
             return self.at(index[:, None], index[None, :])
@@ -139,7 +143,7 @@ class StoredMixing:
             first: See [`StoredMixing.matrix`].
         """
         blocks = summary.shape[2]
-        if blocks <= self.chunk_blocks:
+        if self.are_few(blocks):
             weights = self.matrix(blocks, first).tril(-1)
             mixed = mix_summaries(weights, summary.flatten(3).unsqueeze(-1), num_heads)
             return mixed.reshape(*mixed.shape[:3], *summary.shape[3:])
@@ -177,7 +181,7 @@ class StoredMixing:
         Those of [`StoredMixing.chunk_weights`], or for few blocks a matrix, `[B or 1, S, 1, n, n]`, and nothing to
         carry.
         """
-        if num_blocks > self.chunk_blocks:
+        if not self.are_few(num_blocks):
             return self.chunk_weights(num_blocks, first)
         weights = self.matrix(num_blocks, first).tril(-1)
         return weights.reshape(-1, len(self.weights), 1, num_blocks, num_blocks), weights.new_empty(0)
@@ -266,7 +270,7 @@ def sequence_mixing(stored: StoredMixing, layout: BlockLayout | SequenceLayout) 
     """Return how attention that looks both ways mixes the blocks of a sequence: a matrix while they are few."""
     count, first = layout.num_blocks, first_blocks(layout)
     last = None if first is None else torch.searchsorted(first, first, right=True) - 1
-    if count <= stored.chunk_blocks:
+    if stored.are_few(count):
         return stored.matrix(count, first)
     return TwoSidedMixing(stored, count, first, last)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from ..layouts.blocks import BlockLayout
+from ..layouts.blocks import BlockLayout, is_open
 from ..layouts.sequences import SequenceLayout
 from ..utils.messages import check_choice
 from .backends import choose_backend, log_fallback
@@ -235,6 +235,8 @@ def _pairs_cost_less(query: torch.Tensor, value: torch.Tensor) -> bool:
     Multiply-adds are counted, and every number that is written as 24 of them, as measured on a CPU.
     """
     (blocks, tokens, width), value_width = query.shape[-3:], value.shape[-1]
+    if is_open(blocks):
+        return False
     pairs, summaries = (blocks * tokens) ** 2, blocks * width * value_width
     cost, other = pairs * (width + value_width + 48), summaries * (2 * tokens + blocks + 48)
     # Nor do they take more memory than summaries and their mixtures.

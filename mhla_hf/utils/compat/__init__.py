@@ -71,7 +71,7 @@ def note_unchecked(library: str) -> None:
     newest, installed = CHECKED[library].split()[-1], Version(version(library))
     if installed.release[:2] > Version(newest).release:
         known = (
-            f"the newest that mhla_hf was checked with: pip install '{library}=={newest}.*' if anything looks wrong."
+            f"the newest that mhla_hf was checked with; if anything looks wrong: pip install '{library}=={newest}.*'"
         )
         logger.warning("%s %s is newer than %s, %s", library, installed, newest, known)
 

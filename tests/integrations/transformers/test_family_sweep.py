@@ -18,7 +18,9 @@ from .family_sweep import MAPPINGS, SINCE, entries, names
 
 STORED = json.loads(TRANSFORMERS_DATA.read_text(encoding="utf-8"))
 SAMPLE = {
-    "language model": "cohere2 jamba mamba diffllama falcon bloom gptj mpt codegen gpt_neo exaone sarvam_moe apertus1p5_text".split(),
+    "language model": (
+        "cohere2 jamba mamba diffllama falcon bloom gptj mpt codegen gpt_neo exaone sarvam_moe apertus1p5_text".split()
+    ),
     "encoder": "deberta deberta-v2 mpnet longformer".split(),
     "multi-modal": "gemma3 internvl qwen2_vl git apertus1p5".split(),
     "vision": ["vit", "swinv2"],
