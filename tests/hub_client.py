@@ -43,7 +43,8 @@ class HubClient:
         timeouts = {"HF_HUB_ETAG_TIMEOUT": "5", "HF_HUB_DOWNLOAD_TIMEOUT": "5"}
         # One thread: it forks.
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        environment |= {**hub.environment(self.home), **timeouts}
+        # transformers asks in a thread of its own for conversions of pickles, whenever that comes to run.
+        environment |= {**hub.environment(self.home), **timeouts, "DISABLE_SAFETENSORS_CONVERSION": "1"}
         command = [sys.executable, "-m", "tests.hub_client"]
         pipe, self.running = subprocess.PIPE, 0
         self.process = subprocess.Popen(command, cwd=root, env=environment, stdin=pipe, stdout=pipe, text=True)

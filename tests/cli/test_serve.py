@@ -111,7 +111,7 @@ def test_answers_are_those_of_the_model(client, model_directory):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["model", "--continuous-batching"], "--continuous-batching keeps keys and values in pages"),
+        (["user/model", "--continuous-batching"], "--continuous-batching keeps keys and values in pages"),
         (["/no/such/model"], "/no/such/model"),
         (["--port", "1"], "a model must be given, directory or Hub id: mhla-hf serve MODEL"),
         (["{encoder}", "--device", "cpu"], "is a BertForMaskedLM, which generates no text; serve a language model"),

@@ -89,12 +89,12 @@ def test_a_folder_of_videos(wan, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["wan", "x"], "OUTPUT must be given"),
-        (["wan", "x", "y", "--mhla", "{"], "--mhla is not valid JSON"),
-        (["cache", "x", "--data", "digits"], "OUTPUT must be given"),
-        (["cache", "x", "y"], "--data must be given"),
+        (["wan", "a/x"], "OUTPUT must be given"),
+        (["wan", "a/x", "y", "--mhla", "{"], "--mhla is not valid JSON"),
+        (["cache", "a/x", "--data", "digits"], "OUTPUT must be given"),
+        (["cache", "a/x", "y"], "--data must be given"),
         (
-            ["cache", "x", "y", "--data", "digits", "--sizes", "32,64"],
+            ["cache", "a/x", "y", "--data", "digits", "--sizes", "32,64"],
             "--sizes must have the same height and width for data='digits'",
         ),
         (

@@ -307,7 +307,7 @@ def test_names_missing_tensors_and_other_shapes(damaged, tmp_path):
 
 def test_refuses_wrong_options(llama_dir, tmp_path):
     refused(llama_dir, tmp_path, "Layer 7 of LlamaModel cannot be MHLA: the model has layers 0 to 2", layers="1,7")
-    refused(llama_dir, tmp_path, r"blocks=\[2\] contradicts the model", {"blocks": [2]})
+    refused(llama_dir, tmp_path, "Language models take block_size, not blocks", {"blocks": [2]})
     refused(llama_dir, tmp_path, "(a sequence has one|one entry per axis)", {"block_size": [4, 4]})
     refused(llama_dir, tmp_path, "Unknown mhla option", {"block": 4})
     refused(llama_dir, tmp_path, "dtype='int4' is not one of", dtype="int4")

@@ -8,6 +8,7 @@ import torch
 
 from mhla_hf.training.matching.layers import without_dropout
 from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.utils.compat import checkpointing_method
 from tests.integrations.transformers.mhla_models import mhla_model
 from tests.integrations.transformers.tiny_models import inputs
 
@@ -16,7 +17,7 @@ from tests.integrations.transformers.tiny_models import inputs
 def test_outputs_are_those_of_evaluation(checkpointing):
     model = mhla_model("bert", sizes={"hidden_dropout_prob": 0.5}).train()
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpointing_method(model)()
     batch = inputs("bert")
     with torch.no_grad():
         expected = copy.deepcopy(model).eval()(**batch)[0]

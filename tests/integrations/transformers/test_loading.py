@@ -329,7 +329,7 @@ def test_a_bias_that_only_shows_in_the_call_is_refused():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("llama", {"blocks": [4]}, "blocks=\\[4\\] contradicts the model, .* allowed is None; give block_size"),
+        ("llama", {"blocks": [4]}, "Language models take block_size, not blocks"),
         ("llama", {"block_size": [4, 4]}, "must have one entry per axis each"),
         ("llama", {"causal": False}, "contradicts the model, .* looks back only"),
         ("bert", {"causal": True}, "contradicts the model, .* attends in both directions"),

@@ -122,7 +122,7 @@ def test_mistakes_name_what_to_do(tmp_path):
     with pytest.raises(ValueError, match="max_length must be from 2 to 128"):
         text_batches(llama, directory, texts, samples=8, length=500)
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(ValueError, match="is neither a folder of"):
+    with pytest.raises(ValueError, match="nothing is empty"):
         text_batches(llama, directory, str(tmp_path / "nothing"), samples=8)
     with pytest.raises(ValueError, match="tokenizer"):
         text_batches(llama, tmp_path / "nothing", texts, samples=8)
