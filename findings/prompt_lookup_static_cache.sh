@@ -3,8 +3,8 @@
 #
 # `generate(cache_implementation="static")` makes a cache for the prompt and `max_new_tokens`. Near the end a draft of
 # `prompt_lookup_num_tokens` is longer than what is left, and its keys are written past the end of the cache. Whether it
-# happens depends on the text and the length. A StaticCache made by the caller
-# with room for the draft gives the tokens of ordinary decoding. 5.23.0 refuses static caches here in one sentence.
+# happens depends on the text and its length. A StaticCache made by the caller with room for the draft gives the tokens
+# of ordinary decoding. 5.23.0 refuses static caches here in one sentence.
 #
 # Output seen (CPU, Python 3.11):
 #   transformers 5.24.0, prompt lookup in a static cache: IndexError: index_copy_(): index 30 is out of bounds for dimension 2 with size 30
