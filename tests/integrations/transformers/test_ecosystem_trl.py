@@ -20,6 +20,8 @@ from .tiny_files import save_softmax, tokenizer
 
 
 trl = pytest.importorskip("trl")
+# It asks for it by the former names.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing")
 
 TEXTS = ["hello world, how are you", "a longer text, so that it is packed", "x is y", "numbers 1 2 3"]
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["mhla"], "task_type": "CAUSAL_LM"}
