@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from mhla_hf.cli.main import app
 from mhla_hf.config import MHLAConfig
 from mhla_hf.demo import base_pipeline_directory
+from mhla_hf.models.registry import TRANSFORMERS_FAMILIES
 from tests import ROOT
 
 
@@ -166,3 +167,10 @@ def test_the_api_names_things_that_exist(page):
 def test_every_option_is_explained():
     explained = set(re.findall(r"^\| `(\w+)` \|", TEXTS["docs/options.md"], flags=re.MULTILINE))
     assert explained == set(MHLAConfig().to_dict())
+
+
+def test_the_readme_counts_the_models_of_transformers():
+    families = TRANSFORMERS_FAMILIES
+    kinds = [family.kind for family in families.values() if not family.note.startswith("text part of")]
+    counts = [kinds.count("language model") - 2, kinds.count("encoder") + kinds.count("vision") - 2]
+    assert [int(number) for number in re.findall(r" and (\d+) more types", TEXTS["README.md"])] == counts
