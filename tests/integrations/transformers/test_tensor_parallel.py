@@ -200,5 +200,5 @@ def test_versions_that_cannot_split_refuse_before_loading():
 
     config = FAMILIES["llama"].config()
     config.distributed_config = DistributedConfig(tp_size=2)
-    with pytest.raises(UnsupportedVersionError, match="distributed.tensor_parallel"):
+    with pytest.raises(UnsupportedVersionError, match="distributed.parallel_utils"):
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation="mhla")
