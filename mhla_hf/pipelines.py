@@ -56,6 +56,7 @@ def load_pipeline(
     check_version("diffusers")
     from diffusers import DiffusionPipeline
 
+    kwargs.setdefault("use_safetensors", True)
     return DiffusionPipeline.from_pretrained(repo_or_dir, attn_implementation=attn_implementation, mhla=mhla, **kwargs)
 
 

@@ -160,11 +160,14 @@ def _load_model(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
     return original(cls, *args, **kwargs) if target is None else getattr(target, method)(*args, **kwargs)
 
 
-def _load_auto(original: Any, cls: Any, location: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _load_auto(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """`AutoModel` asks for no trust in a repository's code that only imports this package."""
     try:
-        return original(cls, location, *args, **kwargs)
+        return original(cls, *args, **kwargs)
     except ValueError:
+        # The two methods name their first argument differently.
+        first = next((name for name in kwargs if name.startswith("pretrained_model_")), "")
+        location, *rest = args or [kwargs.pop(first, None)]
         name = None
         if not kwargs.pop("trust_remote_code", None):
             where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
@@ -174,7 +177,7 @@ def _load_auto(original: Any, cls: Any, location: Any = None, *args: Any, **kwar
             location = config if original.__name__ == "from_config" else location
         if name not in MHLA_CLASSES:
             raise
-        return getattr(MHLA_CLASSES[name].load_class(), original.__name__)(location, *args, **kwargs)
+        return getattr(MHLA_CLASSES[name].load_class(), original.__name__)(location, *rest, **kwargs)
 
 
 def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict: Any) -> Any:
@@ -196,20 +199,22 @@ def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict:
 # Pipelines.
 
 
-def _load_pipeline(
-    original: Any, cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """`from_pretrained` of pipelines takes `attn_implementation` and `mhla`; see `mhla_hf.load_pipeline`."""
-    if not {"attn_implementation", "mhla"} & kwargs.keys():
-        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+def _load_pipeline(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`from_pretrained` of pipelines takes `attn_implementation` and `mhla`; see `mhla_hf.load_pipeline`.
+
+    MHLA models that are handed over take part too: the general class drops optional components, of any kind.
+    """
+    are_ours = any(is_mhla_class(type(part).__name__) for part in kwargs.values())
+    if not (are_ours or {"attn_implementation", "mhla"} & kwargs.keys()):
+        return original(cls, *args, **kwargs)
     import diffusers
 
     from ..models.directory import ModelDirectory, find_pipeline, read_pipeline
     from ..models.weight_files import check_weights
 
-    given, location, mhla = dict(kwargs), pretrained_model_name_or_path, kwargs.pop("mhla", None)
+    given, mhla = dict(kwargs), kwargs.pop("mhla", None)
     asked = kwargs.pop("attn_implementation", None if mhla is None else "mhla")
-    kwargs.setdefault("use_safetensors", True)
+    location, *rest = args or [kwargs.pop("pretrained_model_name_or_path", None)]
     options = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
     options.update({name: kwargs[name] for name in ("use_safetensors", "variant") if name in kwargs})
     root = find_pipeline(location, **options)
@@ -222,7 +227,7 @@ def _load_pipeline(
     models = {name: ModelDirectory(str(location), root, index, configs, name) for name in configs}
     if not models and asked != "mhla":
         # Nothing of this package's: diffusers knows what other values mean to it.
-        return original(cls, location, *args, **given)
+        return original(cls, *args, **given)
     registry.check_attention(asked, mhla)
     # Pipelines with code of their own name a file and a class.
     class_name = index["_class_name"] if isinstance(index["_class_name"], str) else index["_class_name"][-1]
@@ -248,7 +253,7 @@ def _load_pipeline(
             check_weights(root / name)
     token = _wanted.set({str(root / name): own for name, own in chosen.items()})
     try:
-        pipeline = original(pipeline_class, root, *args, **kwargs)
+        pipeline = original(pipeline_class, root, *rest, **kwargs)
     finally:
         _wanted.reset(token)
     left = [name for name in chosen if not is_mhla_class(type(getattr(pipeline, name)).__name__)]

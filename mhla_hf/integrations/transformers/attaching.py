@@ -298,6 +298,9 @@ def convert_transformers_model(
         reason = "MHLA already; load its softmax original to convert it again"
     elif any(hasattr(one, "device_mesh") or (one.is_meta and not without_weights) for one in model.parameters()):
         reason = "offloaded or split. Convert the checkpoint first (mhla-hf convert) and load the result"
+    elif len(dict(model.named_parameters())) > len(originals.base_parameters(model)):
+        # Saved adapters would leave out what is new.
+        reason = "given adapters already. Convert it first, and add them with modules_to_save=['mhla']"
     if reason is not None:
         raise ValueError(f"This {type(model).__name__} is {reason}.")
     shared = _copy_configs(model) if copy_config else []

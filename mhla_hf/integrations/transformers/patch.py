@@ -216,6 +216,8 @@ def _choose(original: Any, model: Any, attn_implementation: Any, *args: Any, **k
     parts = model.config.sub_configs
     if not has_mhla(model):
         for name in asked or ():
+            if name and not parts:
+                raise ValueError(f"{type(model).__name__} has no parts to name: set_attn_implementation('mhla').")
             check_choice("the name of a part in attn_implementation", name, parts or ("",))
         if isinstance(attn_implementation, Mapping):
             # What else is asked, and may be wrong.
@@ -259,6 +261,11 @@ def build_pipeline(
 
 def _save(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if not has_mhla(model):
+        if _asks(model.config):
+            raise ValueError(
+                f"This {type(model).__name__} has no MHLA layers, but its configuration, shared by a converted model, "
+                "asks for them. Build models from configurations of their own (copy.deepcopy), or convert it too."
+            )
         return original(model, *args, **kwargs)
     from .attaching import saving
 

@@ -228,3 +228,26 @@ def test_advice_names_what_recovers_a_model():
     with recorded_warnings() as warnings:
         mhla_hf.convert(WanCase().make(WanTransformer3DModel), OPTIONS)
     assert len(warnings) == 1 and warnings[0].endswith(expected)
+
+
+def test_auto_model_takes_its_arguments_by_name(softmax_dir):
+    model = AutoModel.from_pretrained(pretrained_model_or_path=str(softmax_dir), subfolder="transformer")
+    assert type(model) is WanTransformer3DModel
+    config = dict(model.config)
+    assert type(AutoModel.from_config(pretrained_model_name_or_path_or_dict=config)) is WanTransformer3DModel
+    with pytest.raises(TypeError, match="pretrained_model_name_or_path"):
+        DiffusionPipeline.from_pretrained()
+
+
+def test_an_mhla_model_that_is_handed_over_is_used_by_the_general_class(softmax_dir):
+    # diffusers drops optional components there, as WanPipeline's transformers are.
+    mine = MHLAWanTransformer3DModel.from_pretrained(softmax_dir, subfolder="transformer", mhla=OPTIONS)
+    for pipeline_class in (DiffusionPipeline, WanPipeline):
+        assert pipeline_class.from_pretrained(softmax_dir, transformer=mine).transformer is mine
+
+
+def test_weights_that_are_no_safetensors_are_loaded_as_diffusers_does(softmax_dir, tmp_path):
+    WanPipeline.from_pretrained(softmax_dir).save_pretrained(tmp_path / "bin", safe_serialization=False)
+    assert type(DiffusionPipeline.from_pretrained(tmp_path / "bin", attn_implementation=None).vae) is AutoencoderKLWan
+    pipe = DiffusionPipeline.from_pretrained(tmp_path / "bin", **MHLA)
+    assert type(pipe.transformer) is MHLAWanTransformer3DModel

@@ -15,7 +15,7 @@ from peft import (
 )
 from transformers import AutoModelForCausalLM
 
-import mhla_hf  # noqa: F401
+import mhla_hf
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
 
 from .mhla_models import default_options, first_output, mhla_modules
@@ -151,6 +151,17 @@ def test_adapters_loaded_by_transformers(tmp_path, softmax_directory, mhla_direc
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")), logits(model))
     with pytest.raises(ValueError, match="needs a base model with MHLA layers"):
         AutoModelForCausalLM.from_pretrained(softmax_directory).load_adapter(str(tmp_path / "adapter"))
+
+
+def test_models_with_adapters_are_not_converted(softmax_directory):
+    # What a saved adapter holds is chosen when it is added: MHLA's parameters would be trained, and lost.
+    base = AutoModelForCausalLM.from_pretrained(softmax_directory)
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"])).base_model.model
+    message = r"is given adapters already. Convert it first, .*modules_to_save=\['mhla'\]"
+    for change in (lambda: mhla_hf.convert(model), lambda: model.set_attn_implementation("mhla")):
+        with pytest.raises(ValueError, match=message):
+            change()
+    assert model.config._attn_implementation == "sdpa" and not hasattr(model.model.layers[0].self_attn, "mhla")
 
 
 def test_all_linear_leaves_the_gate_to_modules_to_save(softmax_directory):

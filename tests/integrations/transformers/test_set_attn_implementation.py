@@ -171,3 +171,15 @@ def test_loading_gives_the_advice_once(tmp_path):
     with recorded_warnings() as warnings:
         AutoModelForCausalLM.from_pretrained(directory, mhla={"output_gate": True})
     assert len(warnings) == 1 and warnings[0].endswith("leave the model's output as it was until they are fine-tuned.")
+
+
+def test_a_softmax_model_that_shares_its_configuration_is_not_saved_as_mhla(tmp_path):
+    first = copy.deepcopy(softmax_model("llama"))
+    second = type(first)(first.config).eval()
+    first.set_attn_implementation("mhla")
+    with pytest.raises(ValueError, match="has no MHLA layers, but its configuration"):
+        second.save_pretrained(tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+    second.set_attn_implementation("mhla")
+    second.save_pretrained(tmp_path / "second")
+    assert mhla_modules(type(second).from_pretrained(tmp_path / "second"))
