@@ -25,7 +25,7 @@ from ..bench import ORDINARY, BenchOptions, cast_model, compare
 from ..config import automatic_share, parse_layers
 from ..integrations.transformers.cache import cache_layer_bytes
 from ..recovery.recipes import FAMILIES as RECOVERED
-from ..recovery.recipes import Recipe, default_recipe, default_settings, load_recipe, recipe_names
+from ..recovery.recipes import Recipe, default_recipe, default_settings, packaged_recipes
 from ..training.matching.layers import AttentionLayer, base_model, mhla_layers, run
 from ..utils.compat.transformers import cache_of_output
 from ..utils.messages import shorten_text
@@ -183,9 +183,7 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
         return replace(found, refusal=shorten_text(str(error), 300))
     count, family = count_operations(candidate, model, grid), candidate.family(model)
     # Some models are only calibrated so far.
-    recipes = {"default": default_recipe(family)} if family in RECOVERED else {}
-    packaged = {name: load_recipe(name) for name in recipe_names()} if recipes else {}
-    recipes |= {name: recipe for name, recipe in packaged.items() if recipe.family == family}
+    recipes = {"default": default_recipe(family), **packaged_recipes(family)} if family in RECOVERED else {}
     sizes = {name: size for name, size in default_settings()["recommended"].items() if name in recipes}
     near = [name for name, size in sizes.items() if abs(found.parameters / 1e9 / size - 1) <= _TOLERANCE]
     best = near[0] if near else "default" if family in _TEXT_ROWS else None

@@ -28,17 +28,7 @@ from ..training.matching.records import choose_cache, free_room
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes
-from .recipes import (
-    DATA_FREE,
-    TEXT,
-    TRANSFORMERS,
-    VIDEO,
-    WITHOUT_OBJECTIVE,
-    Recipe,
-    load_recipe,
-    models_of,
-    recipe_names,
-)
+from .recipes import DATA_FREE, TEXT, TRANSFORMERS, VIDEO, WITHOUT_OBJECTIVE, Recipe, models_of, packaged_recipes
 
 
 logger = logging.getLogger(__name__)
@@ -154,11 +144,10 @@ class RecoveryData:
             "layers": count if chosen is None else len(chosen),
         }
         of_layers, of_blocks = recipe.record_bytes(**size)
-        packaged = {name: load_recipe(name) for name in recipe_names()}
         smaller = [
             name
-            for name, other in packaged.items()
-            if other.family == recipe.family and sum(other.record_bytes(**size)) < of_layers + of_blocks
+            for name, other in packaged_recipes(recipe.family).items()
+            if sum(other.record_bytes(**size)) < of_layers + of_blocks
         ]
         advice = f"; --recipe {' or '.join(smaller)} needs less" if smaller else ""
         tokens = f"of {size['tokens']:,} tokens"

@@ -307,6 +307,12 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
+def packaged_recipes(family: str) -> dict[str, Recipe]:
+    """Return the recipes that come with the package for models of a family, by name."""
+    recipes = {name: load_recipe(name) for name in recipe_names()}
+    return {name: recipe for name, recipe in recipes.items() if recipe.family == family}
+
+
 def load_recipe(location: str | Path) -> Recipe:
     """Read a recipe.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -73,26 +73,24 @@ class RunProgress:
         Returns:
             What to call after every step with the layer or its block, its steps so far, and the loss.
         """
-        names, seen = [*self.costs], dict[str, int]()
+        names, layers, seen = [*self.costs], dict(steps or {}), dict[str, int]()
         self.bar.set_description_str(f"{stage} ({names.index(stage) + 1} of {len(names)})")
-        self.finish(*names[: names.index(stage)])
-        start, size = self.bar.n, self.sizes[stage] * (1 if steps or stage == "calibrate" else self.layers)
+        # To the end of the stages before it, whoever ran them.
+        start = sum(self.costs[name] for name in names[: names.index(stage)])
+        size = self.sizes[stage] * (1 if layers or stage == "calibrate" else self.layers)
+        self._move(start)
 
         def advance(part: str, step: int, loss: float | None = None) -> None:
-            layer = next((name for name in steps or () if f"{name}.".startswith(f"{part}.")), part)
+            layer = next((name for name in layers if f"{name}.".startswith(f"{part}.")), part)
             # Layers before it were finished by an earlier run, if they were not seen in this one.
-            for name in takewhile(layer.__ne__, steps or ()):
-                seen.setdefault(name, (steps or {})[name])
+            for name in takewhile(layer.__ne__, layers):
+                seen.setdefault(name, layers[name])
             seen[layer] = step
-            shown = {"layer": part if steps else None, "step": step, "loss": loss and f"{loss:.4f}"}
+            shown = {"layer": part if layers else None, "step": step, "loss": loss and f"{loss:.4f}"}
             self.bar.set_postfix({name: value for name, value in shown.items() if value}, refresh=False)
             self._move(start + size * sum(seen.values()), size)
 
         return advance
-
-    def finish(self, *stages: str) -> None:
-        """Move the bar to the end of finished stages, which are all up to the last of them."""
-        self._move(sum(self.costs[name] for name in stages))
 
     def _move(self, position: float, taken: float = 0) -> None:
         ahead = position - self.bar.n
@@ -119,7 +117,7 @@ class StageSettings:
     seed: int
     device: torch.device
     progress: bool
-    run: RunProgress = field(default=None)  # type: ignore[assignment]
+    run: RunProgress = None  # type: ignore[assignment]
 
 
 def calibrate(

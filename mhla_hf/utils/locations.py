@@ -243,22 +243,15 @@ def download_pipeline(repository: str, **options: Any) -> Path:
     from diffusers import DiffusionPipeline
     from huggingface_hub.errors import HfHubHTTPError
 
-    try:
-        with checked_downloads(repository, options.get("cache_dir")):
+    with checked_downloads(repository, options.get("cache_dir")):
+        try:
             return Path(DiffusionPipeline.download(repository, **{"use_safetensors": True, **options}))
-    except OSError as error:
-        # diffusers goes on to look in the cache, and says what is missing there.
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, HfHubHTTPError):
-            cause = cause.__cause__ or cause.__context__
-        _name_repository(cause or error, repository)
-        raise cause or error from None
-
-
-def _name_repository(error: BaseException, repository: str) -> None:
-    """Let the message of an error name the repository that was to be downloaded."""
-    if repository not in str(error):
-        error.args = (f"{repository} on the Hub: {error}",)
+        except OSError as error:
+            # diffusers goes on to look in the cache, and says what is missing there.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, HfHubHTTPError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
 
 
 @contextmanager
@@ -282,7 +275,8 @@ def checked_downloads(repository: str, cache_dir: str | os.PathLike[str] | None 
     try:
         yield
     except OSError as error:
-        _name_repository(error, repository)
+        if repository not in str(error):
+            error.args = (f"{repository} on the Hub: {error}",)
         raise
     finally:
         # Also after an error: the next attempt takes what is there for intact.

@@ -239,16 +239,9 @@ def _asked_parts(attn_implementation: Any) -> dict[str, Any] | None:
     return {name: part for name, part in parts.items() if part is not None} or None
 
 
-def build_pipeline(
-    original: Any,
-    pipeline: Any,
-    model: Any,
-    *args: Any,
-    attn_implementation: Any = None,
-    mhla: Any = None,
-    **kwargs: Any,
-) -> None:
-    """Run in place of `Pipeline.__init__`, which `pipeline(...)` hands what it does not know itself."""
+def build_pipeline(original: Any, pipeline: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Run in place of `Pipeline.__init__`, which gets the arguments that `pipeline(...)` does not know itself."""
+    attn_implementation, mhla = kwargs.pop("attn_implementation", None), kwargs.pop("mhla", None)
     if mhla is not None:
         check_attention("mhla" if attn_implementation is None else attn_implementation, mhla)
         from .attaching import convert_transformers_model

@@ -70,10 +70,8 @@ def note_unchecked(library: str) -> None:
 
     newest, installed = CHECKED[library].split()[-1], Version(version(library))
     if installed.release[:2] > Version(newest).release:
-        known = (
-            f"the newest that mhla_hf was checked with; if anything looks wrong: pip install '{library}=={newest}.*'"
-        )
-        logger.warning("%s %s is newer than %s, %s", library, installed, newest, known)
+        known, advice = f"{newest}, the newest that mhla_hf was checked with", f"pip install '{library}=={newest}.*'"
+        logger.warning("%s %s is newer than %s; if anything looks wrong: %s", library, installed, known, advice)
 
 
 def unknown_shape(library: str, expected: str) -> UnsupportedVersionError:
