@@ -17,8 +17,8 @@ from tqdm.auto import tqdm
 from .. import __version__
 from ..config import MHLAConfig
 from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
-from ..models.registry import MHLA_CLASSES, recovery_advice
-from ..models.stub import LIBRARY, STUB
+from ..models.registry import LIBRARY, MHLA_CLASSES, recovery_advice
+from ..models.stub import STUB
 from ..models.weight_files import STUB_MODULE
 from ..utils.compat import installed_versions
 from ..utils.destinations import Destination

@@ -18,8 +18,7 @@ from tqdm.auto import tqdm
 from ..conversion.transformers_planning import OPTIONAL_WEIGHTS, StoredNames
 from ..integrations.transformers.configuration import check_layers, check_sizes
 from ..models.directory import ModelDirectory
-from ..models.registry import FAMILIES, MHLA_CLASSES, current_class, mhla_class_for
-from ..models.stub import LIBRARY as STUB_LIBRARY
+from ..models.registry import FAMILIES, LIBRARY, MHLA_CLASSES, current_class, mhla_class_for
 from ..models.weight_files import PICKLES, check_layer_count, check_model_config
 from ..utils.compat.diffusers import declared
 from ..utils.files import Types, list_files, path_inside, read_json, read_json_value
@@ -301,7 +300,7 @@ def _class_problem(model: ModelDirectory, named: str | None, sets: Mapping[Path,
 def _find_class(library: str, class_name: str) -> Any:
     """Import a class that a pipeline's index names; `None` if it does not exist."""
     # Short names are modules of diffusers' pipelines.
-    known = ("diffusers", "transformers", STUB_LIBRARY)
+    known = ("diffusers", "transformers", LIBRARY)
     if not library.isidentifier():
         return None
     try:

@@ -35,7 +35,7 @@ from typing import Any
 
 from ..config import MHLAConfig
 from ..models import registry
-from ..models.registry import FAMILIES, MHLA_CLASSES, is_mhla_class
+from ..models.registry import FAMILIES, LIBRARY, MHLA_CLASSES, is_mhla_class
 from ..utils.compat import after_import, extend, wrap
 from ..utils.compat import diffusers as compat
 from ..utils.locations import LOCATION_OPTIONS, PIPELINE_INDEX
@@ -44,7 +44,6 @@ from ..utils.messages import shorten_value
 
 # In names of weights: as this package saves them, and as the authors of MHLA do.
 _MHLA_WEIGHTS = (".mhla.", ".block_attn.")
-_LIBRARY = __name__.partition(".")[0]
 _OPTIONS = frozenset(field.name for field in dataclasses.fields(MHLAConfig))
 NO_VERSION = f"has an MHLA version. Supported: {', '.join(sorted(FAMILIES))}."
 """End of the error for a pipeline without a model that can be MHLA."""
@@ -72,7 +71,7 @@ def register_with_diffusers() -> None:
         "loaders.single_file_model": partial(compat.hook_single_files, around=_should_convert),
         "models.attention_dispatch": lambda module: wrap("diffusers", module, "attention_backend", _attention_backend),
         "utils.hub_utils": partial(compat.hook_uploads, around=_upload),
-        "pipelines.pipeline_utils": lambda _: compat.register_library(_LIBRARY, sys.modules[_LIBRARY]),
+        "pipelines.pipeline_utils": lambda _: compat.register_library(LIBRARY, sys.modules[LIBRARY]),
     }
     for module, callback in others.items():
         extend("diffusers", f"diffusers.{module}", callback)
@@ -237,7 +236,11 @@ def _load_pipeline(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"{location} is a {class_name}, which diffusers {diffusers.__version__} does not have.")
     if not models:
         raise ValueError(f"No component of {class_name} in {location} {NO_VERSION}")
-    chosen = _chosen_options(models, mhla) if asked == "mhla" else {}
+    chosen = {}
+    if asked == "mhla":
+        # Where one expert was converted and the other was not, that choice stays until the other is named.
+        converted = {name: model for name, model in models.items() if model.is_mhla}
+        chosen = options_by_component(mhla, models if is_by_component(mhla, models) else converted or models)
     for name, model in models.items():
         if name in kwargs and (name in chosen or asked == "softmax"):
             _check_given_component(name, kwargs[name], asked, chosen.pop(name, None))
@@ -315,15 +318,6 @@ def _check_given_component(name: str, component: Any, attn_implementation: str |
         )
 
 
-def _chosen_options(models: Mapping[str, Any], mhla: Any) -> dict[str, Any]:
-    """Return the components to load as MHLA, with their options."""
-    converted = [name for name, model in models.items() if model.is_mhla]
-    if converted and not is_by_component(mhla, models):
-        # Where one expert was converted and the other was not, that choice stays until the other is named.
-        return dict.fromkeys(converted, mhla)
-    return options_by_component(mhla, models)
-
-
 def _refuse_request(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
     """Ways of loading pipelines that cannot be asked for MHLA."""
     if kwargs.get("attn_implementation") == "mhla" or kwargs.get("mhla") is not None:
@@ -358,7 +352,7 @@ def _from_pipe(original: Any, cls: Any, pipeline: Any, **kwargs: Any) -> Any:
 
 def _save_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: Any) -> Any:
     for name, part in _mhla_parts(pipeline).items():
-        pipeline.register_to_config(**{name: (_LIBRARY, type(part).__name__)})
+        pipeline.register_to_config(**{name: (LIBRARY, type(part).__name__)})
     return original(pipeline, *args, **kwargs)
 
 
@@ -367,7 +361,7 @@ def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: A
         entry = pipeline.config.get(name)
         if isinstance(entry, (list, tuple)) and len(entry) == 3:
             compat.set_modular_component_type(pipeline, name, type(part))
-            named = (_LIBRARY, type(part).__name__)
+            named = (LIBRARY, type(part).__name__)
             pipeline.register_to_config(**{name: (*named, {**entry[2], "type_hint": named})})
     return original(pipeline, *args, **kwargs)
 
@@ -430,13 +424,10 @@ _METHODS: tuple[tuple[str, str, str, Any], ...] = (
     ("models.auto_model", "AutoModel", "from_config", _load_auto),
     ("loaders.single_file_model", "FromOriginalModelMixin", "from_single_file", _load_model),
     ("loaders.single_file", "FromSingleFileMixin", "from_single_file", _refuse_request),
-    ("loaders.lora_pipeline", "WanLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
-    ("loaders.lora_pipeline", "LTXVideoLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
-    ("loaders.lora_pipeline", "LTX2LoraLoaderMixin", "load_lora_weights", _load_lora_weights),
-    ("loaders.lora_pipeline", "SkyReelsV2LoraLoaderMixin", "load_lora_weights", _load_lora_weights),
-    ("loaders.lora_pipeline", "HunyuanVideoLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
-    ("loaders.lora_pipeline", "QwenImageLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
-    ("loaders.lora_pipeline", "SanaLoraLoaderMixin", "load_lora_weights", _load_lora_weights),
+    *(
+        ("loaders.lora_pipeline", f"{family}LoraLoaderMixin", "load_lora_weights", _load_lora_weights)
+        for family in ("Wan", "LTXVideo", "LTX2", "SkyReelsV2", "HunyuanVideo", "QwenImage", "Sana")
+    ),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pretrained", _load_pipeline),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pipe", _from_pipe),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "save_pretrained", _save_pipeline),

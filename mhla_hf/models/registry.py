@@ -14,6 +14,9 @@ from ..utils.compat import check_version
 from ..utils.messages import check_choice
 
 
+LIBRARY = "mhla_hf"
+"""Library of MHLA models in the index of a pipeline, and the name of the stub in their folders on the Hub."""
+
 TRANSFORMERS_DATA = Path(__file__).with_name("transformers_families.json")
 """Results of `python -m tests.integrations.transformers.family_sweep`, which builds every transformers model at tiny
 size and compares it with itself. The tests of the same name keep the file up to date."""

@@ -29,11 +29,9 @@ from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD
 from ..utils.tensor_files import count_values
 from .directory import ModelDirectory
+from .registry import LIBRARY
 from .weight_files import STUB_MODULE, from_stored
 
-
-LIBRARY = "mhla_hf"
-"""Library of MHLA models in the index of a pipeline on the Hub, and the name of the file in their folders."""
 
 TAGS = ("mhla", "linear-attention")
 

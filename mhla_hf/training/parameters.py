@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..models.directory import TRAINING_RECORD, ModelDirectory
-from ..models.stub import LIBRARY
+from ..models.registry import LIBRARY
 from ..utils.compat.diffusers import lora_metadata_key
 from ..utils.compat.transformers import check_peft_for_adapters
 from ..utils.destinations import atomic_directory

@@ -11,8 +11,8 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from .data.batches import DataOrder, folder_fingerprint, model_fingerprint, stab
 from .evaluation import Validator
 from .matching.layers import mhla_layers
 from .matching.matching import STAGE as MATCHING
-from .matching.matching import match_stage, matching_bar
+from .matching.matching import match_stage
 from .matching.teacher import SharedTeacher, Teacher, share_weights, shared_teacher
 from .parameters import WeightAverage, learning_rate_factor, make_optimizer, set_learning_rate
 from .stages.objectives import Stage
@@ -313,17 +313,18 @@ class Trainer(ABC):
         order = DataOrder(dataset_size=len(self.dataset), batch_size=1, seed=config.seed, stage=MATCHING)
         objective, make_batch = self.objective, self._batches()
         folder = None if self.output is None else self.output / MATCHING
-        report = match_stage(
-            self.model,
-            lambda number: send_to_device(
-                objective.inputs_of(self.model, make_batch(order, number, 0)), accelerator.device
-            ),
-            len(self.dataset),
-            replace(config, mixed_precision=accelerator.mixed_precision),
-            shared_teacher(self.model, self._take_teacher("transfer_steps")),
-            folder,
-            matching_bar(config.progress and accelerator.is_local_main_process, steps * len(layers)),
-        )
+        with self._bar("match", steps * len(layers)) as advance:
+            report = match_stage(
+                self.model,
+                lambda number: send_to_device(
+                    objective.inputs_of(self.model, make_batch(order, number, 0)), accelerator.device
+                ),
+                len(self.dataset),
+                replace(config, mixed_precision=accelerator.mixed_precision),
+                shared_teacher(self.model, self._take_teacher("transfer_steps")),
+                folder,
+                lambda layer, _, loss: advance(loss, layer=layer),
+            )
         losses, seconds = report.mean_losses(), report.seconds["training"] / steps
         for step, loss in enumerate(losses, start=1):
             # There is attention of the finished model alone.
@@ -333,6 +334,18 @@ class Trainer(ABC):
         if folder is not None and accelerator.is_main_process:
             remove_directory(folder)
         return losses
+
+    @contextmanager
+    def _bar(self, name: str, steps: int, done: int = 0) -> Iterator[Callable[..., None]]:
+        """A progress bar of the first local process; yields what to call with the loss of every step."""
+        hidden = not (self.config.progress and self.accelerator.is_local_main_process)
+        with tqdm(total=steps, initial=done, desc=name, unit="step", disable=hidden) as bar:
+
+            def advance(loss: float, **others: str) -> None:
+                bar.set_postfix(**others, loss=f"{loss:.4f}", refresh=False)
+                bar.update()
+
+            yield advance
 
     def _train(self, stage: Stage, is_last: bool) -> list[float]:
         """Run the remaining steps of a stage.
@@ -357,9 +370,8 @@ class Trainer(ABC):
                 )
             return losses
         self._start(checkpoint, ema_decay)
-        hidden = not (config.progress and self.accelerator.is_local_main_process)
-        bar = tqdm(total=stage.steps, initial=self.step, desc=stage.name, unit="step", disable=hidden)
-        with stage.context(), bar, closing(self.batches):
+        bar = self._bar(stage.name, stage.steps, self.step)
+        with stage.context(), bar as advance, closing(self.batches):
             while self.step < stage.steps:
                 began = time.perf_counter()
                 loss, figures, stop_requested = self._take_step()
@@ -367,8 +379,7 @@ class Trainer(ABC):
                 self.step += 1
                 losses.append(loss)
                 self.reports.add(stage.name, self.step, loss, figures, seconds, self.model)
-                bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-                bar.update()
+                advance(loss)
                 every, is_over = config.checkpointing_steps, self.step == stage.steps
                 if stop_requested or (every and (self.step % every == 0 or is_over)):
                     self._save()

@@ -514,23 +514,6 @@ def match_stage(
         return matching.run(config.transfer_cache)
 
 
-def matching_bar(shown: bool, total: int, name: str = "match") -> Progress | None:
-    """Make a progress bar over the steps of all layers, to be given as `progress`; None unless it is shown."""
-    if not shown:
-        return None
-    from tqdm.auto import tqdm
-
-    bar = tqdm(total=total, desc=name, unit="step")
-
-    def advance(layer: str, step: int, loss: float) -> None:
-        bar.set_postfix(layer=layer, loss=f"{loss:.4f}", refresh=False)
-        bar.update()
-        if bar.n >= total:
-            bar.close()
-
-    return advance
-
-
 def matching_losses(
     model: nn.Module,
     batch: Batch,
