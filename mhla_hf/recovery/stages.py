@@ -44,10 +44,10 @@ _MOST_TOKENS = 4096
 
 
 class RunProgress:
-    """One bar over all stages of a run: the stage, layer and loss, and the time that all that is left will take.
+    """One bar over all stages of a run, with the stage, the layer, the loss and the time left.
 
-    A step counts the samples of its batch, and a step of the whole model as many times its layers. What an earlier run
-    has done moves the bar, but does not make it look faster.
+    A step of a layer counts as the samples of its batch, a step of the whole model as that times its layers. What an
+    earlier run has done moves the bar, but does not make it look faster.
 
     Args:
         recipe: The recipe.
@@ -109,7 +109,7 @@ class StageSettings:
         seed: Seed of everything random.
         device: Device of the model.
         progress: Show progress.
-        run: The progress of the run that the stage is a part of.
+        run: The progress of the run that the stage is part of.
     """
 
     folder: Path
