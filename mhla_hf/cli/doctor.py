@@ -38,7 +38,7 @@ def doctor_command(
 
     With --gpu, it compiles the kernels, compares them with plain torch at the sizes of models, and times them beside
     plain torch and softmax attention. What it prints is Markdown to paste into an issue. Without a GPU, it interprets
-    the kernels at small sizes on the CPU, which says nothing of a GPU.
+    the kernels at small sizes on the CPU, which says nothing about a GPU.
 
     The exit code is 1 if something is wrong, 0 for warnings, and 3 for --gpu if no GPU was found.
 

@@ -46,11 +46,11 @@ def argument(name: str, help: str, default: Any = ..., check: Callable[[Any, str
     """Declare a positional argument of a command, which is required unless it has a default.
 
     Args:
-        name: Its name in the help. What `SOURCE`, `MODEL` and `LORA` name must exist, as is seen before anything heavy
-            is imported.
+        name: Its name in the help. What `SOURCE`, `MODEL` and `LORA` name must exist, which is checked before anything
+            heavy is imported.
         help: Its help.
         default: Value if it is not given.
-        check: Checks a text that may also name something else than a path, given its name in errors.
+        check: Checks a text that need not be a path; gets the text, and its name for errors.
     """
 
     def checked(value: Any) -> Any:

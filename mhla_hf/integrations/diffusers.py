@@ -8,7 +8,7 @@ Indices of earlier versions name `diffusers`, and so do configurations of models
 classes, whose own module is this package: pickles import it by that name. Nothing is imported before it is asked for:
 importing diffusers takes seconds.
 
-`attn_implementation="mhla"`, or options as `mhla`, load a model or pipeline of softmax as MHLA; `None` loads it as it
+`attn_implementation="mhla"`, or options as `mhla`, load a softmax model or pipeline as MHLA; `None` loads it as it
 was saved, `"softmax"` refuses MHLA checkpoints.
 
 `WanTransformer3DModel.from_pretrained` of an MHLA directory would drop its trained weights with a warning, also where
@@ -137,7 +137,7 @@ def mhla_class_of(model_class: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _load_model(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Ways of loading a softmax class return MHLA models for MHLA checkpoints, and where the caller asks for them.
+    """Loaders of softmax classes return MHLA models for MHLA checkpoints, and where the caller asks for them.
 
     `from_pretrained` of other classes needs no look at the configuration: their `from_config` refuses it.
     """
@@ -319,7 +319,7 @@ def _check_given_component(name: str, component: Any, attn_implementation: str |
 
 
 def _refuse_request(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Ways of loading pipelines that cannot be asked for MHLA."""
+    """Loaders of pipelines that cannot be asked for MHLA refuse."""
     if kwargs.get("attn_implementation") == "mhla" or kwargs.get("mhla") is not None:
         raise ValueError(
             f"{original.__qualname__} takes no attn_implementation='mhla' and no mhla: leave them out, and convert "
@@ -329,7 +329,7 @@ def _refuse_request(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _attention_backend(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """`set_attention_backend` and `attention_backend` choose how softmax attention is computed."""
+    """`set_attention_backend` and `attention_backend` refuse MHLA: they choose how softmax attention is computed."""
     if any(isinstance(name, str) and name.lower() == "mhla" for name in (*args, *kwargs.values())):
         raise ValueError("MHLA is no attention backend: load with attn_implementation='mhla', or use mhla_hf.convert.")
     return original(*args, **kwargs)

@@ -50,7 +50,7 @@ class SequenceLayout:
         # A longer block would have empty slots alone past the tokens of the longest document.
         count = num_documents if documents is not None else 1
         if is_open(self.num_tokens):
-            # One more block, which is empty: torch takes one block for another case than all greater numbers.
+            # One more block, which is empty: torch treats one block as a case of its own.
             self.num_blocks = (self.num_tokens + count * (block_size - 1) + block_size) // block_size
         else:
             block_size = max(1, min(block_size, self.num_tokens))

@@ -5,9 +5,8 @@ Of models of transformers, `auto_map` in `config.json` names the file for the co
 automatic classes asks for first; the model is then of transformers' own class. Of a pipeline's model, diffusers looks
 for a file in the model's folder that is named after the library in `model_index.json`; of a model by itself, for the
 one that `auto_map` names, which is saved with every model of diffusers: without it, the error would not say that this
-package is missing. With this package imported,
-transformers prefers its own classes to those of repositories, and diffusers finds that library without the file
-(`mhla_hf.integrations.diffusers`): neither asks for trust then.
+package is missing. With this package imported, transformers prefers its own classes to those of repositories, and
+diffusers finds that library without the file (`mhla_hf.integrations.diffusers`): neither asks for trust then.
 
 Without the package, transformers would load an MHLA model with softmax where another attention is asked for by name,
 and report its MHLA parameters as unexpected. It refuses a configuration that names a file of weights of an unknown

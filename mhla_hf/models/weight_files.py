@@ -247,10 +247,7 @@ def to_stored(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_stored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the entry of [`to_stored`], which files of earlier versions lack.
-
-    Nor has it the entry by which a repository names code that comes with it (`mhla_hf.models.stub`).
-    """
+    """Return a configuration without the entries of [`to_stored`], which files of earlier versions may lack."""
     return {
         name: value
         for name, value in config.items()

@@ -244,13 +244,7 @@ class Recipe:
         return parse_recipe(content, self.name)
 
     def only(self, stages: tuple[str, ...]) -> Recipe:
-        """A copy that goes through some of the stages only; those that it lacks get their defaults.
-
-        Raises:
-            ValueError: If there is no such stage.
-        """
-        for name in stages or ("",):
-            check_choice("stages", name, STAGES)
+        """A copy that goes through some of the stages only; those that it lacks get their defaults."""
         left_out = {name: None for name in STAGES if name not in stages}
         return self.changed({**left_out, **{name: {} for name in stages if getattr(self, name) is None}})
 
@@ -258,9 +252,8 @@ class Recipe:
         """A copy with that many times the steps in every stage that trains, one at least.
 
         Raises:
-            ValueError: If the factor is not a number above 0, or a stage would have more steps than allowed.
+            ValueError: If a stage would have more steps than allowed.
         """
-        _check_budget(factor)
         trained = [name for name in ("match", "blocks", "distill", "finetune") if getattr(self, name) is not None]
         changes = {f"{name}.steps": max(1, round(getattr(self, name).steps * factor)) for name in trained}
         return self.changed(changes)
@@ -283,8 +276,8 @@ def check_arguments(
         parse_keep(keep)
     if layers is not None and automatic_share(layers) is None:
         MHLAConfig(layers=layers)
-    if budget is not None:
-        _check_budget(budget)
+    if budget is not None and not 0 < budget <= MOST_STEPS:
+        raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {budget!r:.100}")
     for name in () if stages is None else stages or ("",):
         check_choice("stages", name, STAGES)
     for path, value in (changes or {}).items():
@@ -449,11 +442,6 @@ def _errors_begin(prefix: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from None
-
-
-def _check_budget(factor: float) -> None:
-    if not 0 < factor <= MOST_STEPS:
-        raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {factor!r:.100}")
 
 
 def _section(name: str, content: Any, family: str | None) -> Options:

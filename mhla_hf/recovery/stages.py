@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -44,10 +44,10 @@ _MOST_TOKENS = 4096
 
 
 class RunProgress:
-    """One bar over all stages of a run: the stage, layer and loss, and the time that all that is left will take.
+    """One bar over all stages of a run, with the stage, the layer, the loss and the time left.
 
-    A step counts the samples of its batch, and a step of the whole model as many times its layers. What an earlier run
-    has done moves the bar, but does not make it look faster.
+    A step of a layer counts as the samples of its batch, a step of the whole model as that times its layers. What an
+    earlier run has done moves the bar, but does not make it look faster.
 
     Args:
         recipe: The recipe.
@@ -109,7 +109,7 @@ class StageSettings:
         seed: Seed of everything random.
         device: Device of the model.
         progress: Show progress.
-        run: The progress of the run that the stage is a part of.
+        run: The progress of the run that the stage is part of.
     """
 
     folder: Path
@@ -135,12 +135,13 @@ def match(
 ) -> dict[str, Any]:
     """Train each layer towards the output of the one that it replaced."""
     # Of very few steps a share rounds to none.
-    steps = [max(1, count) for count in _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings.folder)]
+    divided = _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings.folder)
+    steps = {name: max(1, count) for name, count in divided.items()}
     report = match_layers(
         model,
         lambda index: data.batch("match", index, options.batch_size),
         num_batches=options.batches,
-        steps=steps,
+        steps=[*steps.values()],
         learning_rate=options.learning_rate,
         mhla_learning_rate=options.mhla_learning_rate,
         optimizer=options.optimizer,
@@ -150,7 +151,7 @@ def match(
         output=settings.folder,
         save_every=settings.save_every,
         seed=settings.seed,
-        progress=settings.run.follow("match", _by_layer(model, steps)),
+        progress=settings.run.follow("match", steps),
     )
     return report.to_dict()
 
@@ -159,8 +160,8 @@ def blocks(
     model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: BlocksOptions, settings: StageSettings
 ) -> dict[str, Any]:
     """Train the blocks one after the other on what those before give them, towards the original's hidden states."""
-    steps = _steps(model, teacher, data, options.steps, 0.0, settings.folder)
-    steps = [count if count >= _LEAST_SHARE * options.steps else 0 for count in steps]
+    divided = _steps(model, teacher, data, options.steps, 0.0, settings.folder)
+    steps = {name: count if count >= _LEAST_SHARE * options.steps else 0 for name, count in divided.items()}
     config = TrainingConfig(
         max_steps=1,
         learning_rate=options.learning_rate,
@@ -176,30 +177,27 @@ def blocks(
         model,
         lambda index: data.batch("blocks", index, options.batch_size),
         num_batches=options.batches,
-        steps=steps,
+        steps=[*steps.values()],
         teacher=teacher,
         config=config,
         output=settings.folder,
-        progress=settings.run.follow("blocks", _by_layer(model, steps)),
+        progress=settings.run.follow("blocks", steps),
     )
     return {"blocks": report}
 
 
 def _steps(
     model: nn.Module, teacher: SharedTeacher, data: BatchSource, steps: int, least: float, folder: Path
-) -> list[int]:
-    """Divide the steps of a stage among the layers; a run that is resumed keeps the division."""
+) -> dict[str, int]:
+    """Divide the steps of a stage among the layers, by their names; a run that is resumed keeps the division."""
     file = folder / "steps.json"
     if not file.is_file():
         trial = data.batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
         divided = steps_by_importance(steps, importance(model, teacher, trial), least)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, {"steps": divided})
-    return read_json(file, "the steps of each layer")["steps"]
-
-
-def _by_layer(model: nn.Module, steps: Sequence[int]) -> dict[str, int]:
-    return {layer.name: count for layer, count in zip(mhla_layers(model), steps, strict=True)}
+    divided = read_json(file, "the steps of each layer")["steps"]
+    return {layer.name: count for layer, count in zip(mhla_layers(model), divided, strict=True)}
 
 
 def distill(

@@ -11,8 +11,8 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -313,7 +313,7 @@ class Trainer(ABC):
         order = DataOrder(dataset_size=len(self.dataset), batch_size=1, seed=config.seed, stage=MATCHING)
         objective, make_batch = self.objective, self._batches()
         folder = None if self.output is None else self.output / MATCHING
-        with self._bar("match", steps * len(layers)) as advance:
+        with self._bar("match", steps * len(layers)) as bar:
             report = match_stage(
                 self.model,
                 lambda number: send_to_device(
@@ -323,7 +323,7 @@ class Trainer(ABC):
                 replace(config, mixed_precision=accelerator.mixed_precision),
                 shared_teacher(self.model, self._take_teacher("transfer_steps")),
                 folder,
-                lambda layer, _, loss: advance(loss, layer=layer),
+                lambda layer, _, loss: _advance(bar, loss, layer=layer),
             )
         losses, seconds = report.mean_losses(), report.seconds["training"] / steps
         for step, loss in enumerate(losses, start=1):
@@ -335,17 +335,10 @@ class Trainer(ABC):
             remove_directory(folder)
         return losses
 
-    @contextmanager
-    def _bar(self, name: str, steps: int, done: int = 0) -> Iterator[Callable[..., None]]:
-        """A progress bar of the first local process; yields what to call with the loss of every step."""
+    def _bar(self, name: str, steps: int, done: int = 0) -> tqdm:
+        """A progress bar, which the first process of a machine alone shows."""
         hidden = not (self.config.progress and self.accelerator.is_local_main_process)
-        with tqdm(total=steps, initial=done, desc=name, unit="step", disable=hidden) as bar:
-
-            def advance(loss: float, **others: str) -> None:
-                bar.set_postfix(**others, loss=f"{loss:.4f}", refresh=False)
-                bar.update()
-
-            yield advance
+        return tqdm(total=steps, initial=done, desc=name, unit="step", disable=hidden)
 
     def _train(self, stage: Stage, is_last: bool) -> list[float]:
         """Run the remaining steps of a stage.
@@ -371,7 +364,7 @@ class Trainer(ABC):
             return losses
         self._start(checkpoint, ema_decay)
         bar = self._bar(stage.name, stage.steps, self.step)
-        with stage.context(), bar as advance, closing(self.batches):
+        with stage.context(), bar, closing(self.batches):
             while self.step < stage.steps:
                 began = time.perf_counter()
                 loss, figures, stop_requested = self._take_step()
@@ -379,7 +372,7 @@ class Trainer(ABC):
                 self.step += 1
                 losses.append(loss)
                 self.reports.add(stage.name, self.step, loss, figures, seconds, self.model)
-                advance(loss)
+                _advance(bar, loss)
                 every, is_over = config.checkpointing_steps, self.step == stage.steps
                 if stop_requested or (every and (self.step % every == 0 or is_over)):
                     self._save()
@@ -573,3 +566,8 @@ class Trainer(ABC):
             "source_card": carried_metadata(directory),
             "final_losses": {name: values[-1] for name, values in result.losses.items() if values},
         }
+
+
+def _advance(bar: tqdm, loss: float, **others: str) -> None:
+    bar.set_postfix(**others, loss=f"{loss:.4f}", refresh=False)
+    bar.update()

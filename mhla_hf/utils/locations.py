@@ -87,7 +87,7 @@ def check_exists(location: str | os.PathLike[str], argument: str) -> None:
 
 
 def check_data(data: str | None) -> str | None:
-    """Return data if they are a file, a folder with something in it, a data set, or made here; none are `None`.
+    """Check that data are a file, a folder that is not empty, a data set or made here; return them. `None` passes.
 
     Raises:
         SourceNotFoundError: If they are not.

@@ -332,9 +332,7 @@ def convert_transformers_model(
         dtype = weight.dtype if weight.is_floating_point() else model.dtype
         attention.mhla.to(device=weight.device, dtype=dtype).train(attention.training)
     mark(model.config)
-    model.set_attn_implementation(
-        NAME if not model.config.sub_configs else configuration.implementations(model.config)
-    )
+    model.set_attn_implementation(NAME)
     originals.record_weights(model)
     if not without_weights:
         warn_of_fresh(model, [name for name, _ in model.named_parameters()])

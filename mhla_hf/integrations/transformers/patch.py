@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to transformers: seven methods of models, one of pipelines, two attributes of configurations, registries.
+"""Changes to transformers: methods of models and pipelines, two attributes of configurations, and three registries.
 
 Models that do not ask for MHLA pass through unchanged.
 """
@@ -232,7 +232,7 @@ def _choose(original: Any, model: Any, attn_implementation: Any, *args: Any, **k
 
 
 def _asked_parts(attn_implementation: Any) -> dict[str, Any] | None:
-    """Options by part for what is asked to be MHLA: none for a whole model, `None` if nothing is."""
+    """The parts that are asked to be MHLA, each with empty options: `{}` for a whole model, `None` if nothing is."""
     if not isinstance(attn_implementation, Mapping):
         return {} if attn_implementation == "mhla" else None
     parts = {name: _asked_parts(one) for name, one in attn_implementation.items()}

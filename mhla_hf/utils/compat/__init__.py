@@ -61,7 +61,7 @@ def check_version(library: str) -> None:
 
 @functools.cache
 def note_unchecked(library: str) -> None:
-    """Log one line if a library is of a newer minor version than any that was checked.
+    """Warn, once, of a library whose minor version is newer than all that were checked.
 
     Args:
         library: See [`check_version`].

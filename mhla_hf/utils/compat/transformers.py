@@ -80,7 +80,7 @@ def task_classes() -> dict[str, set[str]]:
 
 
 def adds_to_mask(function: Any) -> bool:
-    """Return whether a mask function of transformers shows more than others do, by itself or inside of others.
+    """Return whether a mask function of transformers shows more tokens than another, by itself or inside others.
 
     They are closures, known by the names of the functions that make them: `or_masks` from 5.24 on inside `and_masks`
     where documents are packed.
