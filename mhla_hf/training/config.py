@@ -245,6 +245,9 @@ class CacheConfig(Options):
         maximum=1000,
         families=_VIDEO,
     )
+    background: str | None = option(
+        None, "Colour behind transparent parts of images and videos, such as 'black' or '#808080'. Default: white."
+    )
     num_samples: int | None = option(
         None,
         "Maximum number of videos or images; for 'digits' and 'generated', how many to make (256).",
@@ -265,6 +268,15 @@ class CacheConfig(Options):
         super().__post_init__()
         if self.prompts is not None and self.data != GENERATED:
             raise ValueError("prompts is for data='generated' only")
+        if self.background is not None:
+            from PIL import ImageColor
+
+            try:
+                ImageColor.getrgb(self.background)
+            except ValueError:
+                raise ValueError(
+                    f"background must be a colour such as 'black' or '#808080', got {shorten_value(self.background)}"
+                ) from None
         sizes = () if self.sizes is None else parse_sizes(self.sizes)
         if len(sizes) > 1 and self.data in (DIGITS, GENERATED):
             raise ValueError(f"sizes of data={self.data!r} must be one: several are buckets for data in files")

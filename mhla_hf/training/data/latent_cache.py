@@ -281,12 +281,14 @@ class CachePlan:
         elif config.data == DIGITS:
             samples = digit_images(count, size.height, captions=not num_classes)
         elif family.video_size:
-            samples = captioned_videos(folder, buckets, config.fps)
+            samples = captioned_videos(folder, buckets, config.fps, config.background)
         elif num_classes:
             labels = pipeline_labels((directory.index or {}).get("id2label"))
-            samples = class_images(folder, buckets, known_labels=labels, num_classes=num_classes)
+            samples = class_images(
+                folder, buckets, known_labels=labels, num_classes=num_classes, background=config.background
+            )
         else:
-            samples = captioned_images(folder, buckets)
+            samples = captioned_images(folder, buckets, config.background)
         self.directory, self.config, self.family, self.seed = directory, config, family, seed
         self.num_classes, self.teacher, self.samples = num_classes, root, samples[: config.num_samples]
 
