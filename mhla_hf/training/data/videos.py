@@ -6,7 +6,9 @@ Reading takes imageio-ffmpeg, writing imageio as well (the extra `video`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -22,6 +24,8 @@ from ..config import Bucket
 from .folders import DataSample, UnusableSampleError, captioned_samples
 from .images import check_size, fit, nearest_bucket, on_background, to_tensor, unreadable
 
+
+logger = logging.getLogger(__name__)
 
 VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
 # ffmpeg goes by the content: without this, a playlist of any name makes it read other files.
@@ -57,7 +61,8 @@ def captioned_videos(
             if len(frames) == size.num_frames:
                 return to_tensor(frames)
         wanted = " or ".join(str(each.num_frames) for each in sizes)
-        raise UnusableSampleError(f"{path} has fewer frames that can be read than {wanted}")
+        rate = f" at {fps:g} frames per second" if fps else ""
+        raise UnusableSampleError(f"{path} has fewer frames that can be read than {wanted}{rate}")
 
     return captioned_samples(folder, VIDEO_SUFFIXES, "videos", load)
 
@@ -100,14 +105,23 @@ def _frames(path: Path, num_frames: int, fps: float | None) -> Iterator[Image.Im
         str(path.absolute()), "rgba", bits_per_pixel=32, input_params=_FFMPEG_INPUT, output_params=options
     )
     try:
-        size = next(reader)["size"]
+        found = next(reader)
+        size = found["size"]
         check_size(path, *size)
+        if fps and round(found["fps"]) not in (0, round(fps)):
+            _say_rate(round(found["fps"]), fps)
         for data in islice(reader, num_frames):
             yield Image.frombytes("RGBA", size, data)
     except Exception as error:
         raise unreadable(path, "a video", error) from error
     finally:
         reader.close()
+
+
+@lru_cache(maxsize=64)
+def _say_rate(found: int, fps: float) -> None:
+    """Say once for each rate that videos have another frame rate than is wanted."""
+    logger.warning("data: some videos have %d frames per second; they are sampled at %g (fps).", found, fps)
 
 
 def _choose_bucket(path: Path, buckets: Sequence[Bucket], fps: float | None) -> Bucket | None:
