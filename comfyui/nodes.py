@@ -246,10 +246,24 @@ def optional_inputs(
     if ("image" in parameters) != (image is not None):
         raise ValueError(f"{name} takes no image." if image is not None else f"{name} needs an image: connect one.")
     if image is not None:
-        from PIL import Image
-
-        options["image"] = Image.fromarray((image[0].clamp(0, 1).cpu().numpy() * 255).round().astype(np.uint8))
+        options["image"] = first_frame(image)
     return options
+
+
+def first_frame(image: torch.Tensor) -> Any:
+    """Make an RGB picture of an input of the node, on white where it is transparent."""
+    from PIL import Image
+
+    if image.ndim != 4 or len(image) != 1 or image.shape[-1] not in (1, 3, 4):
+        raise ValueError(
+            f"image has the shape {tuple(image.shape)}: connect one picture [1, height, width, channels] of 1, 3 or 4 "
+            "channels; ImageFromBatch takes one out of several."
+        )
+    pixels = image[0].float().clamp(0, 1).cpu()
+    if pixels.shape[-1] == 4:
+        alpha = pixels[..., 3:]
+        pixels = pixels[..., :3] * alpha + (1 - alpha)
+    return Image.fromarray((pixels.expand(-1, -1, 3).numpy() * 255).round().astype(np.uint8))
 
 
 def check_positions(pipeline: Any, options: dict[str, Any]) -> None:

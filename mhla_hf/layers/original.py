@@ -183,7 +183,7 @@ class _Weights:
         self.tensors: dict[str, torch.Tensor] = {
             own: parameter
             for own, parameter in base_parameters(model).items()
-            if own.startswith(self.behind) and parameter.is_floating_point()
+            if own.startswith(self.behind) and _is_plain(parameter)
         }
 
     def whole(self, name: str) -> str:
@@ -277,10 +277,13 @@ def original_values(model: nn.Module, purpose: str) -> dict[str, torch.Tensor]:
     known = [own for own in weights.tensors if weights.whole(own) in record.pretrained]
     changed = [own for own in known if weights.is_changed(own, record.pretrained)]
     lost = [own for own in changed if weights.whole(own) not in record.values]
+    # Those that were quantised after they had been replaced.
+    read = {weights.whole(own) for own in weights.tensors}
+    lost += [name for name in record.values if name.startswith(weights.ahead) and name not in read]
     if lost:
         raise ValueError(
             f"Cannot {purpose}: {len(lost)} pretrained weight(s) of this {name} have been trained since its "
-            f"conversion, or are offloaded or sharded ({shorten_list(lost)}). Use the softmax original."
+            f"conversion, or are offloaded, sharded or quantised ({shorten_list(lost)}). Use the softmax original."
         )
     return {own: record.values[weights.whole(own)] for own in changed}
 
@@ -449,6 +452,13 @@ def _is_unchanged(tensor: torch.Tensor, sums: _Checksums) -> bool:
 def _is_unreadable(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's values are elsewhere: offloaded, or sharded (an empty parameter under DeepSpeed)."""
     return tensor.is_meta or hasattr(tensor, "device_mesh") or tensor.numel() == 0
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor holds floats as they are: those of torchao and quanto only say that they do."""
+    # A sharded tensor is plain, and unreadable.
+    is_own = type(tensor.detach()) is torch.Tensor or hasattr(tensor, "device_mesh")
+    return tensor.is_floating_point() and is_own
 
 
 def _add(total: int, values: torch.Tensor) -> int:

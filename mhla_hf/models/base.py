@@ -24,10 +24,11 @@ from ..ops.sharded import TokenShard
 from ..utils.compat import diffusers as compat
 from ..utils.compat import note_unchecked
 from ..utils.locations import LOCATION_OPTIONS, find_file
+from ..utils.messages import shorten_list
 from ..utils.tensor_files import check_floats, read_entries
 from . import weight_files
 from .registry import attention_request
-from .single_file import softmax_names
+from .single_file import own_entries, softmax_names
 
 
 # To the type checker a mixin has whatever the diffusers class beside it has.
@@ -464,9 +465,13 @@ class MHLAModelMixin(MHLAAdapterMixin):
         attention_request(cls.__name__, kwargs)
         path, upstream = find_file(pretrained_model_link_or_path, **kwargs), cls._upstream_class()
         if path.suffix != ".safetensors" or kwargs.get("quantization_config") is not None:
+            is_wan = upstream.__name__ == "WanTransformer3DModel"
+            other = (
+                "Convert a GGUF file by convert_pretrained" if is_wan else "Take the diffusers directory for others"
+            )
             raise ValueError(
-                f"{path}: only .safetensors files are loaded, without quantization_config. Convert a GGUF file by "
-                "convert_pretrained; quantise the saved MHLA directory when it is loaded."
+                f"{path}: only .safetensors files are loaded, without quantization_config. {other}; quantise the "
+                "saved MHLA directory when it is loaded."
             )
         entries = read_entries(path)
         names = [entry.name for entry in entries]
@@ -487,8 +492,13 @@ class MHLAModelMixin(MHLAAdapterMixin):
             model = upstream.from_single_file(str(path), **kwargs)
         if isinstance(model, MHLAModelMixin):
             raise ValueError(f"config describes {type(model).__name__}; give that of the softmax model.")
-        # diffusers only warns of layers that the configuration leaves out.
-        weight_files.check_layer_count(len(cls._self_attentions(model)), names, f"the configuration for {path}")
+        # diffusers only warns of layers that the configuration leaves out, and of other weights.
+        found = compat.single_file_names(model, {entry.name: entry.shape for entry in own_entries(entries)})
+        weight_files.check_layer_count(len(cls._self_attentions(model)), found, f"the configuration for {path}")
+        ignored = compat.declared(model, "_keys_to_ignore_on_load_unexpected")
+        left = sorted(name for name in {*found} - {*model.state_dict()} if not any(part in name for part in ignored))
+        if left:
+            raise ValueError(f"{path} has weights that {upstream.__name__} has no place for: {shorten_list(left)}.")
         return convert_model(model, mhla, str(path))
 
     def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..utils.compat.diffusers import rename_wan_weights
 from ..utils.messages import shorten_text, shorten_value
+from ..utils.tensor_files import TensorEntry
 
 
 Shape = tuple[int, ...]
@@ -40,7 +41,10 @@ _MORE_NAMES = {"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"}
 _UNSUPPORTED = {"face_adapter": "Wan-Animate", "motion_encoder": "Wan-Animate", "vace_": "Wan-VACE"}
 _BLOCK = re.compile(r"blocks\.([0-9]{1,6})\.")
 _MIXING = re.compile(r"blocks\.([0-9]{1,6})\.attn1\.mhla\.mixing")
-_ADVICE = "If it is complete, give config (--config), or num_heads of an official checkpoint."
+_ADVICE = (
+    "Of other models than Wan only diffusers directories are converted. If it is a complete Wan, give config "
+    "(--config), or num_heads of an official checkpoint."
+)
 # More prefixes than training frameworks nest.
 _PREFIX_ROUNDS = 8
 
@@ -78,6 +82,12 @@ def official_names(names: Iterable[str]) -> dict[str, str]:
         else:
             plain.append(name)
     return {name: stripped[original] for name, original in {**renamed, **rename_wan_weights(plain)}.items()}
+
+
+def own_entries(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Return the weights of the transformer in a file, some of ComfyUI's hold other models too."""
+    entries = list(entries)
+    return [entry for entry in entries if entry.name.startswith(_COMFYUI_PREFIX)] or entries
 
 
 def softmax_names(names: Iterable[str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ FAMILIES = {
     "wan-vace": "Fine-tune a Wan-VACE pipeline by flow matching, from text alone.\n\nWith --match-steps, its layers "
     "are first matched to the softmax model.",
     "ltx": "Fine-tune an LTX-Video pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to "
-    "the softmax model. Videos are taken to have 25 frames per second.",
+    "the softmax model.",
     "hunyuan-video": "Fine-tune a HunyuanVideo pipeline by flow matching.\n\nWith --match-steps, its layers are first "
     "matched to the softmax model.",
     "sana": "Fine-tune a SANA pipeline by flow matching.\n\nWith --match-steps, layers that do not start from SANA's "
@@ -240,10 +240,14 @@ class CacheConfig(Options):
     )
     fps: float | None = option(
         None,
-        "Frame rate to sample at. Default: take the frames as they are.",
-        above=0,
+        "Frames per second to sample videos at; 0 takes the frames as they are. Default: what the model was made for, "
+        "16 for Wan, 24 for Wan 2.2 5B, SkyReels-V2 and HunyuanVideo, 25 for LTX-Video, which is told them.",
+        minimum=0,
         maximum=1000,
         families=_VIDEO,
+    )
+    background: str | None = option(
+        None, "Colour behind transparent parts of images and videos, such as 'black' or '#808080'. Default: white."
     )
     num_samples: int | None = option(
         None,
@@ -265,6 +269,15 @@ class CacheConfig(Options):
         super().__post_init__()
         if self.prompts is not None and self.data != GENERATED:
             raise ValueError("prompts is for data='generated' only")
+        if self.background is not None:
+            from PIL import ImageColor
+
+            try:
+                ImageColor.getrgb(self.background)
+            except ValueError:
+                raise ValueError(
+                    f"background must be a colour such as 'black' or '#808080', got {shorten_value(self.background)}"
+                ) from None
         sizes = () if self.sizes is None else parse_sizes(self.sizes)
         if len(sizes) > 1 and self.data in (DIGITS, GENERATED):
             raise ValueError(f"sizes of data={self.data!r} must be one: several are buckets for data in files")

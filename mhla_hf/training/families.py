@@ -302,6 +302,10 @@ class Video(Family):
 
     video_size = "480,832,81"
 
+    def frame_rate(self, directory: ModelDirectory) -> float:
+        """Return the frames per second that a pipeline's model was made for."""
+        return 24.0
+
     def compression(self, vae: dict[str, Any]) -> dict[str, int]:
         """Return frames and pixels of a side per latent where a VAE's configuration does not say, by their entries."""
         return {"temporal_compression_ratio": 4, "spatial_compression_ratio": 8}
@@ -346,6 +350,11 @@ class Wan(Video):
             raise ValueError("model: this is a diffusion-forcing model, which cannot be trained here yet")
         super().check_model(config)
 
+    def frame_rate(self, directory: ModelDirectory) -> float:
+        # Wan 2.2 5B has steps for every token.
+        is_faster = "SkyReels" in directory.class_name or (directory.index or {}).get("expand_timesteps")
+        return 24.0 if is_faster else 16.0
+
     def compression(self, vae: dict[str, Any]) -> dict[str, int]:
         # Checkpoints older than these entries have the VAE of Wan 2.1.
         return {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
@@ -378,6 +387,16 @@ class LTX(Video):
     text_length = 128
     other_pipelines = ("LTXConditionPipeline", "LTXImageToVideoPipeline", "LTXI2VLongMultiPromptPipeline")
     encoded_names = MASKED_NAMES
+
+    def frame_rate(self, directory: ModelDirectory) -> float:
+        return LTXObjective.frame_rate
+
+    def validation_inputs(
+        self, pipeline: Any, directory: ModelDirectory, config: TrainingConfig, dataset: Any
+    ) -> list[dict[str, Any]]:
+        rate = dataset.settings.get("fps") or LTXObjective.frame_rate
+        found = super().validation_inputs(pipeline, directory, config, dataset)
+        return [{**inputs, "frame_rate": rate} for inputs in found]
 
     def compression(self, vae: dict[str, Any]) -> dict[str, int]:
         """Return what follows from the VAE's stages."""

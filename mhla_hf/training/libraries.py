@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from .evaluation import Validator
 from .families import objective_for, open_pipeline
 from .matching.layers import Batch
 from .parameters import MHLA_FILE, mhla_state_dict, save_adapter
-from .stages.objectives import DiffusionStage, Tensors
+from .stages.objectives import DiffusionStage, LTXObjective, Tensors
 from .stages.transformers import TransformersObjective, TransformersStage, model_batch
 from .trainer import Trainer
 
@@ -85,6 +86,9 @@ class DiffusionTrainer(Trainer):
         check_null_condition(config.condition_dropout, self.null_condition)
         self._load_model()
         self.objective = objective_for(self.model, self.source, config)
+        rate = getattr(dataset, "settings", {}).get("fps")
+        if rate and isinstance(self.objective, LTXObjective):
+            self.objective = replace(self.objective, frame_rate=float(rate))
         for index in first_of_buckets(dataset):
             self.objective.check_data(self.model, dataset[index], self.null_condition)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import shutil
 import sys
@@ -178,6 +179,29 @@ def test_mistakes_are_one_line(comfy, saved, name, sample, words):
         comfy.run(workflow(path, **sample))
     assert "\n" not in str(error.value)
     assert comfy.progress == []
+
+
+class TestFirstFrame:
+    def read(self, comfy, image):
+        functions = [inspect.unwrap(getattr(node, node.FUNCTION)).__globals__ for node in comfy.node_classes.values()]
+        make = next(each["optional_inputs"] for each in functions if "optional_inputs" in each)
+        return np.asarray(make(None, {"image": None}, "", 0, image)["image"])
+
+    def test_channels(self, comfy):
+        shades = torch.tensor([0.0, 0.2, 1.0]).view(1, 1, 3, 1)
+        colours = torch.cat([shades, shades * 0.5, shades * 0], dim=-1)
+        expected = [[0, 0, 0], [51, 26, 0], [255, 128, 0]]
+        assert self.read(comfy, colours)[0].tolist() == expected
+        alpha = torch.tensor([1.0, 0.0, 0.5]).view(1, 1, 3, 1)
+        mixed = [[0, 0, 0], [255, 255, 255], [255, 191, 128]]
+        assert self.read(comfy, torch.cat([colours, alpha], dim=-1))[0].tolist() == mixed
+        assert self.read(comfy, shades)[0].tolist() == [[0] * 3, [51] * 3, [255] * 3]
+
+    @pytest.mark.parametrize("shape", [(3, 8, 8, 3), (0, 8, 8, 3), (8, 8, 3), (1, 8, 8, 2), (1, 3, 8, 8)])
+    def test_other_shapes_are_refused(self, comfy, shape):
+        with pytest.raises(ValueError, match=r"connect one picture \[1, height, width, channels\]") as error:
+            self.read(comfy, torch.zeros(shape))
+        assert str(shape) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_template_is_the_workflow_of_the_api(comfy):

@@ -5,17 +5,26 @@ import json
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, WanTransformer3DModel
+from accelerate import init_empty_weights
+from diffusers import (
+    DiffusionPipeline,
+    FluxTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
+    WanTransformer3DModel,
+)
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from mhla_hf import (
+    MHLAHunyuanVideoTransformer3DModel,
     MHLASanaTransformer2DModel,
     MHLAWanTransformer3DModel,
     convert,
     convert_pretrained,
 )
 from mhla_hf.cli.main import app
+from mhla_hf.models.weight_files import check_layer_count
+from mhla_hf.utils.compat.diffusers import single_file_names
 from tests import tiny, tiny_images
 from tests.conversion.original_cases import MODELS, PREFIXES, SIZES, original_weights, write_original
 from tests.models.model_case import assert_same_parameters
@@ -272,3 +281,69 @@ def test_sana(tmp_path):
     changed(tmp_path / "sana.safetensors", lambda weights: weights.pop("t_block.1.weight"))
     with pytest.raises(ValueError, match="files are damaged or of another model .*t_block.1.weight"):
         MHLASanaTransformer2DModel.from_single_file(tmp_path / "sana.safetensors", config=str(tmp_path / "config"))
+
+
+def flux_shapes(layers):
+    """Shapes of Flux at its real width, as its authors name the weights."""
+    width = 3072
+    shapes = {"img_in": (width, 64), "txt_in": (width, 4096), "final_layer.linear": (64, width)}
+    shapes |= {"time_in.in_layer": (width, 256), "time_in.out_layer": (width, width)}
+    shapes |= {"vector_in.in_layer": (width, 768), "vector_in.out_layer": (width, width)}
+    shapes["final_layer.adaLN_modulation.1"] = (2 * width, width)
+    scales = []
+    for block in (f"double_blocks.{index}" for index in range(layers)):
+        for kind in ("img", "txt"):
+            shapes |= {f"{block}.{kind}_mod.lin": (6 * width, width), f"{block}.{kind}_attn.qkv": (3 * width, width)}
+            shapes |= {f"{block}.{kind}_mlp.0": (4 * width, width), f"{block}.{kind}_mlp.2": (width, 4 * width)}
+            shapes[f"{block}.{kind}_attn.proj"] = (width, width)
+            scales += [f"{block}.{kind}_attn.norm.{each}_norm.scale" for each in ("query", "key")]
+    for block in (f"single_blocks.{index}" for index in range(2)):
+        shapes |= {f"{block}.linear1": (7 * width, width), f"{block}.linear2": (width, 5 * width)}
+        shapes[f"{block}.modulation.lin"] = (3 * width, width)
+        scales += [f"{block}.norm.{each}_norm.scale" for each in ("query", "key")]
+    found = {f"{name}.weight": shape for name, shape in shapes.items()}
+    found |= {f"{name}.bias": shape[:1] for name, shape in shapes.items()}
+    return {**found, **dict.fromkeys(scales, (128,))}
+
+
+class TestOtherFamilies:
+    """Layers and weights are counted by the names of diffusers, whatever the names in the file."""
+
+    def test_layers_of_hunyuan_video(self):
+        shapes = {f"double_blocks.{index}.img_attn_qkv.weight": (9216, 3072) for index in range(20)}
+        shapes |= {f"single_blocks.{index}.linear1.weight": (21504, 3072) for index in range(40)}
+        shapes |= {f"txt_in.individual_token_refiner.blocks.{index}.norm1.weight": (3072,) for index in range(2)}
+        with init_empty_weights():
+            model = HunyuanVideoTransformer3DModel()
+        found = single_file_names(model, shapes)
+        assert "single_transformer_blocks.39.proj_mlp.weight" in found and {*found} <= {*model.state_dict()}
+        check_layer_count(60, found, "the configuration")
+        with pytest.raises(ValueError, match="describes 59 layers, but the weights have 60"):
+            check_layer_count(59, found, "the configuration")
+
+    def test_layers_of_flux(self):
+        with init_empty_weights():
+            model = FluxTransformer2DModel(num_layers=2, num_single_layers=2)
+        found = single_file_names(model, flux_shapes(2))
+        assert {*found} == {*model.state_dict()}
+        check_layer_count(4, found, "the configuration")
+        with pytest.raises(ValueError, match="describes 3 layers, but the weights have 4"):
+            check_layer_count(3, found, "the configuration")
+
+    def test_advice_holds_for_the_model(self, tmp_path):
+        save_file({"double_blocks.0.img_attn_qkv.weight": torch.ones(2, 2)}, tmp_path / "hunyuan.safetensors")
+        (tmp_path / "hunyuan.gguf").write_bytes(b"GGUF")
+        with pytest.raises(ValueError, match="Take the diffusers directory for others"):
+            MHLAHunyuanVideoTransformer3DModel.from_single_file(tmp_path / "hunyuan.gguf")
+        with pytest.raises(ValueError, match="Of other models than Wan only diffusers directories are converted"):
+            convert_pretrained(tmp_path / "hunyuan.safetensors", tmp_path / "out", MHLA, progress=False)
+
+    @pytest.mark.parametrize("name", ["ref_conv.weight", "blocks.0.self_attn.q.alpha"])
+    def test_weights_without_a_place(self, name, tmp_path):
+        softmax = write_original(tmp_path / "wan.safetensors")
+        softmax.save_config(tmp_path / "config")
+        changed(tmp_path / "wan.safetensors", lambda weights: weights.update({name: torch.ones(1)}))
+        with pytest.raises(ValueError, match="weights that WanTransformer3DModel has no place for"):
+            MHLAWanTransformer3DModel.from_single_file(
+                tmp_path / "wan.safetensors", config=str(tmp_path / "config"), mhla=MHLA
+            )

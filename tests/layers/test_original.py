@@ -71,3 +71,66 @@ def test_layers_called_by_themselves(name):
 
 def test_kinds_of_families():
     assert {FAMILIES[name].kind for name in served_names()} == {"causal", "encoder", "vision"}
+
+
+class TestQuantised:
+    """Weights of torchao say that they are floats, and are not read as such."""
+
+    @pytest.fixture
+    def config(self):
+        return pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig()
+
+    def test_models_of_diffusers_load(self, config, tmp_path):
+        from diffusers import TorchAoConfig
+
+        case = WanCase()
+        model = mhla_hf.convert(case.make(case.upstream), dict(case.options))
+        model.save_pretrained(tmp_path)
+        dtype = {"torch_dtype": torch.float32}
+        quantised = type(model).from_pretrained(tmp_path, quantization_config=TorchAoConfig(config), **dtype)
+        batch = {**case.inputs(case.upstream_size), "return_dict": False}
+        expected, output = model(**batch)[0], quantised(**batch)[0]
+        assert 0 < (output - expected).norm() / expected.norm() < 0.05
+        with pytest.raises(ValueError, match="is quantised, sharded or offloaded: calibrate the model before that"):
+            mhla_hf.calibrate(quantised, [batch])
+        quantised.save_pretrained(tmp_path / "again")
+
+    def test_models_of_transformers_load_and_convert(self, config, tmp_path):
+        from transformers import AutoModelForCausalLM, TorchAoConfig
+
+        softmax = softmax_model("llama")
+        softmax.save_pretrained(tmp_path)
+        options = {"quantization_config": TorchAoConfig(config)}
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="mhla", **options)
+        converted = mhla_hf.convert(AutoModelForCausalLM.from_pretrained(tmp_path, **options))
+        assert len(mhla_layers(loaded)) == len(mhla_layers(converted)) > 0
+
+    def test_what_was_replaced_before_it_was_quantised_is_not_restored(self):
+        quantization = pytest.importorskip("torchao.quantization")
+        model, batch = mhla_hf.convert(softmax_model("llama")), inputs("llama")
+        mhla_hf.calibrate(model, [batch])
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+        with pytest.raises(ValueError, match="offloaded, sharded or quantised"):
+            model.set_attn_implementation("sdpa")
+
+
+class Packed(torch.Tensor):
+    """A tensor that says that it is bfloat16, and has no values to look at, as quantised ones."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if "detach" in str(function) or "alias" in str(function):
+            return args[0]
+        raise NotImplementedError(f"Packed: {function}")
+
+
+def test_tensors_that_are_no_plain_ones_are_not_looked_at():
+    model = softmax_model("llama")
+    name = "model.layers.0.mlp.up_proj"
+    packed = torch.Tensor._make_wrapper_subclass(Packed, (8, 8), dtype=torch.bfloat16)
+    model.get_submodule(name).weight = torch.nn.Parameter(packed, requires_grad=False)
+    mhla_hf.convert(model, default_options("llama"))
+    from mhla_hf.layers import original
+
+    assert original.weights_state(model) == "converted"
+    assert original.original_values(model, "restore it") == {}

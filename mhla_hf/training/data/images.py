@@ -38,6 +38,8 @@ CLASSES_FILE = "classes.json"
 # Buckets whose aspect ratios differ by less than this, relatively, crop about as much of an image.
 _SAME_RATIO = 0.05
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+# Tags of TIFF, and a value: Pillow turns greys of white at zero around in 8 bits only.
+_TIFF_BITS, _TIFF_COLOURS, _WHITE_IS_ZERO = 258, 262, 0
 # Pillow goes by the content: without this, a file of any name may reach Ghostscript and other rarely used readers.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
@@ -74,6 +76,22 @@ def to_tensor(frames: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(frames.transpose(3, 0, 1, 2))).float().div_(127.5).sub_(1)
 
 
+def on_background(image: Image.Image, background: str | None = None) -> Image.Image:
+    """Lay an image on a colour, which shows where it is transparent.
+
+    Args:
+        image: With or without transparency.
+        background: A name or hexadecimal value of a colour, as Pillow reads them; white by default.
+
+    Returns:
+        The image in RGB.
+    """
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    below = Image.new("RGBA", image.size, background or "white")
+    return Image.alpha_composite(below, image.convert("RGBA")).convert("RGB")
+
+
 def unreadable(path: Path, kind: str, error: Exception) -> Exception:
     """Choose the exception for a file that cannot be decoded.
 
@@ -91,21 +109,29 @@ def unreadable(path: Path, kind: str, error: Exception) -> Exception:
     return folders.UnusableSampleError(f"{path} cannot be read as {kind}: {shorten_text(lines[-1], 200)}")
 
 
-def captioned_images(folder: Path, sizes: Sequence[Bucket]) -> list[folders.DataSample]:
+def captioned_images(folder: Path, sizes: Sequence[Bucket], background: str | None = None) -> list[folders.DataSample]:
     """List the captioned images of a folder; see `folders.captioned_samples`. Unusable ones raise when read.
 
     Args:
         folder: The folder.
         sizes: Sizes to scale and crop to; each image goes to the nearest.
+        background: See `on_background`.
 
     Raises:
         ValueError: See `folders.captioned_samples`.
     """
-    return folders.captioned_samples(folder, IMAGE_SUFFIXES, "images", partial(_load, sizes=sizes))
+    return folders.captioned_samples(
+        folder, IMAGE_SUFFIXES, "images", partial(_load, sizes=sizes, background=background)
+    )
 
 
 def class_images(
-    folder: Path, sizes: Sequence[Bucket], *, known_labels: Mapping[str, int], num_classes: int
+    folder: Path,
+    sizes: Sequence[Bucket],
+    *,
+    known_labels: Mapping[str, int],
+    num_classes: int,
+    background: str | None = None,
 ) -> list[folders.DataSample]:
     """List the images of a folder with one subfolder per class.
 
@@ -117,6 +143,7 @@ def class_images(
         sizes: See `captioned_images`.
         known_labels: Names of classes that the pipeline knows.
         num_classes: Number of classes of the model.
+        background: See `on_background`.
 
     Raises:
         ValueError: If the folder does not exist, has no subfolders, or one of them has no images; or the classes
@@ -134,12 +161,12 @@ def class_images(
     placed = sorted(
         (place, labels[name], name, path) for name, found in files.items() for place, path in enumerate(found)
     )
-    load = partial(_load, sizes=sizes)
+    load = partial(_load, sizes=sizes, background=background)
     return [folders.DataSample(data.key(path), label, partial(load, path), name) for _, label, name, path in placed]
 
 
 def read_image(path: Path) -> np.ndarray:
-    """Read an image, turned as its EXIF data say, uint8 `[H, W, 3]`.
+    """Read an image as it is shown, uint8 `[H, W, 3]`: turned as its EXIF data say, on white where it is transparent.
 
     Raises:
         UnusableSampleError: If the file cannot be read as an image, or its size is out of bounds.
@@ -196,7 +223,7 @@ def image_grid(images: np.ndarray) -> np.ndarray:
     return grid.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
 
 
-def _read_rgb(path: Path) -> Image.Image:
+def _read_rgb(path: Path, background: str | None = None) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `check_size` refuses such a size.
@@ -204,16 +231,31 @@ def _read_rgb(path: Path) -> Image.Image:
         with opened as image:
             check_size(path, *image.size)
             ImageOps.exif_transpose(image, in_place=True)
-            if image.mode.startswith("I;16"):
-                # Pillow would cut these off at 255.
-                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-            return image.convert("RGB")
+            # Pillow before 11.3 has this mode for PNGs of 16 bits, too.
+            if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+                return _from_16_bits(image, background)
+            if image.mode in ("I", "F"):
+                raise folders.UnusableSampleError(
+                    f"{path} has greys of 32 bits, which have no range to show them in: save it with 8 or 16 bits"
+                )
+            return on_background(image, background)
     except Exception as error:
         raise unreadable(path, "an image", error) from error
 
 
-def _load(path: Path, sizes: Sequence[Bucket]) -> torch.Tensor:
-    image = _read_rgb(path)
+def _from_16_bits(image: Image.Image, background: str | None) -> Image.Image:
+    """Scale greys of 16 bits, which Pillow would cut off at 255."""
+    tags, values = getattr(image, "tag_v2", {}), np.asarray(image)
+    bits = tags.get(_TIFF_BITS, (16,))[0]
+    greys = (values >> (bits - 8)).astype(np.uint8)
+    if tags.get(_TIFF_COLOURS) == _WHITE_IS_ZERO:
+        greys = 255 - greys
+    alpha = np.where(values == image.info.get("transparency", -1), 0, 255).astype(np.uint8)
+    return on_background(Image.merge("LA", [Image.fromarray(greys), Image.fromarray(alpha)]), background)
+
+
+def _load(path: Path, sizes: Sequence[Bucket], background: str | None = None) -> torch.Tensor:
+    image = _read_rgb(path, background)
     size = nearest_bucket(sizes, image.height, image.width)
     assert size is not None  # Every image has the one frame of a bucket of images.
     return to_tensor(fit(image, size.height, size.width)[None])[:, 0]

@@ -48,6 +48,7 @@ NULL_CONDITION = "null_condition.safetensors"
 ENCODERS = TWO_ENCODERS
 _FINISHED: dict[str, Any] = {"samples": list, "buckets": list, "samples_digest": str, "classes": dict}
 _SETTINGS: dict[str, Any] = {"sizes": str, "max_sequence_length": (int, type(None))}
+_RATE: dict[str, Any] = {"fps": (int, float, type(None))}
 # Captions often repeat: all digits have ten between them.
 _REMEMBERED_CONDITIONS = 64
 _MADE_COUNT = 256
@@ -80,7 +81,7 @@ class LatentDataset:
                 f"cache {directory} does not exist or is unfinished: run the cache step first, or pass data"
             )
         names = check_fields(self.manifest, where, required=_FINISHED)["samples"]
-        length = check_fields(self.settings, f"{where}: 'settings'", required=_SETTINGS)["max_sequence_length"]
+        length = check_fields(self.settings, f"{where}: 'settings'", _SETTINGS, _RATE)["max_sequence_length"]
         # It decides how much memory the padding takes.
         if length is not None:
             check_count(f"{where}: max_sequence_length", length, 1, LONGEST_TEXT)
@@ -268,6 +269,11 @@ class CachePlan:
         check_options(config, family.name)
         sizes = family.sizes(directory)
         config, buckets = family.complete(config, sizes)
+        if family.video_size and config.data not in (DIGITS, GENERATED):
+            rate = family.frame_rate(directory) if config.fps is None else config.fps
+            if not rate and family.name == "ltx":
+                raise ValueError("fps must be above 0 for LTX-Video, which is told the frame rate")
+            config = config.replace(fps=rate or None)
         size, folder, num_classes = buckets[0], Path(str(config.data)), sizes.num_classes
         count, root = config.num_samples or _MADE_COUNT, None
         samples: Sequence[DataSample]
@@ -281,12 +287,14 @@ class CachePlan:
         elif config.data == DIGITS:
             samples = digit_images(count, size.height, captions=not num_classes)
         elif family.video_size:
-            samples = captioned_videos(folder, buckets, config.fps)
+            samples = captioned_videos(folder, buckets, config.fps, config.background)
         elif num_classes:
             labels = pipeline_labels((directory.index or {}).get("id2label"))
-            samples = class_images(folder, buckets, known_labels=labels, num_classes=num_classes)
+            samples = class_images(
+                folder, buckets, known_labels=labels, num_classes=num_classes, background=config.background
+            )
         else:
-            samples = captioned_images(folder, buckets)
+            samples = captioned_images(folder, buckets, config.background)
         self.directory, self.config, self.family, self.seed = directory, config, family, seed
         self.num_classes, self.teacher, self.samples = num_classes, root, samples[: config.num_samples]
 

@@ -6,7 +6,9 @@ Reading takes imageio-ffmpeg, writing imageio as well (the extra `video`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -20,17 +22,25 @@ from ...utils.files import atomic_file
 from ...utils.messages import import_extra
 from ..config import Bucket
 from .folders import DataSample, UnusableSampleError, captioned_samples
-from .images import check_size, fit, nearest_bucket, to_tensor, unreadable
+from .images import check_size, fit, nearest_bucket, on_background, to_tensor, unreadable
 
+
+logger = logging.getLogger(__name__)
 
 VIDEO_SUFFIXES = (".mp4", ".gif", ".webm", ".mov", ".mkv", ".avi")
 # ffmpeg goes by the content: without this, a playlist of any name makes it read other files.
 _FFMPEG_INPUT = ["-protocol_whitelist", "file", "-format_whitelist", "mov,matroska,webm,avi,gif"]
 # Without this, ffmpeg fills in frames that it cannot decode from their neighbours.
 _FFMPEG_INPUT += ["-xerror", "-err_detect", "explode"]
+# "AlphaMode" of Matroska, set: ffmpeg leaves out what is transparent.
+_ALPHA_APART, _HEADER_BYTES = b"\x53\xc0\x81\x01", 2**16
+# Enlarges the shorter side of pixels, so that frames are as wide as they are shown.
+_SQUARE = "scale=iw*max(sar\\,1):ih*max(1/sar\\,1)"
 
 
-def captioned_videos(folder: Path, sizes: Sequence[Bucket], fps: float | None = None) -> list[DataSample]:
+def captioned_videos(
+    folder: Path, sizes: Sequence[Bucket], fps: float | None = None, background: str | None = None
+) -> list[DataSample]:
     """List the captioned videos of a folder; see `folders.captioned_samples`. Unusable ones raise when read.
 
     Args:
@@ -38,6 +48,7 @@ def captioned_videos(folder: Path, sizes: Sequence[Bucket], fps: float | None = 
         sizes: Sizes to scale and crop to, and lengths to cut to, of which each video takes the nearest; videos that
             are too short for all of them are left out.
         fps: Frame rate to sample at; None takes the frames as they are.
+        background: See `images.on_background`.
 
     Raises:
         ValueError: See `folders.captioned_samples`.
@@ -46,25 +57,31 @@ def captioned_videos(folder: Path, sizes: Sequence[Bucket], fps: float | None = 
     def load(path: Path) -> torch.Tensor:
         size = sizes[0] if len(sizes) == 1 else _choose_bucket(path, sizes, fps)
         if size is not None:
-            frames = read_frames(path, size.num_frames, fps, (size.height, size.width))
+            frames = read_frames(path, size.num_frames, fps, (size.height, size.width), background)
             if len(frames) == size.num_frames:
                 return to_tensor(frames)
         wanted = " or ".join(str(each.num_frames) for each in sizes)
-        raise UnusableSampleError(f"{path} has fewer frames that can be read than {wanted}")
+        rate = f" at {fps:g} frames per second" if fps else ""
+        raise UnusableSampleError(f"{path} has fewer frames that can be read than {wanted}{rate}")
 
     return captioned_samples(folder, VIDEO_SUFFIXES, "videos", load)
 
 
 def read_frames(
-    path: Path, num_frames: int, fps: float | None = None, size: tuple[int, int] | None = None
+    path: Path,
+    num_frames: int,
+    fps: float | None = None,
+    size: tuple[int, int] | None = None,
+    background: str | None = None,
 ) -> np.ndarray:
-    """Read up to `num_frames` frames, uint8 `[F, H, W, 3]`, one at a time.
+    """Read up to `num_frames` frames as they are shown, uint8 `[F, H, W, 3]`, one at a time.
 
     Args:
         path: The video file.
         num_frames: Frames to read, from the first.
         fps: Frame rate to sample at, by repeating or leaving out frames; None takes every frame.
         size: Height and width to scale and crop each frame to as it is read.
+        background: See `images.on_background`.
 
     Raises:
         UnusableSampleError: If the file cannot be read as a video, or the size of its frames is out of bounds.
@@ -72,24 +89,39 @@ def read_frames(
     """
     frames: list[np.ndarray] = []
     for frame in _frames(path, num_frames, fps):
+        frame = on_background(frame, background)
         frames.append(np.asarray(frame) if size is None else fit(frame, *size))
     return np.stack(frames) if frames else np.zeros((0, 1, 1, 3), np.uint8)
 
 
 def _frames(path: Path, num_frames: int, fps: float | None) -> Iterator[Image.Image]:
-    """Decode the first frames of a file; errors as in `read_frames`."""
-    rate = ["-fps_mode", "passthrough"] if fps is None else ["-vf", f"fps={fps}"]
+    """Decode the first frames of a file, in RGBA and with square pixels; errors as in `read_frames`."""
+    options = ["-vf", _SQUARE, "-fps_mode", "passthrough"] if fps is None else ["-vf", f"fps={fps},{_SQUARE}"]
+    with path.open("rb") as file:
+        if _ALPHA_APART in file.read(_HEADER_BYTES):
+            raise UnusableSampleError(f"{path} is VP8 or VP9 with transparency, which is not read: save it without")
     ffmpeg = import_extra("imageio_ffmpeg", "video files", "video")
-    reader = ffmpeg.read_frames(str(path.absolute()), input_params=_FFMPEG_INPUT, output_params=rate)
+    reader = ffmpeg.read_frames(
+        str(path.absolute()), "rgba", bits_per_pixel=32, input_params=_FFMPEG_INPUT, output_params=options
+    )
     try:
-        size = next(reader)["size"]
+        found = next(reader)
+        size = found["size"]
         check_size(path, *size)
+        if fps and round(found["fps"]) not in (0, round(fps)):
+            _say_rate(round(found["fps"]), fps)
         for data in islice(reader, num_frames):
-            yield Image.frombytes("RGB", size, data)
+            yield Image.frombytes("RGBA", size, data)
     except Exception as error:
         raise unreadable(path, "a video", error) from error
     finally:
         reader.close()
+
+
+@lru_cache(maxsize=64)
+def _say_rate(found: int, fps: float) -> None:
+    """Say once for each rate that videos have another frame rate than is wanted."""
+    logger.warning("data: some videos have %d frames per second; they are sampled at %g (fps).", found, fps)
 
 
 def _choose_bucket(path: Path, buckets: Sequence[Bucket], fps: float | None) -> Bucket | None:

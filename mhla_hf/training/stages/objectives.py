@@ -407,13 +407,14 @@ class SanaObjective(FlowObjective):
 
 @dataclass(frozen=True, kw_only=True)
 class LTXObjective(FlowObjective):
-    """Flow matching of videos, of 25 frames per second as the pipeline's by default.
+    """Flow matching of videos.
 
     Samples have `latents` `[C, F, H, W]`, `prompt_embeds` `[L, D]` and `prompt_attention_mask` `[L]`.
 
     Attributes:
         temporal_factor: Frames per latent.
         spatial_factor: Pixels of height or width per latent.
+        frame_rate: Frames per second of the videos; by default the pipeline's.
     """
 
     model_class = "LTXVideoTransformer3DModel"
@@ -422,6 +423,8 @@ class LTXObjective(FlowObjective):
 
     temporal_factor: int = 8
     spatial_factor: int = 32
+    # Follows from the data, whose fingerprint tells runs apart.
+    frame_rate: float = field(default=25.0, compare=False)
 
     def model_inputs(
         self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
@@ -433,7 +436,11 @@ class LTXObjective(FlowObjective):
             "timestep": timesteps_from_sigmas(levels),
             "encoder_attention_mask": condition["prompt_attention_mask"].bool(),
             **dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True)),
-            "rope_interpolation_scale": (self.temporal_factor / 25, self.spatial_factor, self.spatial_factor),
+            "rope_interpolation_scale": (
+                self.temporal_factor / self.frame_rate,
+                self.spatial_factor,
+                self.spatial_factor,
+            ),
             "return_dict": False,
         }
 

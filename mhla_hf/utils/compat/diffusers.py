@@ -10,8 +10,10 @@ import copy
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
+
+import torch
 
 from . import attribute, imported, unknown_shape, wrap
 
@@ -85,6 +87,24 @@ def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
         around: Called as `around(original, model_state_dict, checkpoint_state_dict)`.
     """
     wrap("diffusers", module, "_should_convert_state_dict_to_diffusers", around)
+
+
+def single_file_names(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
+    """Return the names of diffusers for the weights of a file, as `from_single_file` makes them.
+
+    Args:
+        model: The model that the file was loaded into.
+        shapes: Shapes by the names in the file.
+
+    Raises:
+        RuntimeError: If diffusers has no such conversion any more.
+    """
+    if shapes.keys() == model.state_dict().keys():
+        return shapes.keys()
+    classes = imported("diffusers", "loaders.single_file_model", "SINGLE_FILE_LOADABLE_CLASSES")
+    # Names are made of tensors that are cut and joined; these have no values.
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return classes[type(model).__name__]["checkpoint_mapping_fn"](config=dict(model.config), checkpoint=empty).keys()
 
 
 def rename_wan_weights(names: Iterable[str]) -> dict[str, str]:

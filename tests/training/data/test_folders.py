@@ -2,6 +2,7 @@
 """Damaged, hostile and unusual files in folders of training data: each is left out and named, the others stay."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -143,3 +144,47 @@ class TestVideos:
         (tmp_path / "damaged.mp4").write_bytes(content)
         with pytest.raises(UnusableSampleError, match=r"damaged\.mp4 cannot be read"):
             read_frames(tmp_path / "damaged.mp4", 17)
+
+
+class TestAsShown:
+    """Pixels are read as a viewer shows them."""
+
+    @staticmethod
+    def encode(path, source, *options):
+        ffmpeg = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
+        command = [ffmpeg, "-v", "error", "-f", "lavfi", "-i", source, *options, str(path)]
+        subprocess.run(command, check=True, capture_output=True)
+        return path
+
+    @pytest.mark.parametrize("options", ["a.mov -c:v qtrle", "a.mkv -c:v ffv1 -pix_fmt bgra"])
+    def test_transparent_videos(self, tmp_path, options):
+        name, *options = options.split()
+        hidden = "testsrc=s=32x16:d=0.3:r=10,format=rgba,colorchannelmixer=aa=0"
+        path = self.encode(tmp_path / name, hidden, *options)
+        assert (read_frames(path, 3) == 255).all()
+        (tmp_path / "a.txt").write_text("nothing")
+        (sample,) = captioned_videos(tmp_path, [Bucket(16, 16, 3)], background="#ff0000")
+        assert sample.load().amin((1, 2, 3)).tolist() == [1, -1, -1]
+
+    def test_transparent_gifs(self, tmp_path):
+        frames = [Image.new("RGBA", (8, 8), (0, 0, shade, 0)) for shade in (50, 60)]
+        for frame in frames:
+            frame.paste((0, 0, 200, 255), (0, 0, 4, 8))
+        frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], disposal=2)
+        read = read_frames(tmp_path / "a.gif", 1)[0]
+        assert (read[:, 4:] == 255).all() and read[:, :4].mean((0, 1)).tolist() == [0, 0, 200]
+
+    @pytest.mark.parametrize("codec", ["libvpx -auto-alt-ref 0", "libvpx-vp9"])
+    def test_alpha_that_ffmpeg_leaves_out(self, tmp_path, codec):
+        source = "testsrc=s=32x16:d=0.3:r=10,format=yuva420p"
+        self.encode(tmp_path / "a.webm", source, "-c:v", *codec.split(), "-pix_fmt", "yuva420p")
+        with pytest.raises(UnusableSampleError, match=r"a\.webm is VP8 or VP9 with transparency"):
+            read_frames(tmp_path / "a.webm", 1)
+
+    @pytest.mark.parametrize(
+        ("ratio", "shape"), [("2/1", (48, 128)), ("1/2", (96, 64)), ("16/15", (48, 68)), ("1", (48, 64))]
+    )
+    def test_pixels_that_are_not_square(self, tmp_path, ratio, shape):
+        path = self.encode(tmp_path / "a.mp4", f"testsrc=s=64x48:d=0.3:r=10,setsar={ratio}", "-pix_fmt", "yuv420p")
+        for fps in (None, 20.0):
+            assert read_frames(path, 2, fps).shape == (2, *shape, 3)

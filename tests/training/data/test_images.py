@@ -14,6 +14,7 @@ from PIL import Image
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import LatentDataset, TrainingConfig
 from mhla_hf.training.config import Bucket, CacheConfig
+from mhla_hf.training.data.folders import UnusableSampleError
 from mhla_hf.training.data.images import (
     captioned_images,
     class_images,
@@ -70,6 +71,47 @@ class TestReading:
         image = read_image(tmp_path / "turned.png")
         assert image.shape == (8, 4, 3)
         assert image[:4].min() == 255 and image[4:].max() == 0
+
+    @pytest.mark.parametrize("name", ["a.png", "a.webp", "a.tif", "la.png", "palette.png", "keyed.png", "a.gif"])
+    def test_transparent_parts_show_the_background(self, tmp_path, name):
+        # Half of it is transparent, and something is hidden there.
+        image = Image.new("RGBA", (8, 4), (90, 90, 90, 255))
+        image.paste((10, 10, 10, 0), (4, 0, 8, 4))
+        options = {"lossless": True, "exact": True} if name == "a.webp" else {}
+        if name == "la.png":
+            image = image.convert("LA")
+        elif name == "palette.png":
+            image = image.quantize()
+        elif name == "keyed.png":
+            image, options = image.convert("L"), {"transparency": 10}
+        image.save(tmp_path / name, **options)
+        pixels = read_image(tmp_path / name)
+        assert (pixels[:, :4] == 90).all() and (pixels[:, 4:] == 255).all()
+        (tmp_path / name).with_suffix(".txt").write_text("half")
+        (sample,) = captioned_images(tmp_path, [Bucket(4, 8)], background="black")
+        assert sample.load()[:, :, 4:].max() == -1
+
+    def test_half_transparent_colours_are_mixed(self, tmp_path):
+        Image.new("RGBA", (4, 4), (255, 0, 0, 128)).save(tmp_path / "a.png")
+        assert np.unique(read_image(tmp_path / "a.png").reshape(-1, 3), axis=0).tolist() == [[255, 127, 127]]
+
+    def test_greys_of_16_bits_are_scaled(self, tmp_path):
+        greys = np.array([[0, 256, 32768, 65535]], np.uint16)
+        image = Image.fromarray(greys)
+        image.save(tmp_path / "a.png")
+        image.save(tmp_path / "a.tif")
+        image.save(tmp_path / "inverted.tif", tiffinfo={262: 0})
+        image.save(tmp_path / "keyed.png", transparency=256)
+        assert read_image(tmp_path / "a.png")[0, :, 0].tolist() == [0, 1, 128, 255]
+        assert read_image(tmp_path / "a.tif")[0, :, 0].tolist() == [0, 1, 128, 255]
+        assert read_image(tmp_path / "inverted.tif")[0, :, 0].tolist() == [255, 254, 127, 0]
+        assert read_image(tmp_path / "keyed.png")[0, :, 0].tolist() == [0, 255, 128, 255]
+
+    @pytest.mark.parametrize("dtype", [np.int32, np.float32])
+    def test_greys_without_a_range_are_left_out(self, tmp_path, dtype):
+        Image.fromarray(np.array([[0, 1], [70000, 2]], dtype)).save(tmp_path / "a.tif")
+        with pytest.raises(UnusableSampleError, match=r"a\.tif has greys of 32 bits"):
+            read_image(tmp_path / "a.tif")
 
 
 class TestFolders:

@@ -8,15 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from diffusers import DiffusionPipeline, LTXPipeline
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
 from mhla_hf.models.directory import ModelDirectory
-from mhla_hf.training import CacheConfig, LatentDataset, evaluate, objective_for
+from mhla_hf.training import (
+    CacheConfig,
+    DiffusionTrainer,
+    LatentDataset,
+    TrainingConfig,
+    evaluate,
+    objective_for,
+)
 from mhla_hf.training.config import Bucket
 from mhla_hf.training.data.batches import stable_seed
-from mhla_hf.training.data.latent_cache import CachePlan
+from mhla_hf.training.data.latent_cache import CachePlan, make_cache
+from mhla_hf.training.data.videos import _say_rate, write_video
 from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.parameters import load_model
 
@@ -230,3 +239,78 @@ def test_latents_that_the_original_draws_are_those_of_its_pipeline(name, sources
     pipeline.set_progress_bar_config(disable=True)
     expected = pipeline("a seven", **options, generator=generator, output_type="latent", return_dict=False)[0]
     assert torch.equal(FAMILIES[name].objective.pack(latents[None]), expected)
+
+
+class TestFrameRates:
+    """Videos are sampled at the rate of the model's family."""
+
+    @pytest.fixture
+    def videos(self, tmp_path):
+        """Two clips of a second, of the same motion: the frame at time t is as bright as 200 t."""
+        folder = tmp_path / "videos"
+        folder.mkdir()
+        for rate in (10, 30):
+            levels = (np.arange(rate) * 200 // rate).astype(np.uint8)
+            write_video(folder / f"{rate}.mp4", np.broadcast_to(levels[:, None, None, None], (rate, 64, 64, 3)), rate)
+            (folder / f"{rate}.txt").write_text("brighter")
+        return folder
+
+    def source(self, pipeline, tmp_path, **index):
+        pipeline.save_pretrained(tmp_path / "source")
+        path = tmp_path / "source" / "model_index.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **index}))
+        return ModelDirectory.open(tmp_path / "source")
+
+    @pytest.mark.parametrize(
+        ("make", "index", "rate"),
+        [
+            (tiny.wan_pipeline, {}, 16),
+            (tiny.wan_pipeline, {"expand_timesteps": True}, 24),
+            (tiny.vace_pipeline, {}, 16),
+            (tiny.skyreels_pipeline, {}, 24),
+            (tiny.ltx_pipeline, {}, 25),
+            (lambda: tiny_joint.with_encoders(tiny_joint.hunyuan_video_pipeline()), {}, 24),
+        ],
+        ids=["wan", "wan-5b", "wan-vace", "skyreels", "ltx", "hunyuan-video"],
+    )
+    def test_default_of_each_family(self, make, index, rate, videos, tmp_path, caplog):
+        source = self.source(make(), tmp_path, **index)
+
+        def plan(**options):
+            return CachePlan(source, CacheConfig(data=str(videos), sizes="64,64,9", **options))
+
+        assert plan().settings()["fps"] == rate and plan(fps=12).settings()["fps"] == 12
+        _say_rate.cache_clear()
+        slow, fast = (
+            sample.load()[0, :, 32, 32].add(1).mul(127.5) for sample in [*plan().samples, *plan().samples][:2]
+        )
+        expected = torch.arange(9) * 200 / rate
+        # A frame is shown until the next one.
+        assert (slow - expected).abs().max() < 22 and (fast - expected).abs().max() < 9
+        said = [record.getMessage() for record in caplog.records if "frames per second" in record.getMessage()]
+        assert len(said) == 2 and f"30 frames per second; they are sampled at {rate}" in said[1]
+        if rate == 25:
+            with pytest.raises(ValueError, match="fps must be above 0 for LTX-Video"):
+                plan(fps=0)
+        else:
+            assert plan(fps=0).settings()["fps"] is None
+            raw = plan(fps=0).samples[0].load()[0, :, 32, 32].add(1).mul(127.5)
+            assert (raw - torch.arange(9) * 20).abs().max() < 4
+
+    def test_ltx_is_told_the_rate(self, videos, tmp_path):
+        source = self.source(tiny.ltx_pipeline(), tmp_path)
+        config = TrainingConfig(model=str(source.root), cache=str(tmp_path / "cache"), device="cpu", progress=False)
+        options = CacheConfig(data=str(videos), sizes="32,64,9", fps=12, max_sequence_length=24)
+        make_cache(config, options, Accelerator(cpu=True), source)
+        trainer = DiffusionTrainer(config.replace(output=str(tmp_path / "run"), mhla="none", max_steps=1))
+        noisy, text = torch.zeros(1, 4, 3, 4, 8), {"prompt_embeds": None, "prompt_attention_mask": torch.ones(1, 2)}
+        inputs = trainer.objective.model_inputs({}, noisy, torch.ones(1), text)
+        factor = trainer.objective.temporal_factor
+        assert inputs["rope_interpolation_scale"][0] == factor / 12
+        plain = objective_for(trainer.model, source).model_inputs({}, noisy, torch.ones(1), text)
+        assert plain["rope_interpolation_scale"][0] == factor / 25
+        validated = FAMILIES["ltx"].validation_inputs(
+            DiffusionPipeline.from_pretrained(source.root), source, config.replace(validation_prompts=("a",)),
+            LatentDataset(tmp_path / "cache"),
+        )  # fmt: skip
+        assert validated[0]["frame_rate"] == 12
