@@ -14,11 +14,12 @@ def register_with_peft() -> None:
 
 
 def _inject(original: Any, tuner: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Refuse adapters with `modules_to_save=["mhla"]` on models without MHLA layers.
+    """Refuse adapters with `modules_to_save=["mhla"]` on models without MHLA layers, and MHLA parameters without it.
 
     peft ignores names that it does not find, and weights that have no place: the adapter would run on softmax
     attention, and its MHLA parameters would be lost.
     """
+    carried = any(".mhla." in name and ".lora_" not in name for name in kwargs.get("state_dict") or ())
     given = getattr(tuner.peft_config[adapter_name], "modules_to_save", None)
     wanted = [name for name in given or () if name.rpartition(".")[2] == "mhla"]
     if wanted and not any(name.rpartition(".")[2] == "mhla" for name, _ in model.named_modules()):
@@ -26,5 +27,11 @@ def _inject(original: Any, tuner: Any, model: Any, adapter_name: str, *args: Any
             f"modules_to_save={wanted} needs a base model with MHLA layers, but {type(model).__name__} has none. Load "
             "it with attn_implementation='mhla' (the adapter's own base if it was saved after conversion), or call "
             "mhla_hf.convert(model) with the options that the adapter was trained with."
+        )
+    if carried and not wanted:
+        raise ValueError(
+            "This LoRA holds MHLA parameters, which need modules_to_save=['mhla'] in its metadata. Save it with "
+            "`save_lora_adapter` of the model, or give `save_lora_weights` "
+            "transformer_lora_adapter_metadata=model.peft_config[...].to_dict()."
         )
     return original(tuner, model, adapter_name, *args, **kwargs)
