@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ..utils.compat import extend, wrap
@@ -10,7 +11,13 @@ from ..utils.compat import extend, wrap
 
 def register_with_peft() -> None:
     """Check the base model of every adapter, now or as soon as peft is imported."""
-    extend("peft", "peft.tuners.tuners_utils", lambda peft: wrap("peft", peft.BaseTuner, "inject_adapter", _inject))
+    methods = {"inject_adapter": _inject, "_inject_parameters": _inject_parameters}
+    for name, around in methods.items():
+        extend("peft", "peft.tuners.tuners_utils", partial(_wrap, name, around))
+
+
+def _wrap(name: str, around: Any, module: Any) -> None:
+    wrap("peft", module.BaseTuner, name, around)
 
 
 def _inject(original: Any, tuner: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -35,3 +42,22 @@ def _inject(original: Any, tuner: Any, model: Any, adapter_name: str, *args: Any
             "transformer_lora_adapter_metadata=model.peft_config[...].to_dict()."
         )
     return original(tuner, model, adapter_name, *args, **kwargs)
+
+
+def _inject_parameters(original: Any, tuner: Any, peft_config: Any, model: Any, **kwargs: Any) -> Any:
+    """Leave MHLA out of target parameters that do not name it.
+
+    peft takes the end of a name, and on models with experts turns the target modules `gate` and `all-linear` into the
+    parameter `gate.weight` of the router, which MHLA's output gate is called too.
+    """
+    if any("mhla" in name.split(".") for name in peft_config.target_parameters):
+        return original(tuner, peft_config=peft_config, model=model, **kwargs)
+    names = model.named_modules
+    # peft replaces modules while it goes through them.
+    model.named_modules = lambda *given, **more: (
+        item for item in names(*given, **more) if "mhla" not in item[0].split(".")
+    )
+    try:
+        return original(tuner, peft_config=peft_config, model=model, **kwargs)
+    finally:
+        del model.named_modules

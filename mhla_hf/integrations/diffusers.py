@@ -397,7 +397,7 @@ def _load_lora_weights(
     """
     source, options = pretrained_model_name_or_path_or_dict, {**kwargs, "adapter_name": adapter_name}
     into = "transformer_2" if kwargs.get("load_into_transformer_2") else "transformer"
-    model = getattr(pipeline, into, None)
+    model: Any = getattr(pipeline, into, None)
     if not hasattr(model, "mhla_modules"):
         return original(pipeline, source, hotswap=hotswap, **options)
     taken = ("load_into_transformer_2", "low_cpu_mem_usage", "return_lora_metadata")
