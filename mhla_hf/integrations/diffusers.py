@@ -68,6 +68,7 @@ def register_with_diffusers() -> None:
     for module, owner, name, around in _METHODS:
         extend("diffusers", f"diffusers.{module}", partial(_wrap, owner, name, around))
     others: dict[str, Any] = {
+        "loaders.lora_pipeline": _wrap_lora_loaders,
         "loaders.single_file_model": partial(compat.hook_single_files, around=_should_convert),
         "models.attention_dispatch": lambda module: wrap("diffusers", module, "attention_backend", _attention_backend),
         "utils.hub_utils": partial(compat.hook_uploads, around=_upload),
@@ -78,9 +79,7 @@ def register_with_diffusers() -> None:
 
 
 def _wrap(owner: str, name: str, around: Any, module: ModuleType) -> None:
-    # Not every supported version has every loader of LoRAs.
-    if hasattr(module, owner) or not owner.endswith("LoraLoaderMixin"):
-        wrap("diffusers", getattr(module, owner), name, around)
+    wrap("diffusers", getattr(module, owner), name, around)
 
 
 # Names.
@@ -377,29 +376,45 @@ def _upload(original: Any, pushed: Any, working_dir: Any, *args: Any, **kwargs: 
 # Adapters.
 
 
-def _load_lora_weights(original: Any, pipeline: Any, source: Any, adapter_name: Any = None, **kwargs: Any) -> Any:
+def _wrap_lora_loaders(module: ModuleType) -> None:
+    for owner in list(vars(module).values()):
+        if isinstance(owner, type) and "load_lora_weights" in vars(owner):
+            wrap("diffusers", owner, "load_lora_weights", _load_lora_weights)
+
+
+def _load_lora_weights(
+    original: Any,
+    pipeline: Any,
+    pretrained_model_name_or_path_or_dict: Any,
+    adapter_name: Any = None,
+    hotswap: bool = False,
+    **kwargs: Any,
+) -> Any:
     """`load_lora_weights` of diffusers' pipelines takes files that hold MHLA parameters beside those of a LoRA.
 
     diffusers takes names with "lora" only there, although its models load other modules of an adapter.
     """
+    source, options = pretrained_model_name_or_path_or_dict, {**kwargs, "adapter_name": adapter_name}
     into = "transformer_2" if kwargs.get("load_into_transformer_2") else "transformer"
-    model = getattr(pipeline, into)
+    model: Any = getattr(pipeline, into, None)
     if not hasattr(model, "mhla_modules"):
-        return original(pipeline, source, adapter_name=adapter_name, **kwargs)
-    taken = ("load_into_transformer_2", "low_cpu_mem_usage", "hotswap", "return_lora_metadata")
+        return original(pipeline, source, hotswap=hotswap, **options)
+    taken = ("load_into_transformer_2", "low_cpu_mem_usage", "return_lora_metadata")
     where = {key: value for key, value in kwargs.items() if key not in taken}
-    weights, metadata = pipeline.lora_state_dict(source, return_lora_metadata=True, **where)
+    # Conversions of names empty the dict that they are given.
+    weights, metadata = pipeline.lora_state_dict(
+        dict(source) if isinstance(source, Mapping) else source, return_lora_metadata=True, **where
+    )
     prefix = f"{pipeline.transformer_name}."
-    carried = {key.removeprefix(prefix): value for key, value in weights.items() if ".mhla." in key}
+    carried = {
+        key.removeprefix(prefix): value for key, value in weights.items() if ".mhla." in key and ".lora_" not in key
+    }
     if not carried:
-        return original(pipeline, source, adapter_name=adapter_name, **kwargs)
-    modules = (metadata or {}).get(f"{prefix}modules_to_save")
-    if kwargs.get("hotswap") or "mhla" not in (modules or ()):
-        raise ValueError(
-            "This LoRA holds MHLA parameters, which need modules_to_save=['mhla'] in its metadata, and "
-            "cannot be hot-swapped. Save it with `save_lora_adapter` of the model, or give `save_lora_weights` "
-            "transformer_lora_adapter_metadata=model.peft_config[...].to_dict()."
-        )
+        return original(pipeline, source, hotswap=hotswap, **options)
+    others = [key for key in weights if not key.startswith(prefix)]
+    if hotswap or others:
+        why = f"come with weights for other models here ({min(others)})" if others else "cannot be hot-swapped"
+        raise ValueError(f"This LoRA holds MHLA parameters, which {why}: load a file with the {into}'s weights alone.")
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     wrong = [
         key
@@ -411,8 +426,9 @@ def _load_lora_weights(original: Any, pipeline: Any, source: Any, adapter_name: 
             f"The MHLA parameters of this LoRA are not those of the {into}: {len(wrong)} of them, such as "
             f"{min(wrong)}. Load it onto a model with the layers and options that it was trained with."
         )
-    pipeline.load_lora_into_transformer(
-        weights, transformer=model, adapter_name=adapter_name, metadata=metadata, _pipeline=pipeline
+    # Past the pipeline's own method, which some families give more arguments.
+    model.load_lora_adapter(
+        weights, prefix=pipeline.transformer_name, adapter_name=adapter_name, metadata=metadata, _pipeline=pipeline
     )
 
 
@@ -424,10 +440,6 @@ _METHODS: tuple[tuple[str, str, str, Any], ...] = (
     ("models.auto_model", "AutoModel", "from_config", _load_auto),
     ("loaders.single_file_model", "FromOriginalModelMixin", "from_single_file", _load_model),
     ("loaders.single_file", "FromSingleFileMixin", "from_single_file", _refuse_request),
-    *(
-        ("loaders.lora_pipeline", f"{family}LoraLoaderMixin", "load_lora_weights", _load_lora_weights)
-        for family in ("Wan", "LTXVideo", "LTX2", "SkyReelsV2", "HunyuanVideo", "QwenImage", "Sana")
-    ),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pretrained", _load_pipeline),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pipe", _from_pipe),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "save_pretrained", _save_pipeline),

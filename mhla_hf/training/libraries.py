@@ -29,7 +29,7 @@ from .data.latent_cache import ENCODERS, LatentDataset
 from .evaluation import Validator
 from .families import objective_for, open_pipeline
 from .matching.layers import Batch
-from .parameters import MHLA_FILE, mhla_state_dict, save_adapter
+from .parameters import adapter_of, save_adapter
 from .stages.objectives import DiffusionStage, LTXObjective, Tensors
 from .stages.transformers import TransformersObjective, TransformersStage, model_batch
 from .trainer import Trainer
@@ -135,7 +135,7 @@ class DiffusionTrainer(Trainer):
         return Validator(source, self.config, dataset, self.accelerator.device)
 
     def _save_adapter(self, destination: Path, model: nn.Module) -> None:
-        save_adapter(destination, model, self.config.component)
+        save_adapter(destination, model)
 
 
 class TransformersTrainer(Trainer):
@@ -192,7 +192,11 @@ class TransformersTrainer(Trainer):
         return self.dataset.batch_indices(order.stage, number, order.batch_size, order.rank, order.world_size)
 
     def _save_adapter(self, destination: Path, model: Any) -> None:
+        tensors, config = adapter_of(model)
+        config.base_model_name_or_path = getattr(self.source, "location", model.name_or_path)
+        config.auto_mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+        config.inference_mode = True
         with atomic_directory(destination) as temporary:
-            # With adapters transformers writes these alone.
-            model.save_pretrained(temporary)
-            save_file(mhla_state_dict(model), temporary / MHLA_FILE, metadata={"format": "pt"})
+            config.save_pretrained(temporary)
+            adapter = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+            save_file(adapter, temporary / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -32,7 +33,6 @@ ADAPTER_NAME = "default"
 _MHLA = re.compile(r"(^|\.)mhla\.")
 _LORA = re.compile(r"\.lora_[AB]\.")
 LORA_FILE = "pytorch_lora_weights.safetensors"
-MHLA_FILE = "mhla.safetensors"
 _TABLES = ("scale_shift_table", "embedding_table.weight")
 
 
@@ -237,13 +237,22 @@ def lora_targets(model: nn.Module) -> list[str]:
     return list(found)
 
 
-def mhla_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The MHLA parameters of a model, on the CPU."""
-    return {
-        name: parameter.detach().cpu().contiguous()
-        for name, parameter in model.named_parameters()
-        if is_mhla_parameter(name)
-    }
+def adapter_of(model: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Returns the weights of an adapter and its configuration: of LoRA, and of MHLA where the model has it.
+
+    Args:
+        model: The model, before its LoRA is merged.
+
+    Returns:
+        Weights by peft's names, on the CPU, and a `LoraConfig` with MHLA among its `modules_to_save`.
+    """
+    from peft.utils import get_peft_model_state_dict
+
+    config = copy.copy(model.peft_config[ADAPTER_NAME])
+    ours = {name: tensor for name, tensor in model.state_dict().items() if is_mhla_parameter(name)}
+    config.modules_to_save = ["mhla"] if ours else None
+    tensors = {**get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME), **ours}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, config
 
 
 def merge_lora(model: nn.Module) -> None:
@@ -263,32 +272,26 @@ def merge_lora(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), own, layer.get_base_layer())
 
 
-def save_adapter(destination: Path, model: nn.Module, component: str) -> None:
-    """Save the LoRA matrices and their scale as diffusers reads them, and the MHLA parameters beside them.
+def save_adapter(destination: Path, model: nn.Module) -> None:
+    """Save the LoRA matrices with their scale and the MHLA parameters as diffusers reads them.
 
     They load by `pipeline.load_lora_weights`, or by `load_lora_adapter` of the transformer where the pipeline has no
-    such method, as DiT's.
+    such method, as DiT's. A pipeline's loader reads one prefix, whichever of its transformers it loads into.
 
     Args:
         destination: Directory to make.
         model: The transformer, before its LoRA is merged.
-        component: Name of the transformer in the pipeline.
     """
-    from peft.utils import get_peft_model_state_dict
-
-    tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME)
-    adapter = {f"{component}.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    tensors, config = adapter_of(model)
     # Without them diffusers takes the rank for alpha.
     options = {
-        f"{component}.{name}": sorted(value) if isinstance(value, set) else value
-        for name, value in cast(Any, model).peft_config[ADAPTER_NAME].to_dict().items()
+        f"transformer.{name}": sorted(value) if isinstance(value, set) else value
+        for name, value in config.to_dict().items()
     }
     metadata = {"format": "pt", lora_metadata_key(): json.dumps(options, indent=2, sort_keys=True)}
-    ours = mhla_state_dict(model)
     with atomic_directory(destination) as temporary:
+        adapter = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
         save_file(adapter, temporary / LORA_FILE, metadata=metadata)
-        if ours:
-            save_file(ours, temporary / MHLA_FILE, metadata={"format": "pt"})
 
 
 def check_conversion(directory: ModelDirectory, mhla: dict | str | None) -> None:

@@ -9,7 +9,6 @@ import shutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 
 from mhla_hf import MHLAWanTransformer3DModel, convert
 from mhla_hf.models.directory import ModelDirectory
@@ -306,6 +305,27 @@ class TestFiles:
         assert kept == (source / "transformer" / weights).read_bytes()
         assert trained != (source / "transformer_2" / weights).read_bytes()
 
+    def test_the_adapter_of_the_second_expert_loads_into_it(self, cache_directory, tmp_path):
+        """By the usual call, whole, and with a scale that is not the default one."""
+        from diffusers import DiffusionPipeline
+
+        pipeline = tiny.wan_pipeline(num_layers=1, second_transformer=True)
+        convert(pipeline, {"transformer_2": MHLA}).save_pretrained(tmp_path / "source")
+        config = options(
+            model=tmp_path / "source", cache=str(cache_directory), output=tmp_path / "run", component="transformer_2",
+            train="lora", lora_rank=2, lora_alpha=8.0, max_steps=3, learning_rate=1e-2, checkpointing_steps=0,
+        )  # fmt: skip
+        expected = DiffusionTrainer(config).run().model
+        fresh = DiffusionPipeline.from_pretrained(tmp_path / "source")
+        inputs = tiny.wan_inputs()
+        with torch.no_grad():
+            before = [expert(**inputs).sample for expert in (fresh.transformer, fresh.transformer_2)]
+            fresh.load_lora_weights(tmp_path / "run" / "lora", load_into_transformer_2=True)
+            assert torch.equal(fresh.transformer(**inputs).sample, before[0])
+            trained = expected(**inputs).sample
+            assert not torch.allclose(before[1], trained, atol=1e-2)
+            assert torch.allclose(fresh.transformer_2(**inputs).sample, trained, atol=1e-4)
+
     def test_a_run_from_files_writes_a_pipeline(self, softmax_dir, cache_directory, tmp_path):
         config = options(
             model=softmax_dir,
@@ -338,10 +358,10 @@ class TestFiles:
             "finetune"
         ] * 2
 
-        # The adapter and the MHLA parameters, on a fresh conversion, make the same model.
+        # The adapter, which holds the MHLA parameters, makes the same model of a fresh conversion.
+        assert [path.name for path in (tmp_path / "lora").iterdir()] == ["pytorch_lora_weights.safetensors"]
         fresh = DiffusionPipeline.from_pretrained(softmax_dir)
         convert(fresh, MHLA)
-        fresh.transformer.load_state_dict(load_file(tmp_path / "lora" / "mhla.safetensors"), strict=False)
         fresh.load_lora_weights(tmp_path / "lora")
         inputs = tiny.wan_inputs()
         with torch.no_grad():

@@ -5,13 +5,21 @@ import copy
 
 import pytest
 import torch
-from diffusers import AutoModel, DiffusionPipeline, LTX2Pipeline, LTXPipeline, SanaPipeline, WanPipeline
+from diffusers import (
+    AutoModel,
+    ChromaPipeline,
+    DiffusionPipeline,
+    LTX2Pipeline,
+    LTXPipeline,
+    SanaPipeline,
+    WanPipeline,
+)
 from diffusers.training_utils import _collate_lora_metadata
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from mhla_hf import MHLAWanTransformer3DModel, convert, load_pipeline
-from tests import tiny, tiny_images
+from tests import tiny, tiny_images, tiny_joint
 from tests.models.adapter_checks import TARGETS
 from tests.models.cases import LTX2Case, LTXCase, SanaCase, WanCase
 from tests.models.model_case import OPTION_SETS, assert_fresh, assert_same_parameters, perturb_mhla, relative_error
@@ -181,3 +189,73 @@ class TestLora:
         assert relative_error(case.run(other.transformer), case.run(self.pipeline(name).transformer)) > 1e-3
         other.unload_lora_weights()
         torch.testing.assert_close(case.run(other.transformer), case.run(self.pipeline(name).transformer))
+
+
+MADE = {
+    "vace": tiny.vace_pipeline,
+    "skyreels": tiny.skyreels_pipeline,
+    "sana-video": tiny_images.sana_video_pipeline,
+    "hunyuan": tiny_joint.hunyuan_video_pipeline,
+    "hunyuan-1.5": tiny_joint.hunyuan_video_15_pipeline,
+    "qwen": tiny_joint.qwen_image_pipeline,
+    "flux": tiny_joint.flux_pipeline,
+    "chroma": lambda: tiny_joint.chroma_pipeline(ChromaPipeline),
+    **{name: make for name, (make, _, _) in PIPELINES.items()},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if hasattr(MADE[name](), "load_lora_weights")])
+def test_loras_in_memory_and_of_every_loader_stay_whole(name, tmp_path):
+    """Those of the softmax model from a dict, which stays as it is, and those that carry MHLA's parameters."""
+    pipeline = MADE[name]()
+    pipeline.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    weights = {f"transformer.{key}": value for key, value in get_peft_model_state_dict(pipeline.transformer).items()}
+    other = convert(MADE[name]())
+    given = dict(weights)
+    other.load_lora_weights(pretrained_model_name_or_path_or_dict=given)
+    assert given.keys() == weights.keys()
+    loaded = get_peft_model_state_dict(other.transformer, adapter_name="default_0")
+    assert {f"transformer.{key}" for key in loaded} == weights.keys()
+    assert all(torch.equal(loaded[key.removeprefix("transformer.")], value) for key, value in weights.items())
+
+    trained = convert(MADE[name]())
+    trained.transformer.add_adapter(LoraConfig(r=2, lora_alpha=8, target_modules=["to_q"], modules_to_save=["mhla"]))
+    perturb_mhla(trained.transformer)
+    weights = get_peft_model_state_dict(trained.transformer)
+    metadata = _collate_lora_metadata({"transformer": trained.transformer})
+    type(trained).save_lora_weights(tmp_path / "whole", transformer_lora_layers=weights, **metadata)
+    type(trained).save_lora_weights(tmp_path / "bare", transformer_lora_layers=weights)
+    fresh = convert(MADE[name]())
+    file = load_file(tmp_path / "bare" / "pytorch_lora_weights.safetensors")
+    for source in (tmp_path / "bare", file):
+        with pytest.raises(ValueError, match="holds MHLA parameters, which need modules_to_save"):
+            fresh.load_lora_weights(source)
+    own = {key.removeprefix("transformer."): value for key, value in file.items()}
+    with pytest.raises(ValueError, match="holds MHLA parameters, which need modules_to_save"):
+        fresh.transformer.load_lora_adapter(own, prefix=None)
+    fresh = convert(MADE[name]())
+    fresh.load_lora_weights(tmp_path / "whole", adapter_name="default")
+    loaded = get_peft_model_state_dict(fresh.transformer)
+    assert loaded.keys() == weights.keys() and any(".mhla." in key for key in weights)
+    assert all(torch.equal(loaded[key], value) for key, value in weights.items())
+    assert {layer.scaling["default"] for layer in fresh.transformer.modules() if hasattr(layer, "scaling")} == {4.0}
+
+
+def test_authors_names_in_memory_load_as_on_softmax():
+    names = "double_blocks.0.img_attn_qkv.lora_{}.weight"
+    weights = {names.format("A"): torch.ones(2, 24), names.format("B"): torch.ones(72, 2)}
+    pipeline = convert(tiny_joint.hunyuan_video_pipeline())
+    given = dict(weights)
+    pipeline.load_lora_weights(given)
+    assert given.keys() == weights.keys()
+    assert sum("lora_A" in key for key, _ in pipeline.transformer.named_parameters()) == 3
+
+
+def test_weights_beside_mhla_parameters_are_not_dropped():
+    pipeline = convert(tiny_joint.flux_pipeline())
+    pipeline.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["mhla"]))
+    own = get_peft_model_state_dict(pipeline.transformer)
+    weights = {f"transformer.{key}": value for key, value in own.items()}
+    weights["text_encoder.layers.0.q_proj.lora_A.weight"] = torch.ones(2, 4)
+    with pytest.raises(ValueError, match="come with weights for other models"):
+        convert(tiny_joint.flux_pipeline()).load_lora_weights(weights)

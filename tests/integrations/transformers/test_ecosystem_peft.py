@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 import transformers
@@ -172,6 +174,47 @@ def test_all_linear_leaves_the_gate_to_modules_to_save(softmax_directory):
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and ".mhla." in name]
     assert any(name.endswith("modules_to_save.default.gate.weight") for name in names)
     assert not any("lora_" in name for name in names)
+
+
+EXPERTS = {
+    "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97,
+    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 0, "moe_layer_start_index": 0, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not find_spec("peft.utils.transformers_weight_conversion"), reason="an older peft maps no routers")
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["gate", "q_proj"]},
+        {"target_modules": ["q_proj"], "target_parameters": ["gate.weight"]},
+    ],
+    ids=["all-linear", "gate", "target_parameters"],
+)
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Olmoe", "Glm4Moe"])
+def test_loras_of_routers_leave_the_output_gate_alone(tmp_path, name, targets):
+    def base():
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**EXPERTS)).eval()
+        return convert_transformers_model(model, {**SMALL_BLOCKS, "output_gate": True})
+
+    model = get_peft_model(base(), lora(init_lora_weights=False, **targets))
+    adapted = {key for key, _ in model.named_parameters() if "lora_" in key}
+    assert any("mlp.gate." in key for key in adapted) and not any(".mhla." in key for key in adapted)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "modules_to_save" in key:
+                parameter.add_(0.05)
+    expected = logits(model)
+    assert not torch.allclose(expected, logits(base()), atol=1e-2)
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(PeftModel.from_pretrained(base(), tmp_path / "adapter")), expected)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from diffusers import DiffusionPipeline, LTXPipeline
 from typer.testing import CliRunner
 
+from mhla_hf import convert
 from mhla_hf.cli.main import app
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import (
@@ -30,6 +31,7 @@ from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.parameters import load_model
 
 from ... import tiny, tiny_joint
+from ...models.model_case import relative_error
 from .test_objectives import first_call
 
 
@@ -219,9 +221,20 @@ def test_a_trained_pipeline_is_whole_and_better(name, sources, tmp_path):
 
 
 @every_family
-def test_lora_trains(name, sources, tmp_path):
-    pipeline = train(name, sources, tmp_path, "--train", "lora", "--lora-rank", 2, "--max-steps", 2)
-    assert pipeline.transformer.mhla_layers and (tmp_path / "lora" / "mhla.safetensors").is_file()
+def test_lora_trains_and_loads_whole(name, sources, tmp_path):
+    pipeline = train(
+        name, sources, tmp_path, "--train", "lora", "--lora-rank", 2, "--lora-alpha", 8, "--max-steps", 2,
+        "--learning-rate", 1e-2,
+    )  # fmt: skip
+    kept = first_call(pipeline, prompt="a seven", **CASES[name].arguments, num_inference_steps=1)
+    expected, arguments = kept.pop("output"), kept.pop("args")
+    fresh = DiffusionPipeline.from_pretrained(sources(name) / "source")
+    convert(fresh.transformer, {"blocks": CASES[name].blocks, "output_gate": True})
+    with torch.no_grad():
+        before = fresh.transformer(*arguments, **kept)[0]
+        fresh.load_lora_weights(tmp_path / "lora")
+        assert relative_error(before, expected) > 1e-3
+        assert relative_error(fresh.transformer(*arguments, **kept)[0], expected) < 1e-4
 
 
 @every_family

@@ -25,7 +25,7 @@ from mhla_hf.training.stages.transformers import (
     language_losses,
     model_batch,
 )
-from tests.integrations.transformers.mhla_models import default_options
+from tests.integrations.transformers.mhla_models import default_options, first_output
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
 from tests.recovery.sources import model_directory
 from tests.training.cases import Interrupted, crash_at
@@ -227,3 +227,27 @@ class TestFiles:
             TransformersTrainer(options(model=tmp_path / "gone"), source)
         with pytest.raises(ValueError, match="has no softmax model for model of"):
             ModelDirectory.open(tmp_path / "elsewhere").original(tmp_path / "elsewhere", "teacher")
+
+    @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+    @pytest.mark.parametrize("start", ["softmax", "converted"])
+    def test_a_trained_adapter_loads_whole(self, name, start, tmp_path):
+        """By peft's call for its base, with a scale that is not the default one."""
+        from peft import AutoPeftModel, AutoPeftModelForCausalLM
+
+        softmax, mhla = model_directory(name, tmp_path / "softmax"), default_options(name)
+        convert_pretrained(softmax, tmp_path / "converted", mhla, progress=False)
+        asked = {"mhla": mhla} if start == "softmax" else {}
+        config = options(
+            model=tmp_path / start, output=tmp_path / "run", train="lora", lora_rank=2, lora_alpha=8.0,
+            distill_steps=3, max_steps=0, learning_rate=1e-2, teacher=softmax if asked else None, **asked,
+        )  # fmt: skip
+        expected = TransformersTrainer(config, Source(name)).run().model
+        auto = AutoPeftModelForCausalLM if name == "llama" else AutoPeftModel
+        base = {"attn_implementation": "mhla", **asked} if asked else {}
+        adapted = auto.from_pretrained(tmp_path / "run" / "lora", **base).eval()
+        batch = inputs(name)
+        with torch.no_grad():
+            again, trained = (first_output(model, **batch) for model in (adapted, expected.eval()))
+            plain = first_output(type(expected).from_pretrained(tmp_path / "converted").eval(), **batch)
+        torch.testing.assert_close(again, trained, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(plain, trained, atol=1e-2)
