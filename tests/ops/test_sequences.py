@@ -133,6 +133,9 @@ def test_weights_past_the_end_go_by_distance():
 
 
 def test_wrong_shapes_are_named():
+    for shape in ((3, 2), (2, 3), (4, 3, 2), (3,)):
+        with pytest.raises(ValueError, match=r"mixing must be \[blocks, blocks\]"):
+            extend_mixing(torch.ones(shape), 5, causal=True)
     valid = torch.ones(2, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match="valid must be a bool tensor"):
         SequenceLayout(valid.long(), 4)
