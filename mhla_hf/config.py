@@ -27,6 +27,8 @@ MAX_WINDOW_TOKENS = 2**14
 """Tokens of one block of a window: each of them attends to all of them."""
 # Weights of the depthwise convolution for each channel.
 MAX_LEPE_WEIGHTS = 2**15
+# About the smallest number that has a reciprocal in float32.
+SMALLEST_EPS = 1e-38
 # About 200 tokens in the window of a query, which is what a window of a large model needs to matter. Own blocks reach
 # over the 21 latent frames of Wan, since those that do were the better ones.
 _DEFAULT_SIZES = {
@@ -209,6 +211,11 @@ class MHLAConfig(Options):
         if self.is_sequence:
             self._check_sequence(axes)
         self._check_mixing()
+        if self._may_divide_by_zero():
+            raise ValueError(
+                f"eps={self.eps} must be at least {SMALLEST_EPS} with feature_map={self.feature_map!r}, whose "
+                "features may all be zero: 0 / 0 is no number."
+            )
         self._check_lepe_kernel(axes or 1)
         check_window(self.window, self.window_size, 1 if self.is_sequence else axes)
         if self.mixing_range is not None and self.mixing_init == "uniform":
@@ -264,6 +271,11 @@ class MHLAConfig(Options):
             raise ValueError(f"mixing_storage={self.mixing_storage!r} needs causal=True.")
         if self.mixing_tail_half_life is not None and self.mixing_tail != "decay":
             raise ValueError(f"mixing_tail_half_life={self.mixing_tail_half_life} needs mixing_tail='decay'.")
+
+    def _may_divide_by_zero(self) -> bool:
+        """Whether a token whose features are all zero is divided by zero, or by what float32 has no reciprocal of."""
+        has_zeros = self.feature_map in ("relu", "identity") and self.normalizer != "none"
+        return has_zeros and self.eps + self.feature_map_eps**2 < SMALLEST_EPS
 
     def _check_lepe_kernel(self, axes: int) -> None:
         kernel = self.lepe_kernel or 1

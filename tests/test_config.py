@@ -124,3 +124,13 @@ def test_blocks_are_derived_and_pinned():
     assert resolve_blocks(MHLAConfig(block_size=(2, 2)), (9, 9)).grid == (9, 9)
     with pytest.raises(ValueError, match="each axis"):
         resolve_blocks(MHLAConfig(blocks=(3,)), (4, 4))
+
+
+@pytest.mark.parametrize("eps", [0, 0.0, 1e-45, 1e-39])
+@pytest.mark.parametrize("feature_map", ["relu", "identity"])
+def test_what_would_divide_zero_by_zero_is_refused(feature_map, eps):
+    with pytest.raises(ValueError, match=f"must be at least 1e-38 with feature_map='{feature_map}'"):
+        MHLAConfig(feature_map=feature_map, eps=eps)
+    for other in ({"feature_map": "elu"}, {"normalizer": "none"}, {"feature_map_eps": 1e-6}):
+        assert MHLAConfig(**{"feature_map": feature_map, "eps": eps, **other}).eps == eps
+    assert MHLAConfig(feature_map=feature_map, eps=1e-38).eps == 1e-38

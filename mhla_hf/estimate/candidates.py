@@ -25,7 +25,7 @@ from ..presets import PRESETS, from_preset, is_preset
 from ..utils import locations
 from ..utils.compat.transformers import set_attention
 from ..utils.files import path_inside, read_json
-from ..utils.messages import check_count, shorten_list
+from ..utils.messages import check_count, shorten_list, shorten_text
 
 
 _CONFIGURATIONS = ["model_index.json", "config.json", "*/config.json"]
@@ -94,9 +94,21 @@ class Candidate(ABC):
 
 
 def on_meta(candidate: Candidate, mhla: Mapping[str, Any] | None = None, dtype: Any = torch.bfloat16) -> Any:
-    """Build a model without memory for its weights; see [`Candidate.build`]."""
-    with torch.device("meta"):
-        model = candidate.build(mhla)
+    """Build a model without memory for its weights; see [`Candidate.build`].
+
+    Raises:
+        ValueError: As there, and for whatever libraries raise for wrong values in a configuration.
+    """
+    try:
+        with torch.device("meta"):
+            model = candidate.build(mhla)
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{candidate.name}: no {candidate.class_name} can be built of its configuration "
+            f"({shorten_text(f'{type(error).__name__}: {error}', 300)}): correct its values."
+        ) from error
     if dtype is not None:
         cast_model(model, dtype)
     return model

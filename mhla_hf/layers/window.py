@@ -321,7 +321,7 @@ def sequence_window_attention(
         mask = mask & cached(_up_to_itself, mask.shape[-1], offsets, device)
     # All see the landmark, blocks without tokens as well, so that nothing divides by zero.
     mask = F.pad(mask.flatten(-2), (0, 1), value=True)
-    if sequence.causal:
+    if sequence.causal or sequence.documents is not None:
         # What is masked still spoils a softmax that is not finite. The tokens that see it are spoilt by MHLA.
         bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
         key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, value))

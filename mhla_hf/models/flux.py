@@ -7,6 +7,7 @@ which blocks hand to their attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from diffusers.models.transformers.transformer_chroma import ChromaTransformer2D
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxPosEmbed, FluxTransformer2DModel
 
 from ..layers import PairwiseRotary
+from ..layouts.blocks import positive_axes
 from ..utils.compat.diffusers import checkpointed, with_checkpoint_function
 from .attention import compact
 from .joint import JointImageMixin, MHLAJointAttention
@@ -141,31 +143,33 @@ class MHLAChromaTransformer2DModel(JointImageMixin, ChromaTransformer2DModel):
 def _with_grid(joint_attention_kwargs: dict[str, Any] | None, img_ids: torch.Tensor | None) -> dict[str, Any]:
     """Arguments of attention with `grid`, which is read from `img_ids` unless it was given."""
     given = joint_attention_kwargs or {}
-    if "grid" in given:
-        return given
     assert img_ids is not None
-    return {**given, "grid": grid_of(img_ids)}
+    if "grid" not in given:
+        return {**given, "grid": grid_of(img_ids)}
+    grid, count = positive_axes("grid", given["grid"], 2), img_ids.shape[-2]
+    if math.prod(grid) != count:
+        raise ValueError(f"grid={grid} has {math.prod(grid)} tokens, but img_ids has {count}: give rows and columns.")
+    return {**given, "grid": grid}
 
 
 def grid_of(ids: torch.Tensor) -> tuple[int, int]:
     """Return the rows and columns of the image whose tokens have these positions.
 
     Args:
-        ids: Number of the image, row and column of each token, `[T, 3]` or `[B, T, 3]`.
+        ids: Number of the image, row and column of each token, `[T, 3]` or `[B, T, 3]`, as their dtype rounds them.
 
     Raises:
         ValueError: If they are not those of one image, row by row, as with reference images.
     """
-    image, row, column = (ids[0] if ids.ndim == 3 else ids).float().unbind(-1)
-    place = row * (column[-1] + 1) + column
-    order = torch.arange(len(place), device=place.device)
-    # One transfer for all.
-    height, width, misplaced, other = (
-        int(number)
-        for number in torch.stack([row[-1], column[-1], (place - order).abs().max(), image.abs().max()]).tolist()
-    )
-    if misplaced or other or (height + 1) * (width + 1) != len(place):
+    image, row, column = (ids[0] if ids.ndim == 3 else ids).unbind(-1)
+    order = torch.arange(len(row), device=row.device)
+    # Half precision rounds positions above 256, so only those of the first row are told apart for sure.
+    width = (row == 0).sum().clamp(min=1)
+    misplaced = (row != (order // width).to(row)) | (column != (order % width).to(column)) | (image != 0)
+    # One transfer for both.
+    columns, wrong = torch.stack([width, misplaced.sum()]).tolist()
+    if wrong or len(row) % columns:
         raise ValueError(
             "MHLA layers of Flux and Chroma take the tokens of one image, row by row: no reference images beside it."
         )
-    return height + 1, width + 1
+    return len(row) // columns, columns

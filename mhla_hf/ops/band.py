@@ -260,7 +260,12 @@ def extend_mixing(mixing: Tensor, num_blocks: int, *, causal: bool, mixing_decay
 
     Returns:
         `[num_blocks, num_blocks]` or `[H, num_blocks, num_blocks]`.
+
+    Raises:
+        ValueError: If the weights are not square.
     """
+    if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2]:
+        raise ValueError(f"mixing must be [blocks, blocks] or [heads, blocks, blocks], got {tuple(mixing.shape)}.")
     weights = StoredMixing.of(mixing, mixing_decay).matrix(num_blocks)
     weights = weights.squeeze(0) if mixing.dim() == 2 and len(weights) == 1 else weights
     return weights.tril() if causal else weights

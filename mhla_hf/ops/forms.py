@@ -10,6 +10,8 @@ Shape letters: B batch, T tokens, H feature heads, K query/key width, V value wi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..layouts.blocks import BlockLayout, is_open
@@ -123,8 +125,15 @@ def attend_on(
         causal: Whether to look back only.
 
     Returns:
-        `[B, T, H, V]` in the dtype of the values; zero for padding.
+        `[B, T, H, V]` in the dtype of the values; zero for padding. A NaN or Inf in a key or value of packed documents
+        makes the outputs of its head and document NaN, those after it alone where causal.
     """
+    bad = None
+    if not causal and first_blocks(layout) is not None:
+        # Weights of zero between documents do not stop a NaN.
+        key, normalizer_key, value, bad = finite_tokens(operands)
+        normalizer_key = key if operands.pair[1] is None else normalizer_key
+        operands = replace(operands, key=key, normalizer_key=normalizer_key, value=value)
     if backend == "triton" and causal and operands.entry.kernel is None:
         log_fallback(f"the causal kernels do not have normalizer={operands.normalizer!r}")
     elif backend == "triton":
@@ -135,10 +144,10 @@ def attend_on(
         if isinstance(mixing, StoredMixing):
             return triton_causal_mhla_attention(operands, mixing, layout)
         mixing = mixing if isinstance(mixing, torch.Tensor) else mixing.matrix()
-        return triton_block_mhla_attention(operands, mixing, layout)
+        return spoil_tokens(triton_block_mhla_attention(operands, mixing, layout), bad, layout, causal=False)
     if isinstance(mixing, StoredMixing):
         return attend_by_chunk(operands, mixing, layout)
-    return attend_by_block(operands, mixing, layout)
+    return spoil_tokens(attend_by_block(operands, mixing, layout), bad, layout, causal=False)
 
 
 def attend_naively(

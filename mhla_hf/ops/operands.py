@@ -240,14 +240,24 @@ def counted_before(flags: torch.Tensor, first: torch.Tensor | None) -> torch.Ten
     return before if first is None else before - before.gather(-1, first[:, None].expand_as(before))
 
 
-def spoil_tokens(output: torch.Tensor, bad: torch.Tensor | None, layout: BlockLayout | SequenceLayout) -> torch.Tensor:
-    """Make the outputs `[B, T, H, V]` at or after a bad token `[B, T, H_kv]` of their document and head NaN."""
+def spoil_tokens(
+    output: torch.Tensor, bad: torch.Tensor | None, layout: BlockLayout | SequenceLayout, causal: bool = True
+) -> torch.Tensor:
+    """Make the outputs `[B, T, H, V]` that see a bad token `[B, T, H_kv]` of their document and head NaN.
+
+    Those are at the token and after it; all of a document where attention is not `causal`, which is for packed ones.
+    """
     if bad is None:
         return output
-    flags = head_blocks(bad.unsqueeze(-1), layout, torch.int32).squeeze(-1)
-    earlier = counted_before(flags.sum(dim=-1), first_blocks(layout))
-    counts = (flags.cumsum(dim=-1) + earlier.unsqueeze(-1)).unsqueeze(-1)
-    spoilt = repeat_heads(from_head_blocks(counts, layout), output.shape[2], 2) > 0
+    flags, first = head_blocks(bad.unsqueeze(-1), layout, torch.int32).squeeze(-1), first_blocks(layout)
+    sums = flags.sum(dim=-1)
+    if causal or first is None:
+        counts = flags.cumsum(dim=-1) + counted_before(sums, first).unsqueeze(-1)
+    else:
+        document = first[:, None].expand_as(sums)
+        sums = torch.zeros_like(sums).scatter_add(-1, document, sums).gather(-1, document)
+        counts = sums.unsqueeze(-1).expand_as(flags)
+    spoilt = repeat_heads(from_head_blocks(counts.unsqueeze(-1), layout), output.shape[2], 2) > 0
     return output.masked_fill(spoilt, float("nan"))
 
 

@@ -41,7 +41,7 @@ from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..training.processes import TrainingStopped
 from ..utils.destinations import LOCK, atomic_directory, lock_output, remove_directory, remove_leftovers
-from ..utils.files import atomic_file, read_json, write_json
+from ..utils.files import TEMPORARY_PREFIX, atomic_file, read_json, write_json
 from ..utils.locations import HUB_OPTIONS
 from ..utils.machine import choose_device, machine_facts, parse_dtype
 from ..utils.messages import check_count, shorten_list, shorten_text, shorten_value
@@ -446,7 +446,9 @@ class WorkFolder:
                 run with progress is another one; the message names what differs.
         """
         others = [entry for entry in _entries(self.output) if entry.name != WORK]
-        others += [entry for entry in _entries(self.path) if entry.name != LOCK]
+        # A run that was killed while it wrote its record leaves that under a temporary name.
+        unfinished = [path.name for path in self.path.glob(f"{TEMPORARY_PREFIX}*-{RUN}")]
+        others += [entry for entry in _entries(self.path) if entry.name not in (LOCK, *unfinished)]
         if self._identity() is None and others:
             raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
         with lock_output(self.path) or nullcontext():

@@ -58,6 +58,9 @@ LLAMA = {
 }  # fmt: skip
 
 
+_UNBUILT = r"can be built of its configuration \("
+
+
 @pytest.fixture
 def candidate(tmp_path):
     def make(config):
@@ -233,6 +236,12 @@ def test_recipes_say_what_they_take(name, candidate):
         ({"_class_name": "NoTransformer2DModel"}, {}, "^NoTransformer2DModel is not in diffusers"),
         ({"_class_name": "MHLADiTTransformer2DModel"}, {}, "is MHLA already: give the model that it was converted"),
         ({}, {}, "names no class of diffusers and no model_type of transformers"),
+        ({"_class_name": "WanTransformer3DModel", **WAN, "image_dim": 2.5}, {}, _UNBUILT + "TypeError: 'float'"),
+        ({**LLAMA, "hidden_act": "x"}, {}, _UNBUILT + "KeyError: 'x'.*: correct its values"),
+        ({**LLAMA, "rope_theta": "x"}, {}, _UNBUILT + "TypeError"),
+        ({"model_type": "gpt2", "n_inner": -3}, {}, _UNBUILT + "RuntimeError"),
+        ({**DIT, "activation_fn": "x"}, {}, _UNBUILT + "UnboundLocalError"),
+        ({"model_type": "bert", "pad_token_id": -1, "vocab_size": 8, "type_vocab_size": -1}, {}, _UNBUILT),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )

@@ -183,7 +183,7 @@ def test_reference_images_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_grids_of_flux(dtype):
-    for height, width in ((128, 128), (1, 200), (200, 1), (96, 171)):
+    for height, width in ((128, 128), (1, 200), (200, 1), (96, 171), (3, 513), (513, 3)):
         rows, columns = torch.arange(height)[:, None], torch.arange(width)
         ids = torch.stack([torch.zeros(height, width), rows.expand(height, width), columns.expand(height, width)], -1)
         assert grid_of(ids.flatten(0, 1).to(dtype)) == grid_of(ids.flatten(0, 1)[None].to(dtype)) == (height, width)
@@ -197,6 +197,23 @@ def test_the_grid_may_be_given():
         with torch.no_grad():
             given = model(**case.inputs(size), joint_attention_kwargs={"grid": grid, "scale": 1.0}).sample
         assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("case", [FluxCase(), ChromaCase()], ids=lambda case: case.upstream.__name__)
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ((4, 5), r"grid=\(4, 5\) has 20 tokens, but img_ids has 24"),
+        ((5, 6), r"grid=\(5, 6\) has 30 tokens, but img_ids has 24"),
+        ((24,), r"grid=\(24,\) has 1 axes, but the grid has 2"),
+        ((-4, -6), "must be one to three positive integers"),
+        ((4.0, 6), "must be one to three positive integers"),
+        (None, "grid=None must be one to three positive integers"),
+    ],
+)
+def test_a_given_grid_has_the_tokens_of_the_image(case, grid, message):
+    with pytest.raises(ValueError, match=message):
+        case.make_mhla()(**case.inputs(), joint_attention_kwargs={"grid": grid})
 
 
 def test_other_text_than_in_the_checkpoint_is_refused(tmp_path):

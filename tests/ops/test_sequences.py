@@ -94,15 +94,21 @@ def test_packed_documents_are_as_if_they_were_alone(causal, per_head, padded):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_a_bad_token_stays_in_its_document():
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["key", "value", "normalizer_key"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("block_size", [1, BLOCK_SIZE], ids=["many-blocks", "few-blocks"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bad_token_stays_in_its_document(causal, block_size, bad, name, backend):
     documents = torch.arange(3).repeat_interleave(torch.tensor([6, 9, 8])).expand(2, -1)
-    layout = SequenceLayout(torch.ones(2, LENGTH, dtype=torch.bool), BLOCK_SIZE, documents, num_documents=3)
-    inputs = make_inputs(False)
-    clean = attend(inputs, layout, True)
-    inputs["value"][1, 8, 0, 1] = float("nan")
-    output = attend(inputs, layout, True)
+    layout = SequenceLayout(torch.ones(2, LENGTH, dtype=torch.bool), block_size, documents, num_documents=3)
+    inputs = {key: tensor.float() for key, tensor in make_inputs(False).items()}
+    inputs["normalizer_key"], inputs["normalizer_query"] = inputs["key"] + 0.1, inputs["query"] + 0.1
+    clean = mhla_attention(**inputs, layout=layout, causal=causal, backend=backend, **OPTIONS)
+    inputs[name][1, 8, 0, 1] = bad
+    output = mhla_attention(**inputs, layout=layout, causal=causal, backend=backend, **OPTIONS)
     spoilt = torch.zeros(2, LENGTH, 4, dtype=torch.bool)
-    spoilt[1, 8:15, :2] = True
+    spoilt[1, 8 if causal else 6 : 15, :2] = True
     assert torch.equal(output.isnan().all(dim=-1), spoilt)
     assert torch.equal(output[~spoilt], clean[~spoilt])
 
@@ -127,6 +133,9 @@ def test_weights_past_the_end_go_by_distance():
 
 
 def test_wrong_shapes_are_named():
+    for shape in ((3, 2), (2, 3), (4, 3, 2), (3,)):
+        with pytest.raises(ValueError, match=r"mixing must be \[blocks, blocks\]"):
+            extend_mixing(torch.ones(shape), 5, causal=True)
     valid = torch.ones(2, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match="valid must be a bool tensor"):
         SequenceLayout(valid.long(), 4)

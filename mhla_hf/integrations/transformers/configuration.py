@@ -410,6 +410,25 @@ def check_layers(model: Any, missing: Iterable[str], surplus: Iterable[str], whe
         )
 
 
+def check_shapes(mismatched: Iterable[tuple[str, Any, Any]], ignored: bool, where: Any) -> None:
+    """Refuse options that give MHLA parameters other shapes than their weights have.
+
+    Args:
+        mismatched: Names, shapes in the weights and in the model.
+        ignored: Whether `ignore_mismatched_sizes` was given.
+        where: Location of the weights, for errors.
+
+    Raises:
+        ValueError: If there are such, and they are not ignored.
+    """
+    for name, stored, wanted in () if ignored else sorted(mismatched):
+        if ".mhla." in name:
+            raise ValueError(
+                f"{where}: {name} is {list(stored)} in the weights, but {list(wanted)} by the mhla options. Those "
+                "that change shapes (block_size, grid, mixing_storage) must be those of config.json: leave them out."
+            )
+
+
 def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
     """Check that MHLA does not add more parameters than the model has, before there is memory for them.
 

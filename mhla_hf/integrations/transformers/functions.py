@@ -278,7 +278,7 @@ def make_rotation(attention: nn.Module, position_embeddings: Any, query: torch.T
     Args:
         attention: The attention module.
         position_embeddings: The argument of that name of the module.
-        query: The rotated queries `[B, T, H, K]` to check on.
+        query: The rotated queries `[B, T, H, K]`, for their shape and device: they may not be finite.
 
     Raises:
         ValueError: If the embeddings are not cosine and sine `[B, T, R]`, or rotating back and forth does not return
@@ -288,7 +288,7 @@ def make_rotation(attention: nn.Module, position_embeddings: Any, query: torch.T
     is_pair = isinstance(position_embeddings, (tuple, list)) and len(position_embeddings) == 2
     undone = apply is not None and is_pair and all(part.dim() == 3 for part in position_embeddings)
     if undone and type(attention) not in _CHECKED and not torch.compiler.is_compiling() and not query.is_meta:
-        sample = query[:1, :, :1].detach().float()
+        sample = torch.linspace(-1, 1, query[0, :, 0].numel(), device=query.device).view_as(query[:1, :, :1])
         partial = Rotation(apply, *(part[:1].detach() for part in position_embeddings))
         undone = torch.allclose(partial.rotate(partial.undo(sample)), sample, rtol=1e-3, atol=1e-4)
     if not undone:

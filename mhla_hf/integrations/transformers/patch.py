@@ -191,7 +191,7 @@ def _load(
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     from ...models.weight_files import check_loaded_files
     from .attaching import warn_of_fresh
-    from .configuration import check_layers, check_new_parameters
+    from .configuration import check_layers, check_new_parameters, check_shapes
 
     location = load_config.pretrained_model_name_or_path
     pickles = load_config.use_safetensors is False or not vars(model).pop(_STORED, False)
@@ -199,6 +199,7 @@ def _load(
     info, offloaded = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if not (args or kwargs):
         # Names are given where an adapter is loaded.
+        check_shapes(info.mismatched_keys, load_config.ignore_mismatched_sizes, location)
         check_new_parameters(model, info.missing_keys)
         check_layers(model, *reported_names(model, info), str(model.config.name_or_path))
         setattr(model, _MISSING, set(info.missing_keys))

@@ -92,6 +92,31 @@ def test_single_options_over_a_checkpoints_own(tmp_path, caplog):
     assert "normalizer='none'; the ones given change what its weights mean" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama", {"mixing_storage": "distance"}, r"mixing is \[4, 2, 2\] in the weights, but \[4, 2\]"),
+        ("llama", {"block_size": 4}, r"mixing is \[4, 2, 2\] in the weights, but \[4, 4, 4\]"),
+        ("llama", {"grid": [24]}, r"mixing is \[4, 2, 2\] in the weights, but \[4, 3, 3\]"),
+        ("llama", {"mixing_heads": "shared"}, r"mixing is \[4, 2, 2\] in the weights, but \[2, 2\]"),
+        ("bert", {"grid": [24]}, r"mixing is \[4, 2, 2\] in the weights, but \[4, 3, 3\]"),
+    ],
+)
+def test_options_that_change_shapes_are_refused(tmp_path, family, options, message):
+    mhla_model(family, block_size=8, grid=[16], mixing_storage="matrix").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message + ".* must be those of config.json: leave them out"):
+        AutoModel.from_pretrained(tmp_path, mhla=options)
+
+
+def test_a_first_call_that_is_not_finite_is_not_blamed_on_rotary_embeddings(monkeypatch):
+    monkeypatch.setattr("mhla_hf.integrations.transformers.functions._CHECKED", set())
+    model = mhla_model("llama", rope="after_feature_map")
+    embedded = torch.randn(1, 21, model.config.hidden_size)
+    embedded[0, 4] = float("nan")
+    output = first_output(model, inputs_embeds=embedded)
+    assert output[0, :4].isfinite().all() and output[0, 4:].isnan().all()
+
+
 def test_a_softmax_model_with_the_same_configuration_object_stays_softmax():
     teacher = softmax_model("llama")
     student = LlamaForCausalLM(teacher.config)

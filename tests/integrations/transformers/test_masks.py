@@ -48,6 +48,22 @@ def test_cumulative_lengths(name):
     torch.testing.assert_close(output, alone(model, ids, **given), rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_mask_of_ones_makes_rows_of_restarting_positions_one_text_as_in_transformers(name):
+    model = mhla_model(name)
+    ids, positions = packed(name)
+    given = {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
+    given |= {} if name == "bert" else {"use_cache": False}
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    first_output(model, inputs_embeds=embedded, **given)[:, 6:15].square().sum().backward()
+    seen = 15 if name == "llama" else 18
+    assert (embedded.grad.abs().sum(-1)[0] > 0).tolist() == [True] * seen + [False] * (18 - seen)
+    lengths = {"cu_seq_lens_q": BOUNDARIES, "cu_seq_lens_k": BOUNDARIES, "max_length_q": 9, "max_length_k": 9}
+    output = first_output(model, input_ids=ids, **given, **lengths)
+    expected = alone(model, ids, **({} if name == "bert" else {"use_cache": False}))
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=2e-5)
+
+
 def test_gradients_stay_in_their_document():
     model = mhla_model("llama")
     ids, positions = packed("llama")
