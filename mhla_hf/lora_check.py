@@ -22,6 +22,7 @@ from .utils.tensor_files import read_entries
 KINDS = ("MHLA layer", "other module", "MHLA parameter", "nothing")
 """Kinds of targets."""
 _PEFT_PREFIX = "base_model.model."
+_TOKENS = "trainable_tokens_delta"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _weight_file(location: Path) -> Path:
 def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], tuple[str, ...]]:
     """Shapes of the weights for a model by peft's names, and names of weights for other models of a pipeline."""
     shapes = {entry.name: list(entry.shape) for entry in read_entries(path)}
-    if not any("lora" in name for name in shapes):
+    if not any("lora" in name or _TOKENS in name for name in shapes):
         raise ValueError(f"LoRA {path} holds no LoRA weights, but {shorten_list(shapes)}.")
     if part.is_transformers or any(name.startswith(_PEFT_PREFIX) for name in shapes):
         return {name.removeprefix(_PEFT_PREFIX): shape for name, shape in shapes.items()}, ()
@@ -150,9 +151,15 @@ def _find_targets(model: nn.Module, shapes: Mapping[str, list[int]]) -> dict[str
     for name, shape in shapes.items():
         module = name.partition(".lora_")[0].removesuffix(".alpha")
         reason = reasons.get(module)
-        if reason is None:
-            # A parameter that an adapter saves in full (`modules_to_save`).
-            fits = name in parameters and list(parameters[name].shape) == shape
+        if reason is None and name.endswith(f".{_TOKENS}"):
+            module = name.removesuffix(f".{_TOKENS}").removesuffix(".token_adapter")
+            rows = list(getattr(modules.get(module), "weight", torch.empty(0)).shape)
+            fits = len(shape) == len(rows) == 2 and shape[0] <= rows[0] and shape[1] == rows[1]
+            reason = "" if fits else f"no embedding with rows for tokens of size {_sizes(shape)}"
+        elif reason is None:
+            # A parameter that an adapter saves in full, as of `modules_to_save`, or of an embedding beside its LoRA.
+            module = module.replace(".token_adapter.", ".").replace(".base_layer.", ".")
+            fits = module in parameters and list(parameters[module].shape) == shape
             reason = "" if fits else f"no such parameter of size {_sizes(shape)}"
         parents = {module[: match.start()] for match in re.finditer(r"\.|$", module)}
         kind = "other module"
@@ -173,11 +180,13 @@ def _obstacle(module: nn.Module | None, parts: Mapping[str, list[int]]) -> str:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
         return f"a {type(module).__name__} has no matrix to add to"
-    if not {"lora_A.weight", "lora_B.weight"} <= parts.keys():
-        return f"only {', '.join(sorted(parts))} of the pair lora_A.weight and lora_B.weight"
-    down, up = parts["lora_A.weight"], parts["lora_B.weight"]
-    # The Conv1D of GPT-2 stores [in, out].
-    outputs, *inputs = reversed(weight.shape) if type(module).__name__ == "Conv1D" else weight.shape
+    is_embedding = isinstance(module, nn.Embedding)
+    pair = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
+    if not set(pair) <= parts.keys():
+        return f"only {', '.join(sorted(parts))} of the pair {' and '.join(pair)}"
+    down, up = (parts[name] for name in pair)
+    # The Conv1D of GPT-2 stores [in, out], and an embedding [tokens, out].
+    outputs, *inputs = reversed(weight.shape) if is_embedding or type(module).__name__ == "Conv1D" else weight.shape
     if down[1:] == inputs and up[:2] == [outputs, down[0]] and down[0] > 0:
         return ""
     return f"matrices {_sizes(up)} and {_sizes(down)} for a weight {_sizes(weight.shape)}"

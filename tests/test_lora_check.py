@@ -12,6 +12,7 @@ import torch
 from diffusers import WanPipeline
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
@@ -65,6 +66,34 @@ def test_llama(llama):
     assert report.counts == {
         "MHLA layer": 8, "other module": 10, "MHLA parameter": 0, "nothing": 0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["embedding", "new tokens", "trainable tokens", "trainable tokens alone"])
+def test_adapters_of_embeddings_apply_as_peft_loads_them(llama, kind, tmp_path):
+    def base(tied):
+        model = AutoModelForCausalLM.from_pretrained(llama / "converted")
+        if tied:
+            model.config.tie_word_embeddings = True
+            model.tie_weights()
+        return model
+
+    config = {
+        "embedding": lambda: LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]),
+        "new tokens": lambda: LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+        "trainable tokens": lambda: LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 3]),
+        "trainable tokens alone": lambda: peft.TrainableTokensConfig(token_indices=[1, 3]),
+    }[kind]
+    for tied in (False, True):
+        model = peft.get_peft_model(base(tied), config())
+        model.save_pretrained(tmp_path / f"{tied}")
+        report = check_lora(llama / "converted", tmp_path / f"{tied}")
+        names = load_file(tmp_path / f"{tied}" / "adapter_model.safetensors")
+        assert {f"base_model.model.{name}" for name in report.weights} == names.keys()
+        assert report.counts["nothing"] == 0, report.weights
+    wrong = {name: torch.zeros(*value.shape[:-1], value.shape[-1] + 1) for name, value in names.items()}
+    save_file(wrong, tmp_path / "wrong.safetensors")
+    with pytest.raises(ValueError, match="None of the"):
+        check_lora(llama / "converted", tmp_path / "wrong.safetensors")
 
 
 def test_mhla_parameters_of_an_adapter_apply(wan, tmp_path):
