@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class LoraReport:
         lora: The LoRA's file.
         weights: Target of each of its weights, by peft's name, such as `blocks.0.attn1.to_q.lora_A.weight`.
         others: Weights in the file for other models of a pipeline.
+        loader: What loads it: the pipeline's `load_lora_weights`, the model's `load_lora_adapter`, or `PeftModel`.
     """
 
     model: str
@@ -55,6 +56,7 @@ class LoraReport:
     lora: str
     weights: dict[str, Target]
     others: tuple[str, ...] = ()
+    loader: str = ""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -82,15 +84,16 @@ def check_lora(model: str | Path, lora: str | Path, *, component: str | None = N
     directory = ModelDirectory.open(model, **hub)
     part = directory.select_mhla(component)[0]
     path = _weight_file(Path(lora).expanduser())
-    shapes, others = _read_lora(path, part)
+    shapes, others, left, loader = _read_lora(path, part)
     targets = _find_targets(part.build(), shapes)
+    targets |= {name: Target("nothing", "diffusers leaves it out") for name in left}
     lost = {name: target.reason for name, target in targets.items() if target.reason}
     if len(lost) == len(targets):
         raise ValueError(
             f"None of the {len(targets)} weights of LoRA {path} applies to {model}, for example {min(lost)}: "
             f"{lost[min(lost)]}."
         )
-    return LoraReport(str(model), part.component, str(path), targets, others)
+    return LoraReport(str(model), part.component, str(path), targets, others, loader)
 
 
 def _weight_file(location: Path) -> Path:
@@ -103,38 +106,84 @@ def _weight_file(location: Path) -> Path:
     return files[0]
 
 
-def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], tuple[str, ...]]:
-    """Shapes of the weights for a model by peft's names, and names of weights for other models of a pipeline."""
+def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], tuple[str, ...], list[str], str]:
+    """Shapes of the weights for a model by peft's names, names for other models, names left out, and what loads it."""
     shapes = {entry.name: list(entry.shape) for entry in read_entries(path)}
     if not any("lora" in name or _TOKENS in name for name in shapes):
         raise ValueError(f"LoRA {path} holds no LoRA weights, but {shorten_list(shapes)}.")
-    if part.is_transformers or any(name.startswith(_PEFT_PREFIX) for name in shapes):
-        return {name.removeprefix(_PEFT_PREFIX): shape for name, shape in shapes.items()}, ()
-    weights = _converted_by_diffusers(path, family_for(part.class_name).pipelines)
+    if part.is_transformers:
+        return {name.removeprefix(_PEFT_PREFIX): shape for name, shape in shapes.items()}, (), [], "PeftModel"
+    import diffusers
+
+    names, own = family_for(part.class_name).pipelines, f"{part.component}."
+    # SANA's names are those of diffusers and peft alone.
+    classes = [cls for name in (*names, "SanaPipeline") if hasattr(cls := getattr(diffusers, name), "lora_state_dict")]
+    weights, left = _converted_by_diffusers(path, shapes, classes[0])
     parts = {name.partition(".")[0] for name in weights}
     parts = {name for name in parts if re.fullmatch(r"(transformer|text_encoder|unet)(_\d+)?", name)}
-    # Each transformer of Wan 2.2 may have a file for itself, whose names are those of the first.
-    prefix = "transformer." if part.component not in parts and parts == {"transformer"} else f"{part.component}."
+    # The loader of pipelines reads one prefix, whichever transformer it loads into; models read any, unconverted.
+    if (
+        classes[0].__name__ in names
+        and "transformer" in parts
+        and (part.component == "transformer" or own[:-1] not in parts)
+    ):
+        prefix = "transformer."
+        loader = "load_lora_weights" + ("" if prefix == own else f"(..., load_into_{part.component}=True)")
+    else:
+        prefix = next((each for each in (own, _PEFT_PREFIX) if any(name.startswith(each) for name in shapes)), "")
+        loader = f"{own}load_lora_adapter(..., prefix={prefix[:-1] or None!r})"
+        weights, left = _peft_names(shapes), []
     others = tuple(sorted(name for name in weights if parts and not name.startswith(prefix)))
-    if len(others) == len(weights):
+    if len(others) == len(weights) or (not prefix and parts):
         raise ValueError(f"LoRA {path} has nothing for {part.component}, only weights of {shorten_list(parts)}.")
-    found = {name.removeprefix(prefix): list(weights[name].shape) for name in weights if name not in others}
-    return found, others
+    found = {name.removeprefix(prefix): shape for name, shape in weights.items() if name not in others}
+    return found, others, left, loader
 
 
-def _converted_by_diffusers(path: Path, pipelines: Sequence[str]) -> Mapping[str, torch.Tensor]:
-    import diffusers
-    from diffusers.utils import convert_unet_state_dict_to_peft
+class _Traced(torch.Tensor):
+    """A tensor that knows which weights of a file it was made of."""
 
-    # Some pipelines load no LoRA; SANA's names are those of diffusers and peft alone.
-    classes = [getattr(diffusers, name) for name in (*pipelines, "SanaPipeline")]
-    loader = next(cls for cls in classes if hasattr(cls, "lora_state_dict"))
+    sources: frozenset[str] = frozenset()
+    read: set[str] = set()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        sources = frozenset().union(*(each.sources for each in given if isinstance(each, cls)))
+        for each in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(each, cls):
+                each.sources |= sources
+            elif isinstance(each, float):
+                # Of scales.
+                cls.read |= sources
+        return result
+
+
+def _converted_by_diffusers(
+    path: Path, shapes: Mapping[str, list[int]], loader: Any
+) -> tuple[dict[str, list[int]], list[str]]:
+    """Shapes by the names that a pipeline's loader makes of a file's, and the names that it leaves out."""
+    weights = {name: torch.ones(shape).as_subclass(_Traced) for name, shape in shapes.items()}
+    for name, tensor in weights.items():
+        tensor.sources = frozenset([name])
+    _Traced.read = set()
     try:
-        weights = loader.lora_state_dict(str(path), use_safetensors=True)
+        result = loader.lora_state_dict(dict(weights), return_alphas=True)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         reason = shorten_text(f"{type(error).__name__}: {error}", 200)
         raise ValueError(f"LoRA {path} has names that diffusers cannot convert ({reason}).") from error
-    return weights if any(".lora_A." in name for name in weights) else convert_unet_state_dict_to_peft(weights)
+    found, alphas = result if isinstance(result, tuple) else (result, None)
+    used = _Traced.read.union(*(each.sources for each in (*found.values(), *(alphas or {}).values())))
+    return _peft_names({name: list(tensor.shape) for name, tensor in found.items()}), sorted(shapes.keys() - used)
+
+
+def _peft_names(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    return dict(
+        shapes if any(".lora_A." in name for name in shapes) else convert_unet_state_dict_to_peft(dict(shapes))
+    )
 
 
 def _find_targets(model: nn.Module, shapes: Mapping[str, list[int]]) -> dict[str, Target]:

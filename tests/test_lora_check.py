@@ -21,7 +21,7 @@ from mhla_hf.lora_check import check_lora
 from mhla_hf.models.wan import MHLAWanTransformer3DModel
 from tests.integrations.transformers.tiny_models import softmax_model
 from tests.models.adapter_checks import TARGETS
-from tests.tiny import wan_transformer
+from tests.tiny import wan_pipeline, wan_transformer
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,54 @@ def test_all_weights_of_a_wan_lora_apply(wan):
         assert report.weights["blocks.1.attn1.to_q.lora_A.weight"].kind == "MHLA layer"
         assert report.weights["blocks.0.attn1.to_q.lora_A.weight"].kind == "other module"
         assert report.weights["blocks.1.attn2.to_q.lora_A.weight"].kind == "other module"
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", "", "base_model.model."])
+def test_the_report_names_the_call_that_loads_as_many(wan, tmp_path, prefix):
+    weights = load_file(wan / "model-lora" / "pytorch_lora_weights.safetensors")
+    save_file({prefix + name: value for name, value in weights.items()}, tmp_path / "lora.safetensors")
+    report = check_lora(wan / "converted", tmp_path / "lora.safetensors")
+    assert report.counts["nothing"] == 0 and len(report.weights) == len(weights)
+    pipeline = wan_pipeline()
+    pipeline.register_modules(transformer=MHLAWanTransformer3DModel.from_pretrained(wan / "converted"))
+    if prefix == "transformer.":
+        assert report.loader == "load_lora_weights"
+    else:
+        assert report.loader == f"transformer.load_lora_adapter(..., prefix={prefix[:-1] or None!r})"
+        pipeline.load_lora_weights(tmp_path / "lora.safetensors")
+        assert not [name for name, _ in pipeline.transformer.named_parameters() if "lora_" in name]
+    if prefix == "transformer.":
+        pipeline.load_lora_weights(tmp_path / "lora.safetensors")
+    else:
+        pipeline.transformer.load_lora_adapter(tmp_path, weight_name="lora.safetensors", prefix=prefix[:-1] or None)
+    loaded = peft.get_peft_model_state_dict(pipeline.transformer, adapter_name="default_0")
+    assert loaded.keys() == report.weights.keys()
+
+
+def test_weights_that_diffusers_leaves_out_are_counted(wan, tmp_path):
+    authors = "diffusion_model.blocks.0.self_attn.{}"
+    weights = {}
+    for name in ("q", "k", "v", "o"):
+        weights[authors.format(f"{name}.lora_down.weight")] = torch.zeros(2, 24)
+        weights[authors.format(f"{name}.lora_up.weight")] = torch.zeros(24, 2)
+        weights[authors.format(f"{name}.alpha")] = torch.tensor(4.0)
+    dropped = [authors.format("norm_q.diff"), "diffusion_model.patch_embedding.diff"]
+    save_file({**weights, **{name: torch.zeros(24) for name in dropped}}, tmp_path / "lora.safetensors")
+    report = check_lora(wan / "converted", tmp_path / "lora.safetensors")
+    assert [name for name, target in report.weights.items() if target.reason] == sorted(dropped)
+    assert report.counts["other module"] == 8
+    own = {f"transformer.{name}": value for name, value in PAIR_OF_MODEL.items()}
+    own["transformer.blocks.0.attn1.to_q.dora_scale"] = torch.ones(24)
+    save_file(own, tmp_path / "dora.safetensors")
+    report = check_lora(wan / "converted", tmp_path / "dora.safetensors")
+    assert report.weights["transformer.blocks.0.attn1.to_q.dora_scale"].reason == "diffusers leaves it out"
+    assert report.counts["other module"] == 2 and report.counts["nothing"] == 1
+
+
+PAIR_OF_MODEL = {
+    "blocks.0.attn1.to_q.lora_A.weight": torch.zeros(2, 24),
+    "blocks.0.attn1.to_q.lora_B.weight": torch.zeros(24, 2),
+}
 
 
 def test_llama(llama):

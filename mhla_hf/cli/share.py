@@ -155,7 +155,7 @@ def _show_lora(report: "LoraReport") -> None:
 
     total, lost = len(report.weights), report.counts["nothing"]
     applied = "all" if not lost else f"{total - lost} of"
-    say(f"{report.lora}: {applied} {total} weights apply to {report.component}.")
+    say(f"{report.lora}: {applied} {total} weights apply to {report.component}, loaded by {report.loader}.")
     rows: list[dict[str, Any]] = []
     for kind, count in report.counts.items():
         if count:
