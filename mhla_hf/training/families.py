@@ -225,6 +225,10 @@ class Family:
         length = config.max_sequence_length or self.text_length or None
         return config.replace(sizes=text, max_sequence_length=length), buckets
 
+    def frame_rate(self, directory: ModelDirectory) -> float:
+        """Return the frames per second that a pipeline's model was made for, where it makes videos."""
+        return 24.0
+
     def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
         """Encode one video or image; by default to the mode of the VAE's distribution, shifted and scaled.
 
@@ -301,10 +305,6 @@ class Video(Family):
     """Videos `[3, F, H, W]` to `[C, F', H', W']`."""
 
     video_size = "480,832,81"
-
-    def frame_rate(self, directory: ModelDirectory) -> float:
-        """Return the frames per second that a pipeline's model was made for."""
-        return 24.0
 
     def compression(self, vae: dict[str, Any]) -> dict[str, int]:
         """Return frames and pixels of a side per latent where a VAE's configuration does not say, by their entries."""
