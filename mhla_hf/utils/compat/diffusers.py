@@ -13,8 +13,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-import torch
-
 from . import attribute, imported, unknown_shape, wrap
 
 
@@ -101,6 +99,8 @@ def single_file_names(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Coll
     """
     if shapes.keys() == model.state_dict().keys():
         return shapes.keys()
+    import torch
+
     classes = imported("diffusers", "loaders.single_file_model", "SINGLE_FILE_LOADABLE_CLASSES")
     # Names are made of tensors that are cut and joined; these have no values.
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
