@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any
 
 from .layouts import MAX_BLOCKS, MAX_TOKENS
-from .ops.tables import BACKENDS, FEATURE_MAPS, NORMALIZERS
+from .ops.definitions import BACKENDS, FEATURE_MAPS, NORMALIZERS
 from .utils.messages import shorten_list, shorten_value
 from .utils.options import Options, check_names, option
 

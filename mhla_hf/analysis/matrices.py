@@ -25,8 +25,9 @@ from ..layers.mixing import features_and_normalizer, layout_at
 from ..layers.state import TokenSequence
 from ..layouts.blocks import BlockLayout
 from ..ops.band import StoredMixing, extend_mixing
+from ..ops.normalizers import PRODUCTS
 from ..ops.operands import Operands, check_attention, from_head_blocks, head_blocks
-from ..ops.tables import repeat_heads
+from ..ops.sums import repeat_heads
 from ..utils.messages import check_choice
 from .statistics import rank_bound
 
@@ -93,12 +94,14 @@ def mhla_matrix(
     normalizer_query, normalizer_key = (
         head_blocks(tokens, layout) for tokens in (operands.normalizer_query, operands.normalizer_key)
     )
-    if causal and entry.chunked is not None:
-        product = entry.chunked(normalizer_query, normalizer_key, StoredMixing.of(mixing), None)
-    elif entry.block is not None:
-        product = entry.block(normalizer_query, normalizer_key.sum(dim=-2), mixing)
-    else:
+    if not entry.divides:
         return weights
+    if causal:
+        product = PRODUCTS[operands.normalizer].chunked(
+            normalizer_query, normalizer_key, StoredMixing.of(mixing), None
+        )
+    else:
+        product = PRODUCTS[operands.normalizer].block(normalizer_query, normalizer_key.sum(dim=-2), mixing)
     return weights / entry.divisor(from_head_blocks(product, layout), operands.eps)[:, rows].transpose(1, 2)
 
 

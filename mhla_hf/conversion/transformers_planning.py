@@ -13,8 +13,9 @@ import torch
 
 from ..config import MHLAConfig
 from ..integrations.transformers.attaching import convert_transformers_model
-from ..integrations.transformers.configuration import check_layers, check_new_parameters, check_sizes, towers_of
+from ..integrations.transformers.limits import check_layers, check_new_parameters, check_sizes
 from ..integrations.transformers.modules import dispatches, is_cross_attention
+from ..integrations.transformers.towers import towers_of
 from ..layers.mhla import MHLA
 from ..layers.original import STATE_KEY, STATES
 from ..models.directory import ModelDirectory

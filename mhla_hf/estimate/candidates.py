@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from ..bench import cast_model, diffusion_inputs, packs_latents
-from ..integrations.transformers.configuration import check_sizes, max_positions, towers_of
+from ..integrations.transformers.configuration import max_positions
+from ..integrations.transformers.limits import check_sizes
 from ..integrations.transformers.modules import is_image_model, patch_grid
+from ..integrations.transformers.towers import towers_of
 from ..layouts import MAX_TOKENS
 from ..models.directory import ModelDirectory
 from ..models.registry import FAMILIES, family_for

@@ -16,7 +16,7 @@ import diffusers
 from tqdm.auto import tqdm
 
 from ..conversion.transformers_planning import OPTIONAL_WEIGHTS, StoredNames
-from ..integrations.transformers.configuration import check_layers, check_sizes
+from ..integrations.transformers.limits import check_layers, check_sizes
 from ..models.directory import ModelDirectory
 from ..models.registry import FAMILIES, LIBRARY, MHLA_CLASSES, current_class, mhla_class_for
 from ..models.weight_files import PICKLES, check_layer_count, check_model_config

@@ -19,8 +19,8 @@ from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..ops.backends import kernels_pass
+from ..ops.definitions import FEATURE_MAPS, NORMALIZERS
 from ..ops.sharded import TokenShard
-from ..ops.tables import FEATURE_MAPS, NORMALIZERS
 from .mixing import LearnedFeatureMap
 from .state import TokenSequence
 

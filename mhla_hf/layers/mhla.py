@@ -27,6 +27,7 @@ from ..layouts.resampling import resample_mixing
 from ..layouts.sequences import SequenceLayout
 from ..ops.backends import choose_backend, kernels_pass
 from ..ops.band import StoredMixing, extend_mixing, sequence_mixing
+from ..ops.definitions import FEATURE_MAPS, SEQUENCE_NORMALIZERS
 from ..ops.forms import attend_on
 from ..ops.operands import (
     Operands,
@@ -38,7 +39,7 @@ from ..ops.operands import (
 )
 from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
-from ..ops.tables import FEATURE_MAPS, SEQUENCE_NORMALIZERS, BlockMixing, repeat_heads
+from ..ops.sums import BlockMixing, repeat_heads
 from ..utils.messages import check_choice, shorten_value
 from .convolution import DepthwiseConv3d
 from .fused import (

@@ -19,8 +19,9 @@ from ..config import MAX_LEPE_WEIGHTS, MHLAConfig, check_window, default_window_
 from ..layouts import MAX_BLOCKS
 from ..layouts.blocks import BlockLayout, block_centers, cached, choose_blocks, indices, positive_axes
 from ..layouts.resampling import axis_interpolation, resample_mixing
+from ..ops.definitions import FEATURE_MAPS, NORMALIZERS
 from ..ops.operands import accumulation_dtype
-from ..ops.tables import FEATURE_MAPS, NORMALIZERS, repeat_heads
+from ..ops.sums import repeat_heads
 
 
 # Under a finite `mixing_range` the bias bottoms out here instead of at 0, relative to the block's own weight.

@@ -22,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ..ops.sharded import TokenShard
-from ..ops.tables import repeat_heads
+from ..ops.sums import repeat_heads
 from ..utils.messages import shorten_list
 from .fused import HeadNorms
 from .joint import TextTokens

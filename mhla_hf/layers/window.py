@@ -50,7 +50,7 @@ import torch.nn.functional as F
 from ..layouts.blocks import BlockLayout, cached, indices, tiles_of
 from ..ops.band import StoredMixing, sequence_mixing
 from ..ops.operands import first_blocks, from_head_blocks, head_blocks
-from ..ops.tables import mix_summaries, repeat_heads
+from ..ops.sums import mix_summaries, repeat_heads
 from .state import TokenSequence, WindowState
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from .backends import choose_backend as choose_backend
     from .backends import triton_obstacle as triton_obstacle
     from .band import extend_mixing as extend_mixing
+    from .definitions import BACKENDS as BACKENDS
+    from .definitions import FEATURE_MAPS as FEATURE_MAPS
+    from .definitions import NORMALIZERS as NORMALIZERS
+    from .definitions import OPERATOR_BACKENDS as OPERATOR_BACKENDS
     from .forms import mhla_attention as mhla_attention
     from .kernel_cases import compare_kernels as compare_kernels
     from .operands import MHLAState as MHLAState
@@ -22,9 +26,5 @@ if TYPE_CHECKING:
     from .recurrent import mhla_extend as mhla_extend
     from .recurrent import mhla_step as mhla_step
     from .recurrent import rewind_state as rewind_state
-    from .tables import BACKENDS as BACKENDS
-    from .tables import FEATURE_MAPS as FEATURE_MAPS
-    from .tables import NORMALIZERS as NORMALIZERS
-    from .tables import OPERATOR_BACKENDS as OPERATOR_BACKENDS
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -25,7 +25,7 @@ import torch
 
 from .. import __version__
 from ..utils.messages import check_choice, how_to_install
-from .tables import BACKENDS, NORMALIZERS
+from .definitions import BACKENDS, NORMALIZERS
 
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..layouts.blocks import BlockLayout, indices, is_open
 from ..layouts.sequences import SequenceLayout
 from .operands import first_blocks
-from .tables import mix_summaries, repeat_heads
+from .sums import mix_summaries, repeat_heads
 
 
 # Chunks have at least as many blocks, for the sake of matrix products.
@@ -218,6 +218,70 @@ class StoredMixing:
         seen = columns >= bound[..., -1:]
         carry = self.decayed(place[:, -1:] - columns)[None].masked_fill(~seen[:, None], 0)
         return window, carry
+
+
+def prefix_and_own(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: StoredMixing,
+    first: Tensor | None,
+    past: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """φ(q)ᵀ applied to the mixed earlier blocks plus the causal part of the own block.
+
+    Args:
+        query: `[B, H, M, N, K]`.
+        key: `[B, H_kv, M, N, K]`.
+        value: `[B, H_kv, M, N, V]`.
+        mixing: The stored weights.
+        first: The first block of each block's document, `[B, M]`; `None` for one document.
+        past: Mixed summaries of tokens before these, added to the earlier blocks, `[B, H or H_kv, M, K, V]`.
+
+    Returns:
+        `[B, H, M, N, V]`, and the blocks' summaries `[B, H_kv, M, K, V]`.
+    """
+    num_heads, num_blocks = query.shape[1:3]
+    summaries = key.transpose(-1, -2) @ value
+    prefix = mixing.mix_earlier(summaries, num_heads, first)
+    if past is not None:
+        prefix = prefix + repeat_heads(past, num_heads, 1)
+    key, value = repeat_heads(key, num_heads, 1), repeat_heads(value, num_heads, 1)
+    own = (query @ key.transpose(-1, -2)).tril() @ value
+    return torch.addcmul(query @ prefix, mixing.own(num_blocks, first)[..., None, None], own), summaries
+
+
+def numerator_and_product(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pair: tuple[Tensor, Tensor] | None,
+    mixing: StoredMixing,
+    first: Tensor | None,
+    past: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[`prefix_and_own`] of the values and of a column of ones, which makes the normaliser's product and z.
+
+    Args:
+        query: `[B, H, M, N, K]`.
+        key: `[B, H_kv, M, N, K]`.
+        value: `[B, H_kv, M, N, V]`.
+        pair: Queries and keys of the normaliser where they differ.
+        mixing: The stored weights.
+        first: The first block of each block's document, `[B, M]`; `None` for one document.
+        past: Mixed summaries of tokens before these, `[B, H or H_kv, M, K, V + 1]`.
+
+    Returns:
+        `[B, H, M, N, V]` and `[B, H, M, N, 1]`, and the blocks' summaries `[B, H_kv, M, K, V + 1]`.
+    """
+    ones = value.new_ones(*value.shape[:-1], 1)
+    if pair is None:
+        output, summaries = prefix_and_own(query, key, torch.cat([value, ones], dim=-1), mixing, first, past)
+        return *output.split((value.shape[-1], 1), dim=-1), summaries
+    past, past_sums = (None, None) if past is None else (past[..., :-1], past[..., -1:])
+    output, products = prefix_and_own(query, key, value, mixing, first, past)
+    product, sums = prefix_and_own(*pair, ones, mixing, first, past_sums)
+    return output, product, torch.cat([products, sums], dim=-1)
 
 
 @dataclass(frozen=True)

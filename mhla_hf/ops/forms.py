@@ -18,7 +18,9 @@ from ..layouts.blocks import BlockLayout, is_open
 from ..layouts.sequences import SequenceLayout
 from ..utils.messages import check_choice
 from .backends import choose_backend, log_fallback
-from .band import StoredMixing, extend_mixing, sequence_mixing
+from .band import StoredMixing, extend_mixing, numerator_and_product, prefix_and_own, sequence_mixing
+from .definitions import OPERATOR_BACKENDS
+from .normalizers import PRODUCTS
 from .operands import (
     Operands,
     autocast_type,
@@ -31,7 +33,7 @@ from .operands import (
     spoil_tokens,
 )
 from .recurrent import PART_CHUNKS, empty_state, extend
-from .tables import OPERATOR_BACKENDS, BlockMixing, mix_summaries, numerator_and_product, prefix_and_own, repeat_heads
+from .sums import BlockMixing, mix_summaries, repeat_heads
 
 
 def mhla_attention(
@@ -187,9 +189,10 @@ def attend_naively(
     if causal:
         # A zero weight does not stop the NaN of a later value.
         numerator = numerator.masked_fill(bad.cumsum(dim=1) > 0, float("nan"))
-    if entry.dense is None:
+    if not entry.divides:
         return numerator
-    product = entry.dense(operands.normalizer_query, normalizer_key, token_mixing, layout, causal)
+    product_of = PRODUCTS[operands.normalizer].dense
+    product = product_of(operands.normalizer_query, normalizer_key, token_mixing, layout, causal)
     return numerator / entry.divisor(product.transpose(1, 2).unsqueeze(-1), operands.eps)
 
 
@@ -229,12 +232,12 @@ def attend_by_block(
         product = None
         if has_ones:
             output, product = output.split((value.shape[-1], 1), dim=-1)
-        elif entry.block is not None:
+        elif entry.divides:
             if operands.normalizer_query is not query:
                 query_blocks = head_blocks(operands.normalizer_query, layout, dtype)
             if operands.normalizer_key is not key:
                 key_blocks = head_blocks(operands.normalizer_key, layout, dtype)
-            product = entry.block(query_blocks, key_blocks.sum(dim=-2), mixing)
+            product = PRODUCTS[operands.normalizer].block(query_blocks, key_blocks.sum(dim=-2), mixing)
         return divide(operands, output, product, layout).to(value.dtype)
 
 
@@ -304,12 +307,13 @@ def attend_by_chunk(operands: Operands, mixing: StoredMixing, layout: BlockLayou
         if operands.pair[0] is not None:
             normalizer_query = head_blocks(operands.normalizer_query, layout, dtype)
             pair = normalizer_query, normalizer_key
-        product: torch.Tensor | None
+        product: torch.Tensor | None = None
         if entry.mixes_sums and entry.divides:
             output, product, _ = numerator_and_product(query_blocks, key, value, pair, mixing, first)
         else:
             output = prefix_and_own(query_blocks, key, value, mixing, first)[0]
-            product = None if entry.chunked is None else entry.chunked(normalizer_query, normalizer_key, mixing, first)
+            if entry.divides:
+                product = PRODUCTS[operands.normalizer].chunked(normalizer_query, normalizer_key, mixing, first)
         output = divide(operands, output, product, layout)
     return spoil_tokens(output, bad, layout).to(operands.value.dtype)
 

@@ -23,10 +23,10 @@ from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..utils.messages import shorten_text
 from .band import StoredMixing
+from .definitions import FEATURE_MAPS
 from .forms import attend_by_block, attend_on
 from .operands import MHLAState, Operands
 from .recurrent import empty_state, extend, step
-from .tables import FEATURE_MAPS
 
 
 KEY_HEADS = 2

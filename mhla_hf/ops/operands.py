@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from ..layouts.blocks import BlockLayout
 from ..layouts.sequences import SequenceLayout
 from ..utils.messages import check_choice, shorten_value
-from .tables import NORMALIZERS, SEQUENCE_NORMALIZERS, Normalizer, repeat_heads
+from .definitions import NORMALIZERS, SEQUENCE_NORMALIZERS, Normalizer
+from .sums import repeat_heads
 
 
 _TOKENS = ("query", "key", "value", "normalizer_query", "normalizer_key")

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from ..layouts.blocks import BlockLayout, cached, check_count, indices
 from ..layouts.sequences import SequenceLayout
 from .backends import choose_backend
-from .band import StoredMixing
+from .band import StoredMixing, numerator_and_product
 from .operands import (
     MHLAState,
     Operands,
@@ -43,7 +43,7 @@ from .operands import (
     spoil_tokens,
     surely_none,
 )
-from .tables import mix_summaries, numerator_and_product, repeat_heads
+from .sums import mix_summaries, repeat_heads
 
 
 # Long texts are run in parts of so many chunks of blocks, whose summaries exist at a time.

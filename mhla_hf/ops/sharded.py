@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout, cached
 from .operands import Operands, autocast_type
-from .tables import mix_summaries, repeat_heads
+from .sums import mix_summaries, repeat_heads
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers import AttentionParts, JointMHLA
-from ..ops.tables import NORMALIZERS, repeat_heads
+from ..ops.definitions import NORMALIZERS
+from ..ops.sums import repeat_heads
 from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters, valid_tokens
 from ..training.matching.ridge import Moments, solve_ridge, sums_device
 

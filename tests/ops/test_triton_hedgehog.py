@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layers.fused import PairwiseRotary
-from mhla_hf.ops.tables import FEATURE_MAPS
+from mhla_hf.ops.definitions import FEATURE_MAPS
 
 from .reference import assert_same
 from .triton_checks import DEVICES, buffers_full_of_nan

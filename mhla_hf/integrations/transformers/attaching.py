@@ -21,9 +21,9 @@ from ...models.registry import TRANSFORMERS_FAMILIES, recovery_advice
 from ...models.weight_files import is_identity
 from ...utils.compat import forward_parameters, has_mhla, note_unchecked
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
-from . import configuration, modules
-from .configuration import NAME, inherited, keep_softmax, mark, may_keep_softmax, text_part, towers_of, wants_mhla
+from . import configuration, limits, modules, towers
 from .functions import LayerInputsHook, ModelInputsHook
+from .towers import NAME, inherited, keep_softmax, mark, may_keep_softmax, text_part, towers_of, wants_mhla
 
 
 logger = logging.get_logger(__name__)
@@ -62,7 +62,7 @@ def prepare(model: PreTrainedModel, config: Any) -> bool:
     stored = any(
         configuration.is_complete(getattr(part, "mhla", None)) for part in (config, *towers_of(config).values())
     )
-    configuration.prepare_config(config)
+    towers.prepare_config(config)
     if wants_mhla(config) and not modules.can_dispatch(type(model)):
         if may_keep_softmax(config) or text_part(config) is config or not towers_of(config):
             _refuse(model, config, f"{type(model).__name__}{_REFUSED}{_NOT_DISPATCHING}")
@@ -71,7 +71,7 @@ def prepare(model: PreTrainedModel, config: Any) -> bool:
             set_attention(config, _softmax_of(model))
     check_text(model, config)
     if wants_mhla(config):
-        configuration.check_sizes(vars(config), str(config.name_or_path or type(config).__name__))
+        limits.check_sizes(vars(config), str(config.name_or_path or type(config).__name__))
     return stored
 
 
@@ -94,7 +94,7 @@ def attach(model: PreTrainedModel) -> None:
             _refuse(model, model.config, str(error))
     if wants_mhla(model.config) and _is_whole(model) and not has_mhla(model):
         _refuse(model, model.config, f"{type(model).__name__}{_REFUSED}{_nothing_served(model)}")
-    configuration.keep_softmax_in_unserved(model)
+    towers.keep_softmax_in_unserved(model)
     mark(model.config)
     note_unchecked("transformers")
 
@@ -304,12 +304,12 @@ def convert_transformers_model(
     if reason is not None:
         raise ValueError(f"This {type(model).__name__} is {reason}.")
     shared = _copy_configs(model) if copy_config else []
-    before = configuration.remember(model.config)
+    before = towers.remember(model.config)
     for config, _, _ in before:
         set_attention(config, None)
     model.config.mhla = {} if mhla is None else mhla
     try:
-        configuration.prepare_config(model.config)
+        towers.prepare_config(model.config)
         models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         for part in models:
             check_text(part, part.config)
@@ -320,7 +320,7 @@ def convert_transformers_model(
             _refuse(model, model.config, f"{type(model).__name__}{_REFUSED}{_nothing_served(model)}")
     except Exception:
         _detach(model)
-        configuration.restore(before)
+        towers.restore(before)
         for module, name, config in shared:
             setattr(module, name, config)
         raise
@@ -349,7 +349,7 @@ def warn_of_fresh(model: PreTrainedModel, names: Collection[str]) -> None:
     fresh, class_name = [name for name in names if ".mhla." in name], type(model).__name__
     # A normaliser's scale starts as 1, which is what weights without it have been trained with.
     if not all(name.endswith(".normalizer_scale") for name in fresh):
-        has_towers = isinstance(configuration.implementations(model.config), dict)
+        has_towers = isinstance(towers.implementations(model.config), dict)
         advice = recovery_advice(class_name, is_same=is_identity(fresh), has_towers=has_towers)
         logger.warning(f"{class_name}: {len(fresh)} MHLA parameter(s) are newly initialised. {advice}")
 
@@ -418,14 +418,14 @@ def switching(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         ValueError: If the model cannot compute it with its pretrained weights; nothing is changed then.
     """
-    before = configuration.remember(model.config)
+    before = towers.remember(model.config)
     try:
         yield
         for part in model.modules():
             if isinstance(part, PreTrainedModel) and getattr(part.config, "mhla", None) is None and _attentions(part):
                 raise ValueError(
                     f"{type(part).__name__} has no MHLA parameters, and other parts of this {type(model).__name__} "
-                    f"have. Name those alone: set_attn_implementation({configuration.implementations(model.config)})."
+                    f"have. Name those alone: set_attn_implementation({towers.implementations(model.config)})."
                 )
         found = _implementations(model)
         if found == {NAME}:
@@ -436,7 +436,7 @@ def switching(model: PreTrainedModel) -> Iterator[None]:
                 raise ValueError(f"{type(model).__name__} has MHLA layers: they switch to 'sdpa' or 'eager' alone.")
             originals.switch_to_softmax(model)
     except Exception:
-        configuration.restore(before)
+        towers.restore(before)
         raise
 
 

@@ -28,8 +28,8 @@ from ...layers.state import TokenSequence
 from ...utils.compat import forward_parameters, unknown_shape
 from ...utils.compat.transformers import adds_to_mask, attention_of, cache_names
 from .cache import MHLACacheLayer, can_be_read, check_softmax_cache, follow_mask, mhla_cache_layer, mhla_cache_layers
-from .configuration import NAME
 from .modules import is_image_model, patch_grid, reads_keywords, rotation_of, uses_rotary
+from .towers import NAME
 
 
 logger = logging.get_logger(__name__)

@@ -191,7 +191,7 @@ def _load(
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     from ...models.weight_files import check_loaded_files
     from .attaching import warn_of_fresh
-    from .configuration import check_layers, check_new_parameters, check_shapes
+    from .limits import check_layers, check_new_parameters, check_shapes
 
     location = load_config.pretrained_model_name_or_path
     pickles = load_config.use_safetensors is False or not vars(model).pop(_STORED, False)
@@ -212,7 +212,7 @@ def _choose(original: Any, model: Any, attn_implementation: Any, *args: Any, **k
     if asked is None and not has_mhla(model):
         return original(model, attn_implementation, *args, **kwargs)
     from .attaching import convert_transformers_model, switching
-    from .configuration import implementations
+    from .towers import implementations
 
     parts = model.config.sub_configs
     if not has_mhla(model):

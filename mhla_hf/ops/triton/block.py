@@ -23,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
+from ..normalizers import PRODUCTS
 from ..operands import Operands, from_head_blocks, head_blocks
 from .block_gradient import block_attention_backward, block_flops, needs_output
 from .device_functions import (
@@ -72,10 +73,11 @@ def triton_block_mhla_attention(operands: Operands, mixing: Tensor, layout: Bloc
     entry, eps = operands.entry, operands.eps
     mixing = mixing.float()
     divisor, divides = None, bool(entry.kernel)
-    if entry.block is not None and not divides:
+    if entry.kernel is None:
         with torch.autocast(query.device.type, enabled=False):
             key_sum = head_blocks(operands.normalizer_key, layout, torch.float32).sum(-2)
-            products = entry.block(head_blocks(operands.normalizer_query, layout, torch.float32), key_sum, mixing)
+            query_blocks = head_blocks(operands.normalizer_query, layout, torch.float32)
+            products = PRODUCTS[operands.normalizer].block(query_blocks, key_sum, mixing)
             divisor, eps = entry.divisor(from_head_blocks(products, layout).squeeze(-1), eps), 0.0
     pair = operands.pair if divides else (None, None)
     output, _ = block_attention(

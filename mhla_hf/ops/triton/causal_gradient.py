@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..band import mixing_flops, run_mix_chunks, run_mix_chunks_backward
-from ..tables import repeat_heads
+from ..sums import repeat_heads
 from .chunks import (
     chunk_options,
     diagonal_strides,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature maps and their gradients in Triton, by the `kernel` constants of `mhla_hf.ops.tables`."""
+"""Feature maps and their gradients in Triton, by the `kernel` constants of `mhla_hf.ops.definitions`."""
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
 import triton

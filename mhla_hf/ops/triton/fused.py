@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...layouts.blocks import BlockLayout
-from ..tables import FEATURE_MAPS, NORMALIZERS
+from ..definitions import FEATURE_MAPS, NORMALIZERS
 from .block_gradient import block_flops
 from .fused_gradient import fused_attention_backward
 from .fused_products import (

@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mhla_hf.integrations.transformers import modules
 from mhla_hf.integrations.transformers.attaching import _attentions
-from mhla_hf.integrations.transformers.configuration import towers_of
+from mhla_hf.integrations.transformers.towers import towers_of
 from mhla_hf.models.registry import TRANSFORMERS_DATA
 
 from .mhla_models import mhla_modules, unsettle
