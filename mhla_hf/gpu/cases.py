@@ -63,7 +63,7 @@ def fused_path(shape: OperatorShape, normalizer: str, backend: str, inputs: Inpu
         query, key, value = inputs[:3]
         gate = value.detach().requires_grad_(value.requires_grad)
         if backend == "triton":
-            call = Call(query, key, value, layout, gate=gate, rotary=rotary, norms=norms, backend=backend)
+            call = Call(query, key, value, layout, gate=gate, rotary=rotary, norms=norms)
             return fused_attention(config, call, inputs.mixing, output_norm)
         query, key = (tokens.relu() for tokens in norms.apply(query, key))
         output = mhla_attention(

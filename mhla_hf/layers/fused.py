@@ -96,9 +96,7 @@ class Call:
         rotary: Rotates `[B, T, H, K]`.
         norms: Norms of queries and keys.
         scaling: Scale of q·k.
-        identity: Whether every token attends to itself alone.
         shard: The tokens of this process.
-        backend: `"torch"` or `"triton"`.
     """
 
     query: torch.Tensor
@@ -110,9 +108,7 @@ class Call:
     rotary: Callable[[torch.Tensor], torch.Tensor] | None = None
     norms: HeadNorms | None = None
     scaling: float | None = None
-    identity: bool = False
     shard: TokenShard | None = None
-    backend: str = "torch"
 
     def normed(self) -> Call:
         """Return the call with its norms applied."""

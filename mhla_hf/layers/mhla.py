@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MHLA`: the module that owns every parameter that Multi-Head Linear Attention adds to an attention layer.
 
-A call takes the first of [`PATHS`] that serves it. All compute the same: φ(q) and φ(k), rotated; block summaries and
-their mixture ([`mhla_hf.ops.mhla_attention`]); then output norm and gate. A softmax window and a convolution of the
-values are added to that.
+A layer is computed by the fused kernels, or step by step by kernels or plain torch. All compute the same: φ(q) and
+φ(k), rotated; block summaries and their mixture ([`mhla_hf.ops.mhla_attention`]); then output norm and gate. A softmax
+window and a convolution of the values are added to that.
 
 Shape letters: B batch, T tokens, H feature heads, K query/key width, V value width, M blocks.
 """
@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -336,23 +336,18 @@ class MHLA(nn.Module):
         if self.gate is not None and hidden_states is None:
             raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
         gate = None if self.gate is None else self.gate(hidden_states).unflatten(-1, (self.num_heads, -1))
-        backend = "torch"
-        if shard is None:
-            family = _kernel_family(self.config, sequence, query.shape[1])
-            # Kernels for one token multiply no matrices. The fused ones are tried first: no family is checked yet.
-            if family is not None:
-                backend = choose_backend(
-                    self.config.backend, query, key, value,
-                    products=family != "decode", width=self._feature_width(query), family=family, check=False,
-                )  # fmt: skip
-        call = Call(query, key, value, layout, sequence, gate, rotary, norms, scaling, identity, shard, backend)
+        call = Call(query, key, value, layout, sequence, gate, rotary, norms, scaling, shard)
         has_window = self.window_bias is not None and not identity and not attended_alone
         if has_window and call.norms is not None:
             # The window needs queries and keys after their norms, outside of the kernels.
             call = call.normed()
-        path = next(path for path in PATHS if path.serves(self, call))
-        output, state = path.attend(self, call)
-        if not path.is_finished:
+        path, state = "identity" if identity else self._choose_path(call), None
+        if path == "identity":
+            output = self._finish(repeat_heads(value, self.num_heads, 2), call)
+        elif path == "fused":
+            output = fused_attention(self.config, call, self._matrix_of(call), self.output_norm)
+        else:
+            output, state = self._attend(call, path)
             output = self._finish(output, call)
         if attended_alone:
             return AttentionParts(output, None, None, state)
@@ -393,9 +388,6 @@ class MHLA(nn.Module):
         check_layout(layout, self.config.normalizer, self.config.causal)
         return layout
 
-    def _feature_width(self, query: torch.Tensor) -> int:
-        return query.shape[3] * FEATURE_MAPS[self.config.feature_map].width_factor
-
     def _finish(self, output: torch.Tensor, call: Call) -> torch.Tensor:
         """Output norm and gate; the result is in the dtype of the values."""
         if self.output_norm is not None:
@@ -404,26 +396,34 @@ class MHLA(nn.Module):
         output = output.to(call.value.dtype)
         return output if call.gate is None else output * F.silu(call.gate)
 
-    def _attend_to_itself(self, call: Call) -> tuple[torch.Tensor, None]:
-        return repeat_heads(call.value, self.num_heads, 2), None
+    def _choose_path(self, call: Call) -> str:
+        """Return what computes a call.
 
-    def _fits_fused(self, call: Call) -> bool:
-        return call.backend == "triton" and can_fuse(self.config, call, self.output_norm)
+        Returns:
+            `"fused"` for the kernels that compute a whole layer, norms, rotary embedding, output norm and gate
+            included; else the backend of the operator, `"triton"` or `"torch"`.
+        """
+        config, sequence, query, value = self.config, call.sequence, call.query, call.value
+        if call.shard is not None:
+            return "torch"
+        if sequence is not None and sequence.state is not None:
+            if query.shape[1] > 1:
+                return "torch"
+            family = "decode"
+        else:
+            family = "causal" if (config.causal if sequence is None else sequence.causal) else "block"
+        width = query.shape[3] * FEATURE_MAPS[config.feature_map].width_factor
+        # Kernels for one token multiply no matrices. The fused ones are tried first: no family is checked yet.
+        options: dict[str, Any] = {"width": width, "family": family, "products": family != "decode"}
+        backend = choose_backend(config.backend, query, call.key, value, **options, check=False)
+        if backend == "triton" and can_fuse(config, call, self.output_norm):
+            return "fused"
+        passes = backend == "triton" and kernels_pass(family, query, value, width, config.normalizer)
+        return "triton" if passes else "torch"
 
-    def _attend_fused(self, call: Call) -> tuple[torch.Tensor, None]:
-        """MHLA of a grid in the fused kernels, with norms, rotary embedding, output norm and gate."""
-        return fused_attention(self.config, call, self._matrix_of(call), self.output_norm), None
-
-    def _attend(self, call: Call) -> tuple[torch.Tensor, DecodingState | None]:
+    def _attend(self, call: Call, backend: str) -> tuple[torch.Tensor, DecodingState | None]:
         """MHLA step by step: norms, feature map and rotary embedding, then the operator in one of its forms."""
         config, sequence, layout = self.config, call.sequence, call.layout
-        backend = call.backend
-        if backend == "triton":
-            family = _kernel_family(config, sequence, call.query.shape[1])
-            assert family is not None
-            width = self._feature_width(call.query)
-            passes = kernels_pass(family, call.query, call.value, width, config.normalizer)
-            backend = "triton" if passes else "torch"
         by_kernel = backend == "triton" and has_features_kernel(config, call, self._feature_maps)
         if call.norms is not None and not by_kernel:
             call = call.normed()
@@ -550,34 +550,3 @@ def decode(
         output, blocks = extend(operands, mixing, blocks, sequence.valid)
     last = LastTokens(mixing.detach(), key, operands.normalizer_key)
     return output, dataclasses.replace(state, blocks=blocks, last=last)
-
-
-class Path(NamedTuple):
-    """One way to compute MHLA.
-
-    Attributes:
-        name: Its name.
-        serves: Whether a layer can compute a call this way.
-        attend: Computes it: `[B, T, H, V]`, and the state after the tokens where the sequence had one.
-        is_finished: Whether output norm and gate are applied already.
-    """
-
-    name: str
-    serves: Callable[[MHLA, Call], bool]
-    attend: Callable[[MHLA, Call], tuple[torch.Tensor, DecodingState | None]]
-    is_finished: bool = False
-
-
-PATHS = (
-    Path("identity", lambda layer, call: call.identity, MHLA._attend_to_itself),
-    Path("fused", MHLA._fits_fused, MHLA._attend_fused, is_finished=True),
-    Path("plain", lambda layer, call: True, MHLA._attend),
-)
-"""The ways to compute MHLA; the first one that serves a call is taken."""
-
-
-def _kernel_family(config: MHLAConfig, sequence: TokenSequence | None, num_tokens: int) -> str | None:
-    """The kernels that serve where the fused ones do not, see `ops.kernel_cases`; `None` for prompts."""
-    if sequence is not None and sequence.state is not None:
-        return "decode" if num_tokens == 1 else None
-    return "causal" if (config.causal if sequence is None else sequence.causal) else "block"
