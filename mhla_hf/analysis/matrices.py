@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layers.fused import HeadNorms
-from ..layers.joint import JointMHLA, TextTokens, of_all_tokens
+from ..layers.joint import TextTokens, of_all_tokens
 from ..layers.mhla import MHLA
 from ..layers.mixing import features_and_normalizer, layout_at
 from ..layers.state import TokenSequence
@@ -302,20 +302,20 @@ class LayerTokens(SoftmaxTokens):
         Returns:
             The share of each head, for the `"original"` attention and for `"mhla"`; empty without text.
         """
-        if not isinstance(self.mhla, JointMHLA):
+        mhla: Any = self.mhla
+        if not mhla.streams:
             return {}
         rows = torch.arange(self.num_tokens, device=self.query.device) if rows is None else rows.to(self.query.device)
         if self.text is None:
             count = self.layout.num_prefix_tokens
             shares = {kind: self.matrix(kind, rows=rows[rows >= count])[..., :count].sum(-1) for kind in KINDS[:2]}
         else:
-            assert self.mhla.text_bias is not None
             words, grid = (
                 (_scores(self.query, key, rows)[0] * self.query.shape[3] ** -0.5).logsumexp(-1)
                 for key in (self.text, self.key)
             )
-            error = self.mhla.landmark_error(self.query[:, rows], self.key, grid=self.layout.grid)[0].T
-            bias = self.mhla.text_bias.detach().to(grid)[:, None]
+            error = mhla.landmark_error(self.query[:, rows], self.key, grid=self.layout.grid)[0].T
+            bias = mhla.text_bias.detach().to(grid)[:, None]
             shares = {"original": (words - grid).sigmoid(), "mhla": (words - grid + error - bias).sigmoid()}
         return {kind: share.mean(-1).tolist() for kind, share in shares.items()}
 

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, cached, positive_axes
+from ..ops.definitions import FEATURE_MAPS
 from ..ops.operands import autocast_type, check_layout, head_blocks
 from ..ops.sharded import TokenShard
 from .fused import PairwiseRotary
@@ -46,8 +47,6 @@ from .window import join_window
 
 # In a channel of the key: small enough that the weight of the token is 0, and within the range of float16.
 _HIDDEN = -3e4
-# Feature maps that leave the zeros of padding zero.
-_ZERO_AT_ZERO = ("relu", "identity")
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,8 @@ class JointMHLA(MHLA):
         config: The options.
         **widths: As there, without `num_prefix_tokens`.
     """
+
+    streams = ("hidden_states", "encoder_hidden_states")
 
     def __init__(self, config: MHLAConfig, **widths: Any) -> None:
         super().__init__(config, num_prefix_tokens=int(config.text == "block"), **widths)
@@ -357,7 +358,7 @@ def of_all_tokens(
 
 def _check_takes_padding(config: MHLAConfig) -> None:
     """Check that zero keys and values of padding add nothing to any sum."""
-    if config.feature_map not in _ZERO_AT_ZERO or config.feature_map_eps or config.window is not None:
+    if not FEATURE_MAPS[config.feature_map].keeps_zero or config.feature_map_eps or config.window is not None:
         raise ValueError(
             "text='block' takes padded text with feature_map='relu', feature_map_eps=0 and no window only: convert "
             "with text='softmax'."

@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -123,7 +123,13 @@ class MHLA(nn.Module):
 
     Raises:
         ValueError: If the number of blocks cannot be derived or is too large, or a width is no positive integer.
+
+    Attributes:
+        streams: What the host's attention returns, by the names of its arguments, where it returns text beside the
+            grid; empty where it returns one tensor.
     """
+
+    streams: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -173,6 +179,9 @@ class MHLA(nn.Module):
             self.lepe = convolution(channels, channels, kernel, padding=kernel // 2, groups=channels)
         self.window_size = with_window_size(config, len(self.blocks)).window_size
         self.window_bias = None if config.window is None else nn.Parameter(torch.empty(num_heads))
+        # Of layers with text beside the grid.
+        self.register_parameter("text_bias", None)
+        self.register_parameter("normalizer_scale", None)
         self.reset_parameters()
 
     def initial_tensor(self, name: str) -> torch.Tensor:

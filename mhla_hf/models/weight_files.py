@@ -475,7 +475,7 @@ def _check_overrides(name: Any, model: Any) -> None:
         raise ValueError(f"The MHLA weights of {name} are for blocks={before}, but the mhla options ask for {now}.")
     # diffusers would advise to overwrite those of other shapes.
     kept = ["mixing_constraint", "mixing_heads"]
-    kept += ["text"] * any(hasattr(module, "text_bias") for module in model.mhla_modules().values())
+    kept += ["text"] * any(module.streams for module in model.mhla_modules().values())
     kept += ["lepe_kernel"] * (stored.lepe_kernel is not None)
     for field in kept:
         if getattr(stored, field) != getattr(wanted, field):

@@ -38,6 +38,7 @@ class FeatureMap:
         is_learned: Whether it has a weight for each feature head, which starts as the identity.
         width_factor: Features for each of the K channels.
         is_exact: Whether it rounds nothing: every result is an input or zero.
+        keeps_zero: Whether it leaves the zeros of padding zero.
     """
 
     forward: Callable[..., torch.Tensor]
@@ -46,6 +47,7 @@ class FeatureMap:
     is_learned: bool = False
     width_factor: int = 1
     is_exact: bool = False
+    keeps_zero: bool = False
 
 
 def _elu(tokens: torch.Tensor) -> torch.Tensor:
@@ -68,6 +70,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
         gradient=lambda gradient, tokens: gradient.masked_fill(tokens <= 0, 0),
         kernel="relu",
         is_exact=True,
+        keeps_zero=True,
     ),
     # φ(x) = elu(x) + 1
     "elu": FeatureMap(
@@ -89,6 +92,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
         gradient=lambda gradient, tokens: gradient,
         kernel="identity",
         is_exact=True,
+        keeps_zero=True,
     ),
 }
 """All feature maps, by value of the option `feature_map`."""

@@ -358,8 +358,8 @@ def _calibrate_layer(
         "feature_map": getattr(mhla.feature_map_key, "weight", None),
         "mixing": mhla.mixing,
         "window_bias": mhla.window_bias,
-        "text_bias": getattr(mhla, "text_bias", None),
-        "normalizer_scale": getattr(mhla, "normalizer_scale", None),
+        "text_bias": mhla.text_bias,
+        "normalizer_scale": mhla.normalizer_scale,
         "lepe": getattr(mhla.lepe, "weight", None),
         "projection": getattr(projection, "weight", None),
     }

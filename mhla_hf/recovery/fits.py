@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..layers import AttentionParts, JointMHLA
+from ..layers import AttentionParts
 from ..ops.definitions import NORMALIZERS
 from ..ops.sums import repeat_heads
 from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters, valid_tokens
@@ -95,9 +95,8 @@ class TemperatureFit:
     def observe(self, call: HeadsCall) -> None:
         """Add the errors of one call at each temperature."""
         weights = self._weights()
-        mhla = self.mhla
-        has_share = isinstance(mhla, JointMHLA) and mhla.text_bias is not None
-        text = mhla.text_parts(*call.args, **call.kwargs) if has_share else None  # type: ignore[operator]
+        mhla: Any = self.mhla
+        text = None if mhla.text_bias is None else mhla.text_parts(*call.args, **call.kwargs)
         for index, temperature in enumerate(TEMPERATURES):
             with swapped_parameters({weight: weight * temperature for weight in weights}):
                 attended = self.mhla.attention_parts(*call.args, **call.kwargs, attended_alone=True).attended
@@ -213,7 +212,7 @@ def fit_heads(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -
         calls: Its calls.
         own: Other values for parameters of `mhla`.
     """
-    if layer.mhla.lepe is None or isinstance(layer.mhla, JointMHLA):
+    if layer.mhla.lepe is None or layer.mhla.streams:
         return {}
     fit = HeadsFit(layer, own)
     for call in calls:
@@ -232,8 +231,8 @@ def fit_text(layer: AttentionLayer, calls: Sequence[HeadsCall]) -> Changes:
         layer: The layer.
         calls: Its calls.
     """
-    mhla = layer.mhla
-    if not isinstance(mhla, JointMHLA) or mhla.text_bias is None:
+    mhla: Any = layer.mhla
+    if mhla.text_bias is None:
         return {}
     found: list[torch.Tensor] = []
     changes: Changes = {}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from ..layers import AttentionParts, JointMHLA
+from ..layers import AttentionParts
 from ..training.matching.layers import AttentionLayer, Changes, only_trainable, swapped_parameters
 from ..training.optimizers import ADAM, LOGARITHM, Muon
 from ..training.parameters import learning_rate_factor, set_learning_rate
@@ -106,9 +106,10 @@ def _train(
 def _fixed_parts(layer: AttentionLayer, call: HeadsCall) -> AttentionParts:
     """What does not depend on the weights that train: window, convolution and text."""
     nothing = call.heads.new_empty(0)
-    if layer.mhla.window_bias is None and layer.mhla.lepe is None and not isinstance(layer.mhla, JointMHLA):
+    mhla = layer.mhla
+    if mhla.window_bias is None and mhla.lepe is None and mhla.text_bias is None:
         return AttentionParts(nothing, None, None)
-    return dataclasses.replace(layer.mhla.attention_parts(*call.args, **call.kwargs), attended=nothing)
+    return dataclasses.replace(mhla.attention_parts(*call.args, **call.kwargs), attended=nothing)
 
 
 def _target(call: HeadsCall, parts: AttentionParts) -> torch.Tensor:

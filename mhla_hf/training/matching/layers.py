@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ...layers.joint import JointMHLA
 from ...layers.mhla import MHLA
 from ...layers.original import is_softmax, original_attention
 from ...utils.compat import forward_parameters
@@ -60,7 +59,7 @@ class AttentionLayer:
     @property
     def streams(self) -> tuple[str, ...]:
         """See [`one_sequence`]."""
-        return JOINT if isinstance(self.mhla, JointMHLA) else ()
+        return self.mhla.streams
 
     def __call__(self, arguments: CallArguments, hidden_states: torch.Tensor) -> torch.Tensor:
         """Output of the layer `[B, T, D]` after its projection.
@@ -434,10 +433,6 @@ def trunk_for(model: nn.Module, batch: Batch) -> nn.Module:
 def first(output: Any) -> torch.Tensor:
     """The first entry of a module's output, where it is a tuple."""
     return output[0] if isinstance(output, (tuple, list)) else output
-
-
-JOINT = ("hidden_states", "encoder_hidden_states")
-"""Streams of layers with joint attention."""
 
 
 def one_sequence(output: Any, streams: Sequence[str]) -> torch.Tensor:
