@@ -87,7 +87,7 @@ class MHLAConfig(Options):
         resize: What happens at another token grid. `"blocks"` keeps the number of blocks and changes their size,
             `"block_size"` keeps the size and resamples the mixing weights over relative block coordinates,
             `"auto"` is `"block_size"` where an axis changed twofold or more against `grid` and `"blocks"` otherwise.
-            `"extend"` is for sequences: block boundaries are counted from the first token, whatever the length; the
+            `"extend"` is for sequences: block boundaries are counted from the first token at every length; the
             leading weights are used, and pairs of blocks past them go by distance. Causal attention always does that.
         output_norm: RMSNorm over each feature head of the output.
         output_gate: Multiply the output by SiLU(linear(hidden states)).
@@ -99,7 +99,7 @@ class MHLAConfig(Options):
             (for three axes: the blocks around it in the same frames, and the same place in all frames). The output is
             a · window + (1 - a) · MHLA with the share a that softmax attention gives to these tokens, estimated for
             each query. `None` for no window.
-        window_size: Number of tokens of a block of the window along each axis, whatever the blocks of MHLA; the last
+        window_size: Number of tokens of a block of the window along each axis, independent of MHLA's blocks; the last
             block of an axis may be shorter. `None` is MHLA's block size for sequences and else makes about 200 tokens
             that a query sees: (192,), (14, 14) or (21, 3, 3) for `"block"`, (64,), (5, 5) or (2, 2, 2) for
             `"adjacent"`, (1, 3, 3) for `"cross"`.
@@ -346,7 +346,7 @@ def with_overrides(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
 def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """As [`with_overrides`], but giving `blocks` drops a stored `block_size` and the other way round.
 
-    For those who check that stored weights mean the same under the new blocks, or have none.
+    Callers must verify that stored weights remain valid for the new blocks.
     """
     merged = with_overrides(stored, given)
     for name, other in (("blocks", "block_size"), ("block_size", "blocks")):

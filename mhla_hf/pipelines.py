@@ -183,7 +183,7 @@ def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
 
 
 def with_given(mhla: MHLAConfig | Mapping[str, Any] | None, given: Mapping[str, Any]) -> Any:
-    """Return options with those that were given as keywords, which win; what is no options is returned as it is."""
+    """Merge keyword options over `mhla`; return values that are not options unchanged."""
     if not given or not isinstance(mhla, (MHLAConfig, Mapping, type(None))):
         return mhla
     return merge_options(mhla.given_options() if isinstance(mhla, MHLAConfig) else mhla or {}, given)

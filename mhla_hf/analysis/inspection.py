@@ -318,7 +318,7 @@ def inspect_directory(
         device: Device, by default a GPU if there is one.
         progress: Called with a component's name, and the number of finished batches and of all.
         hub: `revision`, `token` and `cache_dir` of repositories on the Hub.
-        **call_options: Of a pipeline's samples: `steps` and arguments of the pipeline's call, such as `height`; see
+        **call_options: For samples of a pipeline, `steps` and arguments of the pipeline's call, such as `height`; see
             [`pipeline_batches`][mhla_hf.training.data.probes.pipeline_batches].
 
     Raises:

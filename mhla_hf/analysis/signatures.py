@@ -58,11 +58,11 @@ FAR = 1.1
 CANCELLED, CANCELLED_ROWS = 0.05, 0.2
 # Absolute sum of a row's weights; it starts at 1.
 DEAD, EXPLODED = 1e-3, 100.0
-# Bound of the rank over the number of tokens: too low whatever the layer has learned, and where the rank is at it.
+# Bound of the rank over the number of tokens: too low for anything a layer could learn, and where the rank is at it.
 LOW_BOUND, LOW_BOUND_REACHED, REACHED = 0.25, 0.5, 0.95
 # Absolute weights over their divisor, divisors in units of eps, and the share of rows that have either.
 AMPLIFIED, TINY, UNSTABLE_ROWS = 20.0, 10.0, 0.02
-# Growth of outputs that nothing divides: from early to late tokens, and over texts so many times as long.
+# Growth of outputs that nothing divides: from early to late tokens, and over texts this many times as long.
 GROWTH, LONGER = 4.0, 8
 # Share of queries, of keys, and of channels that are zero in some head.
 DEAD_QUERIES, DEAD_KEYS, DEAD_CHANNELS = 0.1, 0.5, 0.5

@@ -51,8 +51,8 @@ def fused_path(shape: OperatorShape, normalizer: str, backend: str, inputs: Inpu
         shape: Attention in both directions.
         normalizer: `"query"` or `"none"`.
         backend: `"triton"` for the fused kernels, `"torch"` for plain torch.
-        inputs: Of the same type and device as projected queries, keys and values will be; the latter are the gate's
-            projection as well.
+        inputs: Tensors of the type and device that projected queries, keys and values will have; the values are the
+            gate's projection as well.
     """
     norms, rotary, output_norm = _path_modules(shape, inputs.value.dtype, inputs.value.device)
     layout = shape.layout()

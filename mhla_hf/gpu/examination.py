@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that one command says of the kernels on a GPU: whether they are right, and how fast they are."""
+"""`mhla-hf doctor --gpu`: verify and time the Triton kernels."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Report:
     """Rows with the machine that they were found on.
 
     Args:
-        name: Of the command.
+        name: Name of the command.
         path: JSON file to write after every row; None for none.
         seconds: Time after which nothing new is begun.
         show: Called with a line for each row.
@@ -53,7 +53,7 @@ class Report:
         return self.content["results"]
 
     def is_late(self, what: str) -> bool:
-        """Whether the time is over; notes what is left out then."""
+        """True once the time budget is spent; records the skipped part."""
         if time.monotonic() < self.stop:
             return False
         self.show(f"{what}: no time left")

@@ -123,7 +123,7 @@ def mhla_class_of(model_class: Any, config: Mapping[str, Any]) -> Any:
     """
     name = config.get("_class_name")
     if name is None and isinstance(config.get("mhla"), Mapping) and model_class.__name__ in FAMILIES:
-        # Of a model that was neither saved nor loaded.
+        # The model was neither saved nor loaded.
         name = FAMILIES[model_class.__name__].mhla_class
     if not isinstance(name, str) or name not in MHLA_CLASSES:
         return None

@@ -172,7 +172,7 @@ def has_features_kernel(
     Args:
         config: The layer's options.
         call: The call.
-        feature_maps: Those of queries and keys.
+        feature_maps: Feature maps of queries and keys.
     """
     query, value = call.query, call.value
     if config.feature_map != "hedgehog" or (call.rotary is not None and config.rope != "before_feature_map"):
@@ -199,7 +199,7 @@ def features_by_kernel(
     Args:
         config: The layer's options.
         call: The call.
-        feature_maps: Those of queries and keys.
+        feature_maps: Feature maps of queries and keys.
 
     Returns:
         `[B, T, H, 2K]` and `[B, T, H_kv, 2K]` in the dtype of the values.
@@ -232,7 +232,7 @@ def is_plain_rotary(rotary: Callable[[torch.Tensor], torch.Tensor], query: torch
 
 
 class OutputNorm(nn.RMSNorm):
-    """RMSNorm over a head's output in the dtype of the input, whatever the dtype of the weight.
+    """RMSNorm over a head's output in the dtype of the input, not of the weight.
 
     Called like any module: offloading hooks bring the weight in only then.
     """

@@ -70,7 +70,7 @@ class TextTokens:
     rotary: PairwiseRotary | None = None
 
     def without_padding(self) -> TextTokens:
-        """Return the text with keys and values of zero for padding, whatever stands there."""
+        """Zero the keys and values of padded tokens."""
         if self.valid is None:
             return self
         padding = ~self.valid[:, :, None, None]
@@ -113,7 +113,7 @@ class JointMHLA(MHLA):
 
     Args:
         config: The options.
-        **widths: As there, without `num_prefix_tokens`.
+        **widths: The other arguments of [`MHLA`][mhla_hf.MHLA], without `num_prefix_tokens`.
     """
 
     streams = ("hidden_states", "encoder_hidden_states")
@@ -124,12 +124,12 @@ class JointMHLA(MHLA):
         self.normalizer_scale = nn.Parameter(torch.ones(self.mixing.shape[0] if self.mixing.dim() > 2 else 1))
 
     def initial_tensor(self, name: str) -> torch.Tensor:
-        """As there; ones for `normalizer_scale`."""
+        """As in [`MHLA`][mhla_hf.MHLA]; `normalizer_scale` starts at one."""
         initial = super().initial_tensor(name)
         return torch.ones_like(initial) if name == "normalizer_scale" else initial
 
     def mixing_matrix(self, layout: BlockLayout | None = None, causal: bool | None = None) -> torch.Tensor:
-        """As there, by the scale of the normaliser."""
+        """Mixing weights of [`MHLA`][mhla_hf.MHLA], multiplied by the scale of the normaliser."""
         weights, scale = super().mixing_matrix(layout, causal), self.normalizer_scale.to(self.mixing)
         # A gradient of zero, not none: distributed training waits for those of all parameters.
         scale = scale.detach() + 0 * scale
@@ -152,7 +152,8 @@ class JointMHLA(MHLA):
             The parts of the grid's output; with `text="block"` those of text and grid, text first.
 
         Raises:
-            ValueError: As there, and for padded text with `text="block"` and options under which zeros count.
+            ValueError: As for [`MHLA`][mhla_hf.MHLA], and for padded text with `text="block"` and options under which
+                zeros count.
         """
         text = text.without_padding()
         if self.text_bias is None:
@@ -303,7 +304,7 @@ def attend_jointly(
         key: Keys `[B, T, H, K]`.
         value: Values `[B, T, H, V]`.
         text: The text.
-        **options: Those of [`JointMHLA.attention_parts`].
+        **options: Further arguments of [`JointMHLA.attention_parts`].
 
     Returns:
         `[B, T, H, V]` for the grid and `[B, X, H, V]` for the text.

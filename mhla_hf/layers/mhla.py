@@ -179,7 +179,7 @@ class MHLA(nn.Module):
             self.lepe = convolution(channels, channels, kernel, padding=kernel // 2, groups=channels)
         self.window_size = with_window_size(config, len(self.blocks)).window_size
         self.window_bias = None if config.window is None else nn.Parameter(torch.empty(num_heads))
-        # Of layers with text beside the grid.
+        # Only layers with text beside the grid have these.
         self.register_parameter("text_bias", None)
         self.register_parameter("normalizer_scale", None)
         self.reset_parameters()
@@ -275,7 +275,7 @@ class MHLA(nn.Module):
             `[B, T, H, V]` in the dtype of `value`; for a `sequence` with a state also the state after its tokens.
 
         Raises:
-            ValueError: As there.
+            ValueError: See [`MHLA.attention_parts`].
         """
         parts = self.attention_parts(query, key, value, **options)
         output = self.join(parts).to(value.dtype)
@@ -323,7 +323,7 @@ class MHLA(nn.Module):
             identity: Every token attends to itself alone, as perturbed-attention guidance asks, in the window too;
                 `query` and `key` are ignored, output norm, gate and LePE are not. Needs `grid`.
             shard: With `grid`, which of its tokens this process holds under context parallelism: T are those, the
-                rotary embedding is theirs. Not for windows. Computed in plain torch, whatever the backend. Summaries
+                rotary embedding is theirs. Not for windows. Always computed in plain torch. Summaries
                 travel in float32, but in bfloat16 for bfloat16 tokens in evaluation mode.
             attended_alone: Leave window and convolution out.
 

@@ -125,7 +125,7 @@ def join_window(attended: torch.Tensor, window: torch.Tensor, bias: torch.Tensor
     """
     dtype = torch.promote_types(bias.dtype, torch.float32)
     own, rest = window[..., :2].to(dtype).split(1, dim=-1)
-    # Of the weights e^b and 1 the larger one is 1: neither overflows. Nor is one so small that float32 takes it for 0.
+    # Rescale so that the larger of e^b and 1 is 1: no overflow, and no underflow to 0 in float32.
     bias = bias.to(dtype).clamp(max=80)[:, None]
     factor, rest = (-bias.clamp(min=0)).exp(), rest * bias.clamp(max=0).exp()
     whole = own * factor + rest
@@ -235,7 +235,7 @@ def _attend_adjacent(
     layout = cached(BlockLayout, grid, None, size)
     seen = cached(_blocks_seen, layout, query.device)
     mask = cached(_slots_seen, layout, query.device)
-    # What all see is in blocks of its own, after the one that stands for missing ones: one copy gathers everything.
+    # Append globally visible tokens as extra blocks after the dummy block, so that a single gather suffices.
     count, size_of_block = prefix[0].shape[1], mask.shape[-1] // seen.shape[1]
     extra = -(-count // size_of_block)
     seen = torch.cat([seen, layout.num_blocks + 1 + indices(extra, seen.device).expand(len(seen), extra)], dim=1)
@@ -329,7 +329,7 @@ def sequence_window_attention(
     # With a channel that counts the tokens of a block.
     filled = head_blocks(torch.ones_like(key[:, :, :1, :1]), layout).expand(*keys.shape[:4], 1)
     sums = torch.cat([filled, keys], dim=-1).sum(3, dtype=torch.promote_types(key.dtype, torch.float32))
-    # Those of the blocks beyond the window: all that are farther away than the last one of it.
+    # Blocks beyond the window are all those farther away than its last one.
     index = indices(2 - offsets[0], device)
     beyond = StoredMixing(((index[:, None] - index).abs() > -offsets[0]).to(sums.dtype)[None])
     if sequence.causal:

@@ -83,7 +83,7 @@ def _indices(count: int, device: torch.device) -> torch.Tensor:
 
 
 class BlockLayout:
-    """A token grid cut into blocks. Every token is in exactly one block, whatever the sizes.
+    """A token grid cut into blocks. Every token is in exactly one block, ragged sizes included.
 
     Args:
         grid: Number of tokens along each axis (one to three axes), for example `(frames, height, width)`. Tokens are
@@ -235,7 +235,7 @@ class BlockLayout:
 
         Args:
             tokens: `[B, T, H, D]`.
-            dtype: Of the result; that of `tokens` if not given.
+            dtype: Type of the result; the dtype of `tokens` if not given.
 
         Returns:
             `[B, H, M, N, D]`, zero where a block has fewer than N tokens, with dense blocks as matrix products want.

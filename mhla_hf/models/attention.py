@@ -184,7 +184,7 @@ class KeepsMHLAProcessor(Upstream):
 
 
 class KeepsMHLAProcessors(MHLAModelMixin):
-    """Goes first in the bases where the diffusers class has `set_attn_processor`, which sets those of all layers."""
+    """Mixin for models with a model-wide `set_attn_processor`; list it first."""
 
     def set_attn_processor(self, processor: Any) -> None:
         """As upstream, but all or nothing: MHLA layers keep MHLA processors.
@@ -198,7 +198,7 @@ class KeepsMHLAProcessors(MHLAModelMixin):
         """
         names = self.attn_processors
         each = processor if isinstance(processor, dict) else dict.fromkeys(names, processor)
-        # Of a dict that has not one for each layer, upstream says so before it sets any.
+        # Upstream itself rejects a dict that does not cover every layer.
         for name, module in self.named_modules() if len(each) == len(names) else ():
             if isinstance(module, KeepsMHLAProcessor) and f"{name}.processor" in each:
                 module.check_processor(each[f"{name}.processor"])

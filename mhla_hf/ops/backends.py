@@ -41,7 +41,7 @@ INTERPRETED_DTYPES = (torch.float32, torch.float16)
 MAX_WIDTH = 256
 # The compiler of 3.2 ends the process over some of the kernels.
 MIN_TRITON = (3, 4)
-# Of GPUs with bfloat16 and TF32 matrix products.
+# GPUs from here on have bfloat16 and TF32 matrix products.
 MIN_CAPABILITY = (8, 0)
 # Widths of heads that are tested: powers of two stand for themselves, and one other width for all others below.
 _TESTED_WIDTHS = ((16, 8), (32, 24), (64, 40), (128, 72), (256, 144))

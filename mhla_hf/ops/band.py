@@ -40,7 +40,7 @@ MIN_CHUNK_BLOCKS = 16
 
 @dataclass(frozen=True)
 class StoredMixing:
-    """Mixing weights of M blocks, and how they go on beyond.
+    """Mixing weights of M blocks, extrapolated by distance beyond them.
 
     Attributes:
         weights: `[S, M, M]`.
@@ -76,7 +76,7 @@ class StoredMixing:
 
     @property
     def chunk_blocks(self) -> int:
-        """C; so many blocks and fewer are mixed by a matrix."""
+        """C: up to C blocks are mixed by a dense matrix."""
         return max(self.num_blocks, MIN_CHUNK_BLOCKS)
 
     def are_few(self, num_blocks: int) -> bool:

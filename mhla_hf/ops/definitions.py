@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "torch", "triton")
 OPERATOR_BACKENDS = (*BACKENDS, "naive")
-"""Those of [`mhla_hf.ops.mhla_attention`]; `"naive"`, the dense oracle, can be asked for by name only."""
+"""Backends of [`mhla_hf.ops.mhla_attention`]; `"naive"`, the dense oracle, is chosen by name only."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ KEY_HEADS = 2
 NORM_EPS = 1e-6
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 5e-3}
 """Largest relative errors of outputs and gradients: several times those of rounding, which TF32 does for float32."""
-# Of single numbers, beside their size and the tensor's root mean square: one row that is wrong shows.
+# Error of single numbers relative to their size and the tensor's root mean square: a single wrong row shows.
 ELEMENT_TOLERANCE = 8
 MESSAGE_LENGTH = 300
 # Tensors by name. Not so to mypy, which does not know the parameters that the names stand for.

@@ -20,9 +20,9 @@ class Products(NamedTuple):
     """The product of one normaliser in each form.
 
     Attributes:
-        dense: Of queries and keys `[B, T, H, K]` with token weights `[..., T, T]` over a layout, causal or not:
+        dense: Takes queries and keys `[B, T, H, K]` and token weights `[..., T, T]` over a layout, causal or not:
             `[B, H, T]`.
-        block: Of query blocks `[B, H, M, N, K]` and key sums `[B, H_kv, M, K]` with mixing weights `[..., M, M]`:
+        block: Takes query blocks `[B, H, M, N, K]`, key sums `[B, H_kv, M, K]` and mixing weights `[..., M, M]`:
             `[B, H, M, N, 1]`.
         chunked: Causal, of query and key blocks `[B, H or H_kv, M, N, K]` with stored mixing weights and the first
             block of each block's document: `[B, H, M, N, 1]`.

@@ -44,7 +44,7 @@ def records_gradients(*tensors: torch.Tensor | None) -> bool:
 
 
 def surely_none(flags: torch.Tensor) -> bool:
-    """Return whether no flag is set, where that is known without waiting for a device, and not compiled in."""
+    """True if no flag is set and this is known without a device sync or graph break."""
     if type(flags) is not torch.Tensor or flags.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return not flags.any()

@@ -46,7 +46,7 @@ from .operands import (
 from .sums import mix_summaries, repeat_heads
 
 
-# Long texts are run in parts of so many chunks of blocks, whose summaries exist at a time.
+# Long texts run in parts of this many chunks of blocks; only one part's summaries exist at a time.
 PART_CHUNKS = 4
 
 
@@ -173,7 +173,7 @@ def mhla_step(
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, MHLAState]:
-    """Decode one token for each batch entry in O(K·V), whatever came before.
+    """Decode one token for each batch entry in O(K·V), independent of the length before it.
 
     Arguments as in [`mhla_hf.ops.mhla_extend`], with T = 1, but these.
 
@@ -561,7 +561,7 @@ def _settled(
     position: torch.Tensor,
     mixing: StoredMixing,
 ) -> MHLAState:
-    """The state at `position` with these summaries, and with all that decoding would have mixed from them by then."""
+    """Rebuild the state at `position`, including the prefix sums that decoding would have accumulated."""
     size, slots, heads = state.block_size, ring.shape[2], state.prefix.shape[1]
     block = current_block(position, size)
     # A state before its first token has summed up nothing.

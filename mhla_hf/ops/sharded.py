@@ -123,7 +123,7 @@ def sharded_convolution(
     Half a kernel of slices along the grid's first axis comes from either side, not the whole sequence.
 
     Args:
-        convolution: Of odd kernels that keeps the size of its input, over as many axes as the grid has.
+        convolution: A size-preserving convolution with odd kernels, over as many axes as the grid has.
         tokens: `[B, L, C]`.
         grid: The token grid of all processes.
         shard: The tokens of this process.
@@ -245,7 +245,7 @@ def _touched_blocks(layout: BlockLayout, start: int, stop: int, device: torch.de
 
 
 def _token_table(layout: BlockLayout, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Of each of those blocks, its tokens, counted from `start`; L where there are fewer. LongTensor `[R, N]`."""
+    """Tokens of each of those blocks, counted from `start`; L where there are fewer. LongTensor `[R, N]`."""
     _, block, counts = layout.block_of_token[start:stop].unique(return_inverse=True, return_counts=True)
     order = block.argsort(stable=True)
     block = block[order]

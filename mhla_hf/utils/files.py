@@ -89,7 +89,7 @@ def flush_to_disk(path: Path) -> None:
 
 @contextmanager
 def clear_write_errors(destination: Path) -> Iterator[None]:
-    """Report a full disk in one line, whatever the library that writes raises.
+    """Report a full disk in one line, for every exception that a writing library raises.
 
     Args:
         destination: The file or directory that is written, for the error.

@@ -247,7 +247,7 @@ def download_pipeline(repository: str, **options: Any) -> Path:
         try:
             return Path(DiffusionPipeline.download(repository, **{"use_safetensors": True, **options}))
         except OSError as error:
-            # diffusers goes on to look in the cache, and says what is missing there.
+            # diffusers then looks in the cache, and says what is missing there.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, HfHubHTTPError):
                 cause = cause.__cause__ or cause.__context__

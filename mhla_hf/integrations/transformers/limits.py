@@ -73,7 +73,7 @@ def check_layers(model: Any, missing: Iterable[str], surplus: Iterable[str], whe
     masked |= {f"{base}{name}" for name in masked} | {name.removeprefix(base) for name in masked}
     more = {_layer(name) for name in surplus if ".mhla." not in name and _NUMBER.sub("#", name) in masked} - {""}
     present, absent = {_layer(name) for name in {*names} - {*missing}}, {_layer(name) for name in missing} - {""}
-    # Of a list that the weights know nothing of, all is new, as it may be in the head of another task.
+    # A module list absent from the checkpoint is newly initialised, for example a new task head.
     known = {_NUMBER.sub("#", layer) for layer in present}
     less = {layer for layer in absent - present if _NUMBER.sub("#", layer) in known}
     if more or less:

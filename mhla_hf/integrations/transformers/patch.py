@@ -161,7 +161,7 @@ def _finish(original: Any, model: Any) -> None:
             from .tensor_parallel import plan_heads
 
             plan_heads(model, distributed)
-        # Of weights that are loaded later there is nothing to record yet.
+        # Weights that are loaded later cannot be recorded yet.
         record(model)
 
 
@@ -280,9 +280,9 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "__init__": _build,
     # The model is complete, and its weights are neither initialised nor read: the time to attach MHLA.
     "post_init": _finish,
-    # Models initialise modules that they know; parameters of MHLA would keep whatever memory held.
+    # Models initialise modules that they know; parameters of MHLA would keep uninitialised memory.
     "_initialize_weights": _initialize,
-    # transformers reads whatever files an index names, and only reports layers that are missing.
+    # transformers reads every file that an index names, and only reports missing layers.
     "_load_pretrained_model": _load,
     # Weights that were fitted for MHLA are wrong for softmax: each attention gets its own back.
     "set_attn_implementation": _choose,

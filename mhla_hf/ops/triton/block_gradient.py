@@ -148,7 +148,7 @@ def apply(
 
     Args:
         rows: `[B, T, H, D]`.
-        matrices: Of the group, float32 `[L, M', D, E]`, dense; with `transpose`, `[L, M', E, D]`.
+        matrices: The group's matrices, float32 `[L, M', D, E]`, dense; with `transpose`, `[L, M', E, D]`.
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
         groups: Heads of the matrices in a batch entry, a divisor of H.
         lines: The first line of the group and its number of lines, L.
@@ -156,7 +156,7 @@ def apply(
         transpose: Multiply with the transposed matrices.
         factor: Factor of the products.
         scale: float32 `[B, T, H]`; 1 if not given.
-        vectors: Of the group, float32 `[L, M', P]`, dense.
+        vectors: The group's vectors, float32 `[L, M', P]`, dense.
         second: To be written if given, `[B, T, H, P]`, dense: the weighted vectors, which otherwise are added to the
             result (P = E).
         outputs: `[B, T, H, D]`: weight_t = -scale_t rows_t · outputs_t. Not needed where one program has all E
@@ -185,7 +185,7 @@ def needs_output(width: int, columns: int, dtype: torch.dtype) -> bool:
     Args:
         width: K, of the features.
         columns: V.
-        dtype: Of the tokens.
+        dtype: Type of the tokens.
     """
     return max(width, columns) > (128 if dtype == torch.bfloat16 else 64)
 
@@ -208,7 +208,7 @@ def block_gradients(
     """Gradients of query, key, value, the normaliser's pair, divisor and mixing, empty for what is not given.
 
     Args beyond those of `block_attention`:
-        gradient: Of the output.
+        gradient: Gradient of the output.
         output: `[B, T, H, V]`; needed where something is divided, see [`needs_output`].
         denominator: The denominators with eps, float32 `[B, T, H]`; empty unless `divides`.
     """

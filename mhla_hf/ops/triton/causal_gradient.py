@@ -158,7 +158,7 @@ def query_gradient(
     """Gradients of queries and of m_ii.
 
     Args:
-        gradient: Of the outputs, `[B, T, H, V]`.
+        gradient: Gradient of the outputs, `[B, T, H, V]`.
         output: `[B, T, H, V]`, dense.
         query: As in [`causal.causal_attention`], like all that is not said here.
         key: `[B, T, G, K]`.

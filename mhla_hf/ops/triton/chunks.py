@@ -131,8 +131,8 @@ def chunk_options(
         tokens: `[B, T, H, D]`, H being the heads of the launch.
         matrices: Factors of the tokens.
         table: Token of each slot, `[M, N]` or `[B, M, N]`.
-        width: Of the rows that a program holds whole.
-        columns: Of the result.
+        width: Width of the rows that a program holds whole.
+        columns: Columns of the result.
 
     Returns:
         Tile of columns, number of tiles of a chunk, and the arguments that such kernels share.

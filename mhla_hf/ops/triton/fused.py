@@ -138,9 +138,9 @@ def fused_attention(
         feature_eps: Added to the features.
         divides: Whether to divide by φ(q)·z̃ + eps.
         eps: Added to the denominator.
-        query_eps: Of the queries' norm.
-        key_eps: Of the keys' norm.
-        output_eps: Of the outputs' norm.
+        query_eps: Epsilon of the queries' norm.
+        key_eps: Epsilon of the keys' norm.
+        output_eps: Epsilon of the outputs' norm.
 
     Returns:
         `[B, T, H, V]` in the dtype of `query`; and for the backward pass 1 / rms of each token's queries and of its

@@ -315,7 +315,7 @@ def fused_attention_backward(
     """Gradients of query, key, value, gate, mixing and the weights of the norms; empty for what is not there.
 
     Args beyond those of `fused.fused_attention`:
-        gradient: Of the output.
+        gradient: Gradient of the output.
         query_inverse: From [`fused_products.inverse_norm`].
         key_inverse: The same.
     """

@@ -449,7 +449,7 @@ def fused_attend(
         eps: Added to the denominator.
         gate: `[B, T, H, V]`; None for no gate.
         output_weight: Weight of the RMSNorm of each head's output, `[V]`; None for no norm.
-        output_eps: Of that norm.
+        output_eps: Epsilon of that norm.
     """
     columns = matrices.shape[3]
     launch(

@@ -351,7 +351,7 @@ class MatrixTiles(NamedTuple):
     """Launch of a kernel that multiplies each token's row with the matrix of its block.
 
     Attributes:
-        programs: Of a line of the matrices.
+        programs: Number of programs for a line of the matrices.
         columns: Columns of a matrix that a program takes.
         options: Arguments that such kernels share.
     """

@@ -189,7 +189,7 @@ def outer(
     all_lines = batch * num_heads
     lines = lines or (0, all_lines)
     from_shared_memory = multiplies_from_shared_memory(left.device)
-    # Without a scale the rows enter as they are, whatever the type of the products.
+    # Without a scale the rows enter unchanged for every type of the products.
     precision = row_precision(left.dtype, left.dtype if scale is None else dtype, multiplies_exactly(left.dtype))
     if scale is None and left.dtype == torch.float16:
         precision = "fp16"
@@ -214,7 +214,7 @@ def outer(
     splits, share = 1, sizes["slots"]
     if lines[1] == all_lines:
         splits, share = split_slots(sizes["slots"], tile, tiles * all_lines * blocks)
-    # Of the same type, so that nothing is recompiled: bfloat16 shares together err less than a sum that is rounded.
+    # The same type avoids a recompilation: bfloat16 shares together err less than a rounded sum.
     products = empty_summaries(left, splits * lines[1], blocks, width, value, dtype=dtype)
     sums = empty_summaries(left, splits * lines[1], blocks, plain_width, dtype=torch.float32) if total else None
     first_bad = left.new_empty(splits * tiles, lines[1], products.shape[1], dtype=torch.int32) if finite else None

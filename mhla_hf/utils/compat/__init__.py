@@ -144,7 +144,7 @@ def wrap(library: str, owner: Any, name: str, around: Callable[..., Any]) -> Non
 
 
 def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a module's `forward` without `self`, whatever decorators are around it."""
+    """Return the parameters of a module's `forward` without `self`, read through its decorators."""
     parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
     return {name: parameter for name, parameter in parameters.items() if name != "self"}
 
