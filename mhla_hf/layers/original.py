@@ -4,13 +4,15 @@
 A freshly converted model has all weights of its original: it can be turned back, and be its own teacher. Calibration,
 matching and training by any optimizer change that. A converted model therefore has a record of its weights, which its
 MHLA layers refer to: checksums of the pretrained tensors, and the values of those that calibration or matching
-replaced.
+replaced. What changes outside of the attention that MHLA replaced, such as new tokens or another head, belongs to the
+original as well as to the MHLA model, and keeps its value in both.
 
 Shape letters: B batch, T tokens, H feature heads, H_kv key/value heads, K query/key width, V value width.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +44,8 @@ STATE_KEY = "_mhla_state"
 _ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)
 # Values of a tensor that are read at a time, so that rounding takes little memory.
 _READ_AT_ONCE = 2**22
+# Modules of an attention that ends outside of the module that computes it, as BERT's does.
+_INNER_ATTENTION = re.compile(r"(?<=attention\.)(self|attention)\.$")
 # Modules that adapters, compiling and sharding put around others.
 _WRAPPERS = ("base_layer", "original_module", "_orig_mod", "_fsdp_wrapped_module")
 
@@ -185,10 +189,19 @@ class _Weights:
             for own, parameter in base_parameters(model).items()
             if own.startswith(self.behind) and _is_plain(parameter)
         }
+        self.inside = tuple({_INNER_ATTENTION.sub("", name.rpartition("mhla")[0]) for name in self.layers})
 
     def whole(self, name: str) -> str:
         """Returns the name in the whole model of a tensor or layer."""
         return f"{self.ahead}{name.removeprefix(self.behind)}"
+
+    def replaced(self, known: Iterable[str]) -> list[str]:
+        """Returns which tensors of those in `known` belong to attention that MHLA replaced, or were fitted to it."""
+        fitted = () if self.record is None else self.record.values
+        names = {name: self.whole(name) for name in self.tensors}
+        return [
+            own for own, name in names.items() if name in known and (own.startswith(self.inside) or name in fitted)
+        ]
 
     def is_changed(self, name: str, known: Mapping[str, _Checksums | None]) -> bool:
         """Returns whether a tensor is not as it was by its checksums; those that cannot be read count as changed."""
@@ -240,20 +253,25 @@ def record_step(model: nn.Module, state: str, values: Mapping[str, torch.Tensor]
     record = weights.record
     if record is None or record.state == "trained":
         return
-    sums = weights.checksums()
-    if all(record.current.get(name) == sums[name] for name in sums):
+    sums, given = weights.checksums(), {weights.whole(name): value for name, value in values.items()}
+    touched = {*map(weights.whole, weights.replaced(sums)), *(given.keys() & sums.keys())}
+    if all(record.current.get(name) == sums[name] for name in touched):
         return
-    kept = dict(record.values)
-    for name, value in values.items():
-        whole = weights.whole(name)
-        known = record.pretrained.get(whole)
-        if known and whole not in kept and _is_unchanged(value, known):
-            kept[whole] = value.to("cpu")
-    weights.attach(replace(record, state=state, current={**record.current, **sums}, values=kept))
+    kept, pretrained = dict(record.values), dict(record.pretrained)
+    for name, value in given.items():
+        known = record.pretrained.get(name)
+        if known and name not in kept:
+            if not name.removeprefix(weights.ahead).startswith(weights.inside):
+                # What stood there before the step, whoever put it there.
+                pretrained[name] = known = _checksums(value)
+            if known and _is_unchanged(value, known):
+                kept[name] = value.to("cpu")
+    current = {**record.current, **sums}
+    weights.attach(replace(record, state=state, pretrained=pretrained, current=current, values=kept))
 
 
 def original_values(model: nn.Module, purpose: str) -> dict[str, torch.Tensor]:
-    """Returns the pretrained values of the tensors that have changed since the conversion.
+    """Returns the pretrained values of the tensors that have changed in what MHLA replaced.
 
     Args:
         model: The model, or a part or wrapper of it.
@@ -274,15 +292,20 @@ def original_values(model: nn.Module, purpose: str) -> dict[str, torch.Tensor]:
         raise ValueError(
             f"Cannot {purpose}: the pretrained weights of this {name} are not known{saved}. Use the softmax original."
         )
-    known = [own for own in weights.tensors if weights.whole(own) in record.pretrained]
-    changed = [own for own in known if weights.is_changed(own, record.pretrained)]
-    lost = [own for own in changed if weights.whole(own) not in record.values]
+    changed = [own for own in weights.replaced(record.pretrained) if weights.is_changed(own, record.pretrained)]
+    # The present value of what was fitted outside of attention, and changed after that, is of neither model.
+    lost = [
+        own
+        for own in changed
+        if weights.whole(own) not in record.values
+        or (not own.startswith(weights.inside) and weights.is_changed(own, record.current))
+    ]
     # Those that were quantised after they had been replaced.
     read = {weights.whole(own) for own in weights.tensors}
     lost += [name for name in record.values if name.startswith(weights.ahead) and name not in read]
     if lost:
         raise ValueError(
-            f"Cannot {purpose}: {len(lost)} pretrained weight(s) of this {name} have been trained since its "
+            f"Cannot {purpose}: {len(lost)} pretrained weight(s) of this {name} have changed since its "
             f"conversion, or are offloaded, sharded or quantised ({shorten_list(lost)}). Use the softmax original."
         )
     return {own: record.values[weights.whole(own)] for own in changed}
@@ -329,7 +352,7 @@ def switch_to_mhla(model: nn.Module) -> None:
     record = weights.record
     assert record is not None and record.fitted is not None
     own = {weights.whole(name): name for name in weights.tensors}
-    if any(weights.is_changed(own[name], record.pretrained) for name in own.keys() & record.pretrained.keys()):
+    if any(weights.is_changed(name, record.pretrained) for name in weights.replaced(record.pretrained)):
         record_weights(model)
         return
     for name, value in record.fitted.items():
@@ -345,12 +368,12 @@ def _whole(model: nn.Module) -> _Weights:
 
 
 def weights_state(model: nn.Module) -> str:
-    """Returns what was done to a model last, one of [`STATES`]: any change that no step noted is training."""
+    """Returns what was done to a model last, one of [`STATES`]; changes of MHLA or of what it replaced are training."""
     weights = _Weights(model)
     record = weights.record
     if record is None or record.state == "trained":
         return "trained"
-    known = [name for name in weights.tensors if weights.whole(name) in record.current]
+    known = weights.replaced(record.current)
     return "trained" if any(weights.is_changed(name, record.current) for name in known) else record.state
 
 
