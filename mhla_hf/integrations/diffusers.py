@@ -350,7 +350,14 @@ def _from_pipe(original: Any, cls: Any, pipeline: Any, **kwargs: Any) -> Any:
 
 
 def _save_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-    for name, part in _mhla_parts(pipeline).items():
+    from ..models.weight_files import check_saved
+
+    parts = _mhla_parts(pipeline)
+    for part in pipeline.components.values() if parts else ():
+        # Before the first of them is written.
+        if hasattr(part, "named_parameters"):
+            check_saved(getattr(part, "_orig_mod", part))
+    for name, part in parts.items():
         pipeline.register_to_config(**{name: (LIBRARY, type(part).__name__)})
     return original(pipeline, *args, **kwargs)
 

@@ -368,7 +368,7 @@ def _whole(model: nn.Module) -> _Weights:
 
 
 def weights_state(model: nn.Module) -> str:
-    """Returns what was done to a model last, one of [`STATES`]; changes of MHLA or of what it replaced are training."""
+    """Returns what was done to a model last, one of [`STATES`]; a change of MHLA or what it replaced is training."""
     weights = _Weights(model)
     record = weights.record
     if record is None or record.state == "trained":

@@ -428,6 +428,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         from .stub import STUB
 
+        weight_files.check_saved(self)
         # What was done to the model goes into the configuration.
         self.register_to_config(**{STATE_KEY: weights_state(self)})
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -477,6 +478,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         names = [entry.name for entry in entries]
         # Without their scales, which diffusers does not look for.
         check_floats(entries, path)
+        weight_files.check_no_adapters(names, path)
         if upstream.__name__ == "WanTransformer3DModel":
             try:
                 # Refuses what diffusers drops with a warning: the modules of Wan-Animate and Wan-VACE.

@@ -25,6 +25,7 @@ from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_te
 from ..training.families import objective_for
 from ..training.matching.layers import Batch, mhla_layers
 from ..training.matching.records import choose_cache, free_room
+from ..training.parameters import load_model
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes
@@ -295,7 +296,7 @@ def open_probe(
             raise ValueError(f"{', '.join(unused)}: of no use beside data.")
         models, probes = {}, {}
         for part in parts:
-            models[part.component] = model = part.load(mhla).to(torch_device).eval()
+            models[part.component] = model = load_model(part, mhla).to(torch_device).eval()
             source = open_data(model, part, data, samples=samples, held_out=1, seed=seed)
             count = min(samples, 16 * len(source))
             size = min(batch_size, count)

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..models.directory import TRAINING_RECORD, ModelDirectory
 from ..models.registry import LIBRARY
+from ..models.weight_files import check_no_adapters
 from ..utils.compat.diffusers import lora_metadata_key
 from ..utils.compat.transformers import check_peft_for_adapters
 from ..utils.destinations import atomic_directory
@@ -318,10 +319,14 @@ def load_model(directory: ModelDirectory, mhla: dict | str | None = None) -> nn.
         mhla: MHLA options for an ordinary model, which is converted on load; `none` leaves it as it is.
 
     Raises:
-        ValueError: If an ordinary model comes without options or an MHLA one with them, or files are damaged.
+        ValueError: If an ordinary model comes without options or an MHLA one with them, files are damaged, or adapters
+            lie beside the model.
     """
     check_conversion(directory, mhla)
-    return directory.load(mhla if isinstance(mhla, dict) else None)
+    model = directory.load(mhla if isinstance(mhla, dict) else None)
+    # Of files beside the model, which transformers loads with it, and would save alone.
+    check_no_adapters(dict(model.named_parameters()), directory.folder)
+    return model
 
 
 def export_model(directory: ModelDirectory, destination: Path, model: Any, record: dict[str, Any]) -> None:

@@ -189,7 +189,7 @@ def _load(
                 "mhla_hf.supported_models() lists models that were tested."
             )
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    from ...models.weight_files import check_loaded_files
+    from ...models.weight_files import check_loaded_files, check_no_adapters
     from .attaching import warn_of_fresh
     from .configuration import check_layers, check_new_parameters, check_shapes
 
@@ -199,6 +199,7 @@ def _load(
     info, offloaded = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if not (args or kwargs):
         # Names are given where an adapter is loaded.
+        check_no_adapters(info.unexpected_keys, location)
         check_shapes(info.mismatched_keys, load_config.ignore_mismatched_sizes, location)
         check_new_parameters(model, info.missing_keys)
         check_layers(model, *reported_names(model, info), str(model.config.name_or_path))
