@@ -114,9 +114,17 @@ def rename_wan_weights(names: Iterable[str]) -> dict[str, str]:
     return rename({name: name for name in names})
 
 
-def lora_metadata_key() -> str:
-    """Return the key of a LoRA's options in the metadata of its file."""
-    return imported("diffusers", "loaders.lora_base", "LORA_ADAPTER_METADATA_KEY")
+def takes_lora(pipeline_class: Any, names: Collection[str]) -> bool:
+    """Return whether `load_lora_weights` of a pipeline takes a LoRA's names, among them those of whole weights.
+
+    That of Flux takes all; others refuse names without "lora", unless MHLA's are among them, which models load.
+
+    Args:
+        pipeline_class: The class.
+        names: Names as `lora_state_dict` returns them.
+    """
+    takes_all = hasattr(pipeline_class, "_control_lora_supported_norm_keys")
+    return takes_all or any(".mhla." in name for name in names) or all("lora" in name for name in names)
 
 
 # Pipelines.
