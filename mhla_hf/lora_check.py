@@ -24,6 +24,7 @@ KINDS = ("MHLA layer", "other module", "MHLA parameter", "nothing")
 """Kinds of targets."""
 _PEFT_PREFIX = "base_model.model."
 _TOKENS = "trainable_tokens_delta"
+_Shapes = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,7 @@ def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], 
     return found, others, left, loader
 
 
-def _converted_by_diffusers(
-    path: Path, shapes: Mapping[str, list[int]], loader: Any
-) -> tuple[dict[str, list[int]], list[str]]:
+def _converted_by_diffusers(path: Path, shapes: Mapping[str, list[int]], loader: Any) -> tuple[_Shapes, list[str]]:
     """Shapes by the names that a pipeline's loader makes of a file's, and the names that it leaves out."""
     # Gradients tell which weights the results are made of.
     sources = {name: torch.ones((), requires_grad=True) for name in shapes}

@@ -71,7 +71,7 @@ def register_with_diffusers() -> None:
         "loaders.lora_pipeline": _wrap_lora_loaders,
         "loaders.single_file_model": partial(compat.hook_single_files, around=_should_convert),
         "models.attention_dispatch": lambda module: wrap("diffusers", module, "attention_backend", _attention_backend),
-        "utils.hub_utils": partial(compat.hook_uploads, around=_upload),
+        "utils.hub_utils": partial(compat.hook_uploads, around=upload),
         "pipelines.pipeline_utils": lambda _: compat.register_library(LIBRARY, sys.modules[LIBRARY]),
     }
     for module, callback in others.items():
@@ -355,8 +355,7 @@ def _save_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: Any) -> A
     parts = _mhla_parts(pipeline)
     for part in pipeline.components.values() if parts else ():
         # Before the first of them is written.
-        if hasattr(part, "named_parameters"):
-            check_saved(getattr(part, "_orig_mod", part))
+        check_saved(part)
     for name, part in parts.items():
         pipeline.register_to_config(**{name: (LIBRARY, type(part).__name__)})
     return original(pipeline, *args, **kwargs)
@@ -372,8 +371,8 @@ def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: A
     return original(pipeline, *args, **kwargs)
 
 
-def _upload(original: Any, pushed: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add to models and pipelines that are pushed what loads them by `trust_remote_code=True`, and tags."""
+def upload(original: Any, pushed: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add what loads them by `trust_remote_code=True`, and tags, to models and pipelines of both libraries in a push."""
     from ..models.stub import add_stub
 
     add_stub(Path(working_dir))

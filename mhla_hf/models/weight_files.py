@@ -250,13 +250,13 @@ def check_saved(model: Any, names: Iterable[str] | None = None) -> None:
     """Check that a model of diffusers or transformers is saved without adapters among its weights.
 
     Args:
-        model: The model.
+        model: The model, or another component of a pipeline.
         names: Names of the weights that are saved; by default those of the model.
 
     Raises:
         ValueError: See [`check_no_adapters`].
     """
-    if not saves_adapters_aside(model):
+    if isinstance(model, torch.nn.Module) and not saves_adapters_aside(model):
         names = dict(model.named_parameters()) if names is None else names
         check_no_adapters(names, f"This {type(model).__name__}")
 

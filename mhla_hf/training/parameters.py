@@ -208,16 +208,17 @@ def add_lora(model: Any, rank: int, alpha: float | None, seed: int) -> None:
 
 def lora_targets(model: nn.Module) -> list[str]:
     """Names of the projections that LoRA is added to: those of self-attention in every layer, MHLA or not."""
-    from .matching.layers import mhla_layers as attention_layers
+    from .matching.layers import is_linear, mhla_layers
 
     if any(name.endswith(LORA_TARGETS) for name, _ in model.named_modules()):
         return list(LORA_TARGETS)
-    found: dict[str, None] = {}
-    for layer in attention_layers(model):
-        for name, module in layer.attention.named_modules():
-            if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and not name.startswith("mhla."):
-                found[f"{layer.name.rpartition('.')[2]}.{name}"] = None
-    return list(found)
+    names = (
+        f"{layer.name.rpartition('.')[2]}.{name}"
+        for layer in mhla_layers(model)
+        for name, module in layer.attention.named_modules()
+        if is_linear(module) and not name.startswith("mhla.")
+    )
+    return list(dict.fromkeys(names))
 
 
 def adapter_of(model: Any) -> tuple[dict[str, torch.Tensor], Any]:
