@@ -372,7 +372,7 @@ def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: A
 
 
 def upload(original: Any, pushed: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add what loads them by `trust_remote_code=True`, and tags, to models and pipelines of both libraries in a push."""
+    """Add what loads them by `trust_remote_code=True`, and tags, to pushed models and pipelines of both libraries."""
     from ..models.stub import add_stub
 
     add_stub(Path(working_dir))
