@@ -67,7 +67,8 @@ TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
 _LAYER_COUNTS = ("num_layers", "num_single_layers")
 _POSITIONS = ("rope_max_seq_len", "sample_size")
 _SAMPLE = ("sample_frames", "sample_height", "sample_width")
-_LAYER = re.compile(r"(?:^|\.)((?:(?:single_)?transformer_|vace_)?blocks)\.([0-9]{1,9})\.")
+# Lists of layers by the names of diffusers and of authors. HunyuanVideo's refiner of the text has blocks of its own.
+_LAYER = re.compile(r"(?:^|(?<!refiner)\.)((?:(?:single_)?transformer_|single_|double_|vace_)?blocks)\.([0-9]{1,9})\.")
 _OTHER_FORMATS = (*PICKLES, ".msgpack", ".h5", ".onnx")
 # Exceptions of libraries for damaged weights, and for configurations whose fields have other types.
 _DAMAGE = (AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError)
@@ -313,9 +314,8 @@ def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None
         ValueError: If the weights have more layers, or fewer.
     """
     found: dict[str, int] = {}
-    for match in map(_LAYER.search, names):
-        if match:
-            found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+    for match in filter(None, map(_LAYER.search, names)):
+        found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
     if found and sum(found.values()) != num_layers:
         raise ValueError(
             f"{where} describes {num_layers} layers, but the weights have {sum(found.values())}: the two do not "
@@ -403,10 +403,8 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
     shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     # diffusers only warns of layers that the configuration leaves out.
     check_layer_count(len(model._self_attentions()), loaded, f"the configuration of {name}")
-    missing = sorted(shapes.keys() - loaded)
-    fresh = [key for key in missing if ".mhla." in key]
-    if len(fresh) < len(missing):
-        others = [key for key in missing if ".mhla." not in key]
+    fresh = sorted(shapes.keys() - loaded)
+    if others := [key for key in fresh if ".mhla." not in key]:
         raise ValueError(
             f"The checkpoint {name} lacks {len(others)} weight(s) of {type(model).__name__}, for example "
             f"{', '.join(others[:3])}. It is damaged or belongs to another architecture."

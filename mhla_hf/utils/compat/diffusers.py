@@ -87,6 +87,11 @@ def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
     wrap("diffusers", module, "_should_convert_state_dict_to_diffusers", around)
 
 
+def loads_single_files(model_class: Any) -> bool:
+    """Return whether diffusers knows the names in single files of a model class."""
+    return model_class.__name__ in imported("diffusers", "loaders.single_file_model", "SINGLE_FILE_LOADABLE_CLASSES")
+
+
 def single_file_names(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
     """Return the names of diffusers for the weights of a file, as `from_single_file` makes them.
 
