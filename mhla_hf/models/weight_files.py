@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from ..layers.mixing import reference_blocks
 from ..layers.original import STATE_KEY, record_weights
-from ..utils.compat.diffusers import load_weights
+from ..utils.compat.diffusers import load_weights, without_quantized
 from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
 from ..utils.messages import shorten_list, shorten_text, shorten_value
@@ -403,7 +403,8 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
     shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     # diffusers only warns of layers that the configuration leaves out.
     check_layer_count(len(model._self_attentions()), loaded, f"the configuration of {name}")
-    fresh = sorted(shapes.keys() - loaded)
+    quantizer = given.get("hf_quantizer")
+    fresh = sorted(without_quantized(quantizer, model, shapes.keys() - loaded))
     if others := [key for key in fresh if ".mhla." not in key]:
         raise ValueError(
             f"The checkpoint {name} lacks {len(others)} weight(s) of {type(model).__name__}, for example "
@@ -416,6 +417,9 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
             f"{', '.join(dropped[:3])}. Keep the checkpoint's own layers and options, or convert its softmax "
             "original anew."
         )
+    if fresh and getattr(quantizer, "pre_quantized", False):
+        advice = "Convert the original weights, and quantise the MHLA directory when it is loaded."
+        raise ValueError(f"{name} is quantised, and lacks MHLA weights such as {fresh[0]}. {advice}")
     _check_overrides(name, model)
     check_new_size({key: shape for key, shape in shapes.items() if key in loaded}, shapes)
     if fresh:

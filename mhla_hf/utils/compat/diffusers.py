@@ -77,6 +77,19 @@ def load_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> tupl
     return result
 
 
+def without_quantized(quantizer: Any, model: Any, missing: Iterable[str]) -> Iterable[str]:
+    """Return the names of missing weights without those that a quantiser makes, such as the scales of quanto.
+
+    Args:
+        quantizer: The quantiser that a model is loaded with, or `None`.
+        model: The model, prepared by it.
+        missing: Names of weights that the checkpoint lacks.
+    """
+    if quantizer is None:
+        return missing
+    return attribute("diffusers", quantizer, "update_missing_keys", "DiffusersQuantizer")(model, [*missing], prefix="")
+
+
 def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
     """Wrap the question of `from_single_file` whether a file's weights need conversion.
 
