@@ -17,7 +17,7 @@ from ..bench import cast_model
 from ..integrations.transformers.configuration import check_sizes, max_positions, towers_of
 from ..integrations.transformers.modules import is_image_model, patch_grid
 from ..layouts import MAX_TOKENS
-from ..models.directory import ModelDirectory
+from ..models.directory import ModelDirectory, read_config
 from ..models.registry import FAMILIES, family_for
 from ..models.weight_files import check_model_config
 from ..presets import PRESETS, from_preset, is_preset
@@ -92,7 +92,9 @@ class Candidate(ABC):
         """Family of recipes for the MHLA version of the model; `None` where there is none."""
 
 
-def on_meta(candidate: Candidate, mhla: Mapping[str, Any] | None = None, dtype: Any = torch.bfloat16) -> Any:
+def on_meta(
+    candidate: Candidate, mhla: Mapping[str, Any] | None = None, dtype: Any = torch.bfloat16, **options: Any
+) -> Any:
     """Build a model without memory for its weights; see [`Candidate.build`].
 
     Raises:
@@ -100,7 +102,7 @@ def on_meta(candidate: Candidate, mhla: Mapping[str, Any] | None = None, dtype: 
     """
     try:
         with torch.device("meta"):
-            model = candidate.build(mhla)
+            model = candidate.build(mhla, **options)
     except (ValueError, ImportError):
         raise
     except Exception as error:
@@ -163,7 +165,6 @@ class TransformersModel(Candidate):
         import transformers
 
         config = copy.deepcopy(self.config)
-        check_sizes(config.to_dict(), self.name)
         found = getattr(transformers, self.class_name, None) or transformers.MODEL_MAPPING.get(type(config), None)
         if found is None:
             raise ValueError(f"{self.class_name} is not in transformers {transformers.__version__}.")
@@ -256,11 +257,11 @@ def find_candidate(location: str | Path, component: str | None = None, **hub: An
         for part, entry in index.items():
             if isinstance(entry, list) and entry and re.search("Transformer|UNet", str(entry[-1])):
                 path = path_inside(root, part, locations.PIPELINE_INDEX) / "config.json"
-                configs[part] = {"_class_name": entry[-1], **read_json(path, "the model's configuration")}
+                configs[part] = {"_class_name": entry[-1], **read_config(path)}
         if not configs:
             raise ValueError(f"{name} has no transformer; it has {shorten_list(index)}.")
     else:
-        config = read_json(root / "config.json", "the model's configuration")
+        config = read_config(root / "config.json")
         if "_class_name" not in config and "model_type" not in config:
             raise ValueError(f"{root / 'config.json'} names no class of diffusers and no model_type of transformers.")
         configs = {"transformer" if "_class_name" in config else "model": config}
@@ -268,6 +269,8 @@ def find_candidate(location: str | Path, component: str | None = None, **hub: An
     if directory.is_mhla:
         raise ValueError(f"{name} is MHLA already: give the model that it was converted from.")
     if directory.is_transformers:
+        # Before the configuration is loaded, which may make a list of all layers.
+        check_sizes(directory.config, name)
         return TransformersModel(directory, directory.load_config())
     return DiffusionModel(directory, directory.config)
 

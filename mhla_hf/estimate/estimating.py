@@ -371,9 +371,7 @@ def measure_block(candidate: Candidate, grid: Sequence[int], options: BenchOptio
     """
     device, dtype = options.place()
     mhla = candidate.options(grid)
-    with torch.device("meta"):
-        model = candidate.build(mhla, one_block=True)
-    name = _block_of(mhla_layers(model)[0])
+    name = _block_of(mhla_layers(on_meta(candidate, mhla, None, one_block=True))[0])
     makers = {
         ORDINARY: partial(_block_run, candidate, name, grid, None, dtype, device),
         "mhla": partial(_block_run, candidate, name, grid, mhla, dtype, device),

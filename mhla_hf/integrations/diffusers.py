@@ -36,6 +36,7 @@ from typing import Any
 from ..config import MHLAConfig
 from ..models import registry
 from ..models.registry import FAMILIES, LIBRARY, MHLA_CLASSES, is_mhla_class
+from ..models.single_file import own_weights
 from ..utils.compat import after_import, extend, wrap
 from ..utils.compat import diffusers as compat
 from ..utils.locations import LOCATION_OPTIONS, PIPELINE_INDEX
@@ -179,7 +180,7 @@ def _load_auto(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict: Any) -> Any:
-    """`from_single_file` refuses files that hold MHLA weights, which it would leave out."""
+    """`from_single_file` reads all files of ComfyUI, and refuses those with MHLA weights, which it would leave out."""
     wanted, found = (
         {name for name in weights if any(part in name for part in _MHLA_WEIGHTS)}
         for weights in (model_state_dict, checkpoint_state_dict)
@@ -191,6 +192,11 @@ def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict:
             f"This file has {kind}, and the model's configuration is of another kind ({example}). Load MHLA "
             "models from their directories, and the authors' checkpoints after mhla-hf import-official."
         )
+    own = own_weights(checkpoint_state_dict)
+    if model_state_dict.keys() <= own.keys() and own is not checkpoint_state_dict:
+        # Names of diffusers behind ComfyUI's prefix, which diffusers takes off other names alone.
+        checkpoint_state_dict.clear()
+        checkpoint_state_dict.update(own)
     return original(model_state_dict, checkpoint_state_dict)
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from ..layers.mixing import reference_blocks
 from ..layers.original import STATE_KEY, record_weights
-from ..utils.compat.diffusers import load_weights
+from ..utils.compat.diffusers import load_weights, without_quantized
 from ..utils.compat.transformers import saves_adapters_aside
 from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
@@ -74,7 +74,8 @@ TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
 _LAYER_COUNTS = ("num_layers", "num_single_layers")
 _POSITIONS = ("rope_max_seq_len", "sample_size")
 _SAMPLE = ("sample_frames", "sample_height", "sample_width")
-_LAYER = re.compile(r"(?:^|\.)((?:(?:single_)?transformer_|vace_)?blocks)\.([0-9]{1,9})\.")
+# Lists of layers by the names of diffusers and of authors. HunyuanVideo's refiner of the text has blocks of its own.
+_LAYER = re.compile(r"(?:^|(?<!refiner)\.)((?:(?:single_)?transformer_|single_|double_|vace_)?blocks)\.([0-9]{1,9})\.")
 # Modules that adapters put around those that they change.
 _IN_ADAPTERS = re.compile(r"\.(base_layer|original_module)\.")
 _OTHER_FORMATS = (*PICKLES, ".msgpack", ".h5", ".onnx")
@@ -352,9 +353,8 @@ def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None
         ValueError: If the weights have more layers, or fewer.
     """
     found: dict[str, int] = {}
-    for match in map(_LAYER.search, names):
-        if match:
-            found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+    for match in filter(None, map(_LAYER.search, names)):
+        found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
     if found and sum(found.values()) != num_layers:
         raise ValueError(
             f"{where} describes {num_layers} layers, but the weights have {sum(found.values())}: the two do not "
@@ -443,10 +443,9 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
     shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     # diffusers only warns of layers that the configuration leaves out.
     check_layer_count(len(model._self_attentions()), loaded, f"the configuration of {name}")
-    missing = sorted(shapes.keys() - loaded)
-    fresh = [key for key in missing if ".mhla." in key]
-    if len(fresh) < len(missing):
-        others = [key for key in missing if ".mhla." not in key]
+    quantizer = given.get("hf_quantizer")
+    fresh = sorted(without_quantized(quantizer, model, shapes.keys() - loaded))
+    if others := [key for key in fresh if ".mhla." not in key]:
         raise ValueError(
             f"The checkpoint {name} lacks {len(others)} weight(s) of {type(model).__name__}, for example "
             f"{', '.join(others[:3])}. It is damaged or belongs to another architecture."
@@ -458,6 +457,9 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
             f"{', '.join(dropped[:3])}. Keep the checkpoint's own layers and options, or convert its softmax "
             "original anew."
         )
+    if fresh and getattr(quantizer, "pre_quantized", False):
+        advice = "Convert the original weights, and quantise the MHLA directory when it is loaded."
+        raise ValueError(f"{name} is quantised, and lacks MHLA weights such as {fresh[0]}. {advice}")
     _check_overrides(name, model)
     check_new_size({key: shape for key, shape in shapes.items() if key in loaded}, shapes)
     if fresh:

@@ -77,6 +77,19 @@ def load_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> tupl
     return result
 
 
+def without_quantized(quantizer: Any, model: Any, missing: Iterable[str]) -> Iterable[str]:
+    """Return the names of missing weights without those that a quantiser makes, such as the scales of quanto.
+
+    Args:
+        quantizer: The quantiser that a model is loaded with, or `None`.
+        model: The model, prepared by it.
+        missing: Names of weights that the checkpoint lacks.
+    """
+    if quantizer is None:
+        return missing
+    return attribute("diffusers", quantizer, "update_missing_keys", "DiffusersQuantizer")(model, [*missing], prefix="")
+
+
 def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
     """Wrap the question of `from_single_file` whether a file's weights need conversion.
 
@@ -85,6 +98,11 @@ def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
         around: Called as `around(original, model_state_dict, checkpoint_state_dict)`.
     """
     wrap("diffusers", module, "_should_convert_state_dict_to_diffusers", around)
+
+
+def loads_single_files(model_class: Any) -> bool:
+    """Return whether diffusers knows the names in single files of a model class."""
+    return model_class.__name__ in imported("diffusers", "loaders.single_file_model", "SINGLE_FILE_LOADABLE_CLASSES")
 
 
 def single_file_names(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
