@@ -112,7 +112,11 @@ class RecoveryData:
         if family == "causal" and data == GENERATED:
             return
         if family in TEXT:
-            of_text = {"packed": family == "causal", "length": options.max_length, "text_field": options.text_field}
+            of_text: dict[str, Any] = {
+                "packed": family == "causal",
+                "length": options.max_length,
+                "text_field": options.text_field,
+            }
             read_texts(self.directory.load_config(), self.directory.root, data, **of_text)
         elif family == "vision":
             open_images(self.directory.load_config(), self.directory.root, data)

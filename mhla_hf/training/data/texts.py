@@ -255,7 +255,7 @@ def _packed_rows(corpus: TextCorpus, tokenizer: Any, length: int, samples: int) 
         if isinstance(document, str):
             encoded = tokenizer(list(_pieces(document)), add_special_tokens=False, **_PLAIN)["input_ids"]
             ids = [*begin, *chain.from_iterable(encoded), *end]
-            said = np.zeros(len(ids), bool)
+            said: Array = np.zeros(len(ids), bool)
         else:
             try:
                 ids, said = chat_tokens(tokenizer, document)
@@ -302,7 +302,7 @@ def chat_tokens(tokenizer: Any, chat: Chat) -> tuple[list[int], Array]:
     whole = render(chat)
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, **_PLAIN)
     begins = np.asarray(encoded["offset_mapping"]).reshape(-1, 2)[:, 0]
-    said = np.zeros(len(begins), bool)
+    said: Array = np.zeros(len(begins), bool)
     for number, message in enumerate(chat):
         if message["role"] == "assistant" and number:
             before, after = render(chat[:number], add_generation_prompt=True), render(chat[: number + 1])
@@ -462,7 +462,7 @@ def text_batches(
         OSError: From transformers, if there is no tokenizer; it may be a `ValueError`, too.
     """
     packed = any(layer.mhla.config.causal for layer in mhla_layers(model))
-    source = {"packed": packed, "length": length, "text_field": text_field}
+    source: dict[str, Any] = {"packed": packed, "length": length, "text_field": text_field}
     table, tokenizer = read_texts(model.config, directory, data, samples=samples + held_out, **source)
     log_problems(table.skipped)
     if packed:
