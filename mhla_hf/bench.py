@@ -8,7 +8,6 @@ on the machine falls on all of them.
 from __future__ import annotations
 
 import gc
-import inspect
 import json
 import math
 import os
@@ -33,6 +32,7 @@ from .layouts.blocks import BlockLayout, choose_blocks
 from .ops import mhla_attention, triton_obstacle
 from .ops.backends import ENVIRONMENT_VARIABLE, kernels_pass
 from .presets import from_preset
+from .training.data.probes import diffusion_inputs
 from .utils.compat.diffusers import fp32_parts
 from .utils.machine import choose_device, machine_facts, parse_dtype
 from .utils.messages import check_choice
@@ -50,10 +50,6 @@ MODELS = (ORDINARY, "mhla-torch", "mhla-triton")
 _SDPA = {"softmax-flash": SDPBackend.FLASH_ATTENTION, "softmax-cudnn": SDPBackend.CUDNN_ATTENTION}
 _INPUT_BYTES, _MOST_INPUTS = 256 << 20, 32
 _REASON_LENGTH = 200
-# What configurations call the width of the text's embeddings; where they have several, the first counts.
-_TEXT_WIDTHS = (
-    "text_dim", "joint_attention_dim", "text_embed_dim", "caption_channels", "cap_feat_dim", "cross_attention_dim",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -147,92 +143,6 @@ class ModelCase:
     def inputs(self, model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
         """Random arguments of the model's `forward`."""
         return diffusion_inputs(model, self.latents[1:], dtype, device, text=self.text, batch=self.batch, seed=seed)
-
-
-def packs_latents(model: Any) -> bool:
-    """Return whether a diffusion transformer of any class takes latents that its pipeline made a sequence of."""
-    taken = inspect.signature(model.forward).parameters
-    return not taken.keys().isdisjoint(("img_ids", "img_shapes"))
-
-
-def diffusion_inputs(
-    model: Any,
-    latents: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    text: int,
-    batch: int = 1,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Random arguments of the `forward` of a diffusion transformer, by the names that diffusers gives them.
-
-    Args:
-        model: A model of diffusers, supported or not; its configuration tells the widths.
-        latents: Size of the latents, channels left out. Those of a model that [`packs_latents`] are of 2 × 2.
-        dtype: dtype of all but labels and masks.
-        device: Their device. What a model asks for its values is on the CPU in place of the meta device.
-        text: Tokens of the text.
-        batch: B.
-        seed: Seed of the numbers, ignored on the meta device.
-    """
-    config, taken = model.config, inspect.signature(model.forward).parameters
-    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    grid = tuple(latents)
-    if packs_latents(model):
-        grid = (*grid[:-2], grid[-2] // 2, grid[-1] // 2)
-    if packs_latents(model) or {"num_frames", "height"} <= taken.keys():
-        hidden_states = random(batch, math.prod(grid), config.in_channels)
-    else:
-        hidden_states = random(batch, config.in_channels, *grid)
-    if type(model).__name__.startswith("CogVideoX"):
-        hidden_states = hidden_states.transpose(1, 2)
-    width = next((config[name] for name in _TEXT_WIDTHS if config.get(name)), 0)
-    axes = len(config.get("axes_dims_rope") or ())
-    known: dict[str, Any] = {
-        next(iter(taken)): hidden_states,
-        "timestep": torch.full((batch,), 500.0, device=device),
-        "guidance": random(batch) if config.get("guidance_embeds") else None,
-        "pooled_projections": random(batch, config.get("pooled_projection_dim") or 0),
-        "img_ids": random(math.prod(grid), axes),
-        "txt_ids": random(text, axes),
-        "img_shapes": [[(1, *grid)]] * batch,
-        # Values of `img_ids` tell the grid, and there are none on the meta device.
-        "joint_attention_kwargs": {"grid": grid} if "img_ids" in taken and hasattr(model, "mhla_config") else None,
-        "num_frames": grid[0],
-        "height": grid[-2],
-        "width": grid[-1],
-    }
-    if "class_labels" in taken and config.get("num_embeds_ada_norm"):
-        known["class_labels"] = torch.randint(config.num_embeds_ada_norm, (batch,), generator=generator, device=device)
-    elif "encoder_hidden_states" in taken:
-        known["encoder_hidden_states"] = random(batch, text, width)
-        if getattr(taken.get("encoder_attention_mask"), "default", None) is inspect.Parameter.empty:
-            known["encoder_attention_mask"] = torch.ones(batch, text, dtype=torch.long, device=device)
-    if "image_embeds" in taken and config.get("text_embed_2_dim"):
-        # As pipelines from text call HunyuanVideo-1.5, which sorts its text by masks: glyphs, and no image.
-        kept = torch.device("cpu") if device.type == "meta" else device
-        known["encoder_hidden_states_2"] = random(batch, 256, config.text_embed_2_dim)
-        known["encoder_attention_mask"] = torch.ones(batch, text, dtype=torch.long, device=kept)
-        known["encoder_attention_mask_2"] = torch.ones(batch, 256, dtype=torch.long, device=kept)
-        known["image_embeds"] = torch.zeros(batch, 729, config.image_embed_dim, dtype=dtype, device=kept)
-    if "control_hidden_states" in taken:
-        known["control_hidden_states"] = random(batch, config.vace_in_channels, *grid)
-    if "pose_hidden_states" in taken:
-        # The first latent frame is that of the reference image; the others stand for four frames each.
-        frames, side = grid[0], config.motion_encoder_size
-        known["pose_hidden_states"] = random(batch, config.latent_channels, frames - 1, *grid[1:])
-        known["face_pixel_values"] = random(batch, 3, 4 * frames - 7, side, side)
-        known["encoder_hidden_states_image"] = random(batch, 257, config.image_dim)
-    if "audio_hidden_states" in taken:
-        # 25 latents of audio for a second of 24 frames.
-        sound = round(25 * (8 * grid[0] - 7) / 24)
-        known |= {"audio_hidden_states": random(batch, sound, config.audio_in_channels), "audio_num_frames": sound}
-        known["audio_encoder_hidden_states"] = random(batch, text, width)
-    if getattr(model, "use_additional_conditions", False):
-        known["added_cond_kwargs"] = {"resolution": random(batch, 2), "aspect_ratio": random(batch, 1)}
-    return {name: value for name, value in known.items() if name in taken and value is not None}
 
 
 _SMALL_SIZES = {"num_layers": 2, "num_attention_heads": 2}

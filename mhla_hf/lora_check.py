@@ -15,6 +15,7 @@ from torch import nn
 from .models.directory import ModelDirectory
 from .models.registry import family_for
 from .training.matching.layers import mhla_layers
+from .utils.compat.diffusers import takes_lora
 from .utils.messages import shorten_list, shorten_text
 from .utils.tensor_files import read_entries
 
@@ -23,6 +24,7 @@ KINDS = ("MHLA layer", "other module", "MHLA parameter", "nothing")
 """Kinds of targets."""
 _PEFT_PREFIX = "base_model.model."
 _TOKENS = "trainable_tokens_delta"
+_Shapes = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -122,16 +124,17 @@ def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], 
     parts = {name.partition(".")[0] for name in weights}
     parts = {name for name in parts if re.fullmatch(r"(transformer|text_encoder|unet)(_\d+)?", name)}
     # The loader of pipelines reads one prefix, whichever transformer it loads into; models read any, unconverted.
-    if (
-        classes[0].__name__ in names
-        and "transformer" in parts
-        and (part.component == "transformer" or own[:-1] not in parts)
-    ):
+    is_read = "transformer" in parts and (own == "transformer." or own[:-1] not in parts)
+    if is_read and classes[0].__name__ in names and takes_lora(classes[0], weights):
         prefix = "transformer."
         loader = "load_lora_weights" + ("" if prefix == own else f"(..., load_into_{part.component}=True)")
     else:
-        prefix = next((each for each in (own, _PEFT_PREFIX) if any(name.startswith(each) for name in shapes)), "")
+        starts = (own, "transformer.", _PEFT_PREFIX)
+        prefix = next((each for each in starts if any(name.startswith(each) for name in shapes)), "")
         loader = f"{own}load_lora_adapter(..., prefix={prefix[:-1] or None!r})"
+        if prefix == _PEFT_PREFIX and path.with_name("adapter_config.json").is_file():
+            # diffusers would not read alpha there.
+            loader = "PeftModel"
         weights, left = _peft_names(shapes), []
     others = tuple(sorted(name for name in weights if parts and not name.startswith(prefix)))
     if len(others) == len(weights) or (not prefix and parts):
@@ -140,59 +143,41 @@ def _read_lora(path: Path, part: ModelDirectory) -> tuple[dict[str, list[int]], 
     return found, others, left, loader
 
 
-class _Traced(torch.Tensor):
-    """A tensor that knows which weights of a file it was made of."""
-
-    sources: frozenset[str] = frozenset()
-    read: set[str] = set()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
-        given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        sources = frozenset().union(*(each.sources for each in given if isinstance(each, cls)))
-        for each in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(each, cls):
-                each.sources |= sources
-            elif isinstance(each, float):
-                # Of scales.
-                cls.read |= sources
-        return result
-
-
-def _converted_by_diffusers(
-    path: Path, shapes: Mapping[str, list[int]], loader: Any
-) -> tuple[dict[str, list[int]], list[str]]:
+def _converted_by_diffusers(path: Path, shapes: Mapping[str, list[int]], loader: Any) -> tuple[_Shapes, list[str]]:
     """Shapes by the names that a pipeline's loader makes of a file's, and the names that it leaves out."""
-    weights = {name: torch.ones(shape).as_subclass(_Traced) for name, shape in shapes.items()}
-    for name, tensor in weights.items():
-        tensor.sources = frozenset([name])
-    _Traced.read = set()
+    # Gradients tell which weights the results are made of.
+    sources = {name: torch.ones((), requires_grad=True) for name in shapes}
     try:
-        result = loader.lora_state_dict(dict(weights), return_alphas=True)
+        weights = {name: source * torch.ones(shapes[name]) for name, source in sources.items()}
+        result = loader.lora_state_dict(weights, return_alphas=True)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         reason = shorten_text(f"{type(error).__name__}: {error}", 200)
         raise ValueError(f"LoRA {path} has names that diffusers cannot convert ({reason}).") from error
     found, alphas = result if isinstance(result, tuple) else (result, None)
-    used = _Traced.read.union(*(each.sources for each in (*found.values(), *(alphas or {}).values())))
-    return _peft_names({name: list(tensor.shape) for name, tensor in found.items()}), sorted(shapes.keys() - used)
+    made = [torch.as_tensor(value).sum() for value in (*found.values(), *(alphas or {}).values())]
+    total = sum(made, torch.ones((), requires_grad=True))
+    gradients = torch.autograd.grad(total, list(sources.values()), allow_unused=True)
+    used = {name for name, gradient in zip(sources, gradients) if gradient is not None}
+    # Scales are read as numbers.
+    scaled = {f"{name.rsplit('.', parts)[0]}.alpha" for name in used for parts in (1, 2)}
+    return _peft_names({name: list(value.shape) for name, value in found.items()}), sorted({*shapes} - used - scaled)
 
 
 def _peft_names(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
     from diffusers.utils import convert_unet_state_dict_to_peft
 
-    return dict(
-        shapes if any(".lora_A." in name for name in shapes) else convert_unet_state_dict_to_peft(dict(shapes))
-    )
+    is_named = any(".lora_A." in name for name in shapes)
+    return dict(shapes if is_named else convert_unet_state_dict_to_peft(dict(shapes)))
 
 
 def _find_targets(model: nn.Module, shapes: Mapping[str, list[int]]) -> dict[str, Target]:
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    attentions = {layer.name for layer in mhla_layers(model)}
+    modules = dict(model.named_modules())
+    parameters = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    attentions = tuple(f"{layer.name}." for layer in mhla_layers(model))
     pairs: dict[str, dict[str, list[int]]] = {}
     for name, shape in shapes.items():
-        if ".lora_" in name:
-            module, _, rest = name.partition(".lora_")
+        module, is_lora, rest = name.partition(".lora_")
+        if is_lora:
             pairs.setdefault(module, {})[f"lora_{rest}"] = shape
     # Half of a pair changes nothing.
     reasons = {module: _obstacle(modules.get(module), parts) for module, parts in pairs.items()}
@@ -200,25 +185,14 @@ def _find_targets(model: nn.Module, shapes: Mapping[str, list[int]]) -> dict[str
     for name, shape in shapes.items():
         module = name.partition(".lora_")[0].removesuffix(".alpha")
         reason = reasons.get(module)
-        if reason is None and name.endswith(f".{_TOKENS}"):
-            module = name.removesuffix(f".{_TOKENS}").removesuffix(".token_adapter")
-            rows = list(getattr(modules.get(module), "weight", torch.empty(0)).shape)
-            fits = len(shape) == len(rows) == 2 and shape[0] <= rows[0] and shape[1] == rows[1]
-            reason = "" if fits else f"no embedding with rows for tokens of size {_sizes(shape)}"
-        elif reason is None:
-            # A parameter that an adapter saves in full, as of `modules_to_save`, or of an embedding beside its LoRA.
-            module = module.replace(".token_adapter.", ".").replace(".base_layer.", ".")
-            fits = module in parameters and list(parameters[module].shape) == shape
+        if reason is None:
+            # A parameter that an adapter saves in full, as of `modules_to_save`, or of an embedding; rows of that.
+            module = re.sub(r"\.(token_adapter|base_layer)(?=\.)", "", module.replace(_TOKENS, "weight"))
+            wanted = parameters.get(module, [0])
+            fits = shape == wanted or (_TOKENS in name and shape[1:] == wanted[1:] and shape[0] <= wanted[0])
             reason = "" if fits else f"no such parameter of size {_sizes(shape)}"
-        parents = {module[: match.start()] for match in re.finditer(r"\.|$", module)}
-        kind = "other module"
-        if reason:
-            kind = "nothing"
-        elif ".mhla." in module:
-            kind = "MHLA parameter"
-        elif parents & attentions:
-            kind = "MHLA layer"
-        found[name] = Target(kind, reason)
+        part = 1 if not module.startswith(attentions) else 2 if ".mhla." in module else 0
+        found[name] = Target(KINDS[3 if reason else part], reason)
     return found
 
 
@@ -236,9 +210,8 @@ def _obstacle(module: nn.Module | None, parts: Mapping[str, list[int]]) -> str:
     down, up = (parts[name] for name in pair)
     # The Conv1D of GPT-2 stores [in, out], and an embedding [tokens, out].
     outputs, *inputs = reversed(weight.shape) if is_embedding or type(module).__name__ == "Conv1D" else weight.shape
-    if down[1:] == inputs and up[:2] == [outputs, down[0]] and down[0] > 0:
-        return ""
-    return f"matrices {_sizes(up)} and {_sizes(down)} for a weight {_sizes(weight.shape)}"
+    fits = down[1:] == inputs and up[:2] == [outputs, down[0]] and down[0] > 0
+    return "" if fits else f"matrices {_sizes(up)} and {_sizes(down)} for a weight {_sizes(weight.shape)}"
 
 
 def _sizes(shape: Iterable[int]) -> str:

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.lora_check import check_lora
 from mhla_hf.models.wan import MHLAWanTransformer3DModel
+from tests.integrations.diffusers.test_loading_options import MADE
 from tests.integrations.transformers.tiny_models import softmax_model
 from tests.models.adapter_checks import TARGETS
 from tests.tiny import wan_pipeline, wan_transformer
@@ -81,6 +83,64 @@ def test_the_report_names_the_call_that_loads_as_many(wan, tmp_path, prefix):
         pipeline.transformer.load_lora_adapter(tmp_path, weight_name="lora.safetensors", prefix=prefix[:-1] or None)
     loaded = peft.get_peft_model_state_dict(pipeline.transformer, adapter_name="default_0")
     assert loaded.keys() == report.weights.keys()
+
+
+@pytest.mark.parametrize("name", ["proj_out.weight", "norm"])
+@pytest.mark.parametrize("family", ["wan", "ltx", "hunyuan", "sana", "qwen", "flux", "chroma"])
+def test_weights_saved_in_full_are_counted_for_the_loader_that_takes_them(family, name, tmp_path):
+    make = MADE[family]
+    pipeline = mhla_hf.convert(make())
+    model = pipeline.transformer
+    model.save_pretrained(tmp_path / "mhla")
+    names = [each for each, _ in model.named_parameters() if ".mhla." not in each]
+    norm = next((each for each in names if "norm_q.weight" in each or "norm" in each), "proj_out.weight")
+    name = norm if name == "norm" else name
+    full = torch.full_like(dict(model.named_parameters())[name], 0.3)
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    layers = {f"transformer.{key}": value for key, value in peft.get_peft_model_state_dict(model).items()}
+    save_file({**layers, f"transformer.{name}": full.detach()}, tmp_path / "lora.safetensors")
+    report = check_lora(tmp_path / "mhla", tmp_path / "lora.safetensors")
+    assert len(report.weights) == len(layers) + 1 and not report.counts["nothing"]
+    fresh = mhla_hf.convert(make())
+    if report.loader == "load_lora_weights":
+        assert family in ("flux", "chroma")
+        fresh.load_lora_weights(tmp_path / "lora.safetensors")
+    else:
+        assert report.loader == "transformer.load_lora_adapter(..., prefix='transformer')"
+        with pytest.raises(ValueError, match="Invalid LoRA checkpoint"):
+            fresh.load_lora_weights(tmp_path / "lora.safetensors")
+        fresh.transformer.load_lora_adapter(tmp_path, weight_name="lora.safetensors", prefix="transformer")
+    assert torch.equal(dict(fresh.transformer.named_parameters())[name], full)
+    loaded = {key for key, _ in fresh.transformer.named_parameters() if ".lora_" in key}
+    assert len(loaded) == len(layers)
+
+
+def test_the_second_expert_takes_weights_saved_in_full_by_its_own_method(tmp_path):
+    pipeline = mhla_hf.convert(wan_pipeline(second_transformer=True), blocks=[2, 2, 2])
+    pipeline.save_pretrained(tmp_path / "mhla")
+    full = {"transformer.proj_out.weight": pipeline.transformer_2.proj_out.weight.detach() + 1}
+    save_file({**PAIR, **full}, tmp_path / "lora.safetensors")
+    report = check_lora(tmp_path / "mhla", tmp_path / "lora.safetensors", component="transformer_2")
+    assert report.loader == "transformer_2.load_lora_adapter(..., prefix='transformer')"
+    pipeline.transformer_2.load_lora_adapter(tmp_path, weight_name="lora.safetensors", prefix="transformer")
+    assert torch.equal(pipeline.transformer_2.proj_out.weight, full["transformer.proj_out.weight"])
+    assert report.counts["other module"] + report.counts["MHLA layer"] == 3
+
+
+def test_the_loader_of_a_folder_of_peft_keeps_alpha(wan, tmp_path):
+    def base():
+        return MHLAWanTransformer3DModel.from_pretrained(wan / "converted")
+
+    config = LoraConfig(r=2, lora_alpha=16, target_modules=["to_q"], init_lora_weights=False)
+    trained = peft.get_peft_model(base(), config)
+    trained.save_pretrained(tmp_path)
+    report = check_lora(wan / "converted", tmp_path)
+    assert report.loader == "PeftModel" and report.counts["nothing"] == 0
+    model, other = base(), base()
+    peft.PeftModel.from_pretrained(model, tmp_path)
+    other.load_lora_adapter(tmp_path, prefix="base_model.model", weight_name="adapter_model.safetensors")
+    scales = [each.blocks[0].attn1.to_q.scaling for each in (trained, model, other)]
+    assert [list(scale.values()) for scale in scales] == [[8.0], [8.0], [1.0]]
 
 
 def test_weights_that_diffusers_leaves_out_are_counted(wan, tmp_path):

@@ -25,6 +25,10 @@ _LENGTH = 800
 # Mistakes and damaged files, as libraries call them that are not imported here.
 _EXPECTED = {"HTTPError", "SafetensorError"}
 _OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory")
+# As gloo, NCCL and the stores of torch.distributed say it; their classes stand for mistakes of one process, too.
+_PROCESS_ENDED = re.compile(
+    "gloo/transport|monitoredBarrier|remote p(roces|e)|by peer|Broken pipe|clients joined|wait timeout|was aborted"
+)
 # What follows the name of an option in messages about it.
 _VERBS = "must|is|are|was|has|have|names|needs|cannot|already|selects|makes|takes"
 
@@ -66,6 +70,10 @@ def _describe(error: Exception, command: Any) -> tuple[str, int]:
     is_full = isinstance(error, (RuntimeError, OSError)) and _OUT_OF_MEMORY.search(text)
     if is_full or isinstance(error, MemoryError):
         return f"out of memory; a smaller batch, input or model takes less ({text})", FAILED
+    if isinstance(error, RuntimeError) and _PROCESS_ENDED.search(text):
+        resume = " with --resume latest" * any(each.name == "resume" for each in getattr(command, "params", ()))
+        advice = f"see what it said last, then start the same command again{resume}"
+        return f"another process of this run has ended or does not answer: {advice}", FAILED
     if isinstance(error, (ValueError, OSError, FloatingPointError, ImportError)) or kinds & _EXPECTED:
         named = _name_option(text, command)
         return named or text, WRONG_USAGE if named and isinstance(error, ValueError) else FAILED

@@ -156,14 +156,9 @@ def _show_lora(report: "LoraReport") -> None:
     total, lost = len(report.weights), report.counts["nothing"]
     applied = "all" if not lost else f"{total - lost} of"
     say(f"{report.lora}: {applied} {total} weights apply to {report.component}, loaded by {report.loader}.")
-    rows: list[dict[str, Any]] = []
-    for kind, count in report.counts.items():
-        if count:
-            kind = kind if kind == "nothing" else f"{kind}s"
-            rows.append({"weights for": kind, "count": count})
-    if report.others:
-        rows.append({"weights for": "other models of the pipeline", "count": len(report.others)})
-    show_table(rows)
+    counts = {kind if kind == "nothing" else f"{kind}s": count for kind, count in report.counts.items()}
+    counts["other models of the pipeline"] = len(report.others)
+    show_table([{"weights for": kind, "count": count} for kind, count in counts.items() if count])
     examples = {target.reason: name for name, target in report.weights.items() if target.reason}
     for reason, name in list(examples.items())[:3]:
         say(f"  {shorten_text(name)}: {reason}")

@@ -201,7 +201,7 @@ def plan_original(
         raise ValueError(f"{location}: {error}" if location not in str(error) else str(error)) from error
     class_name = found.get("_class_name", UPSTREAM)
     if class_name not in (UPSTREAM, family_for(UPSTREAM).mhla_class):
-        raise ValueError(f"{folder} is of a {class_name}; only original weights of {UPSTREAM} are converted.")
+        raise ValueError(f"{folder} is of a {class_name}: of that class only diffusers directories are converted.")
     # Ignore MHLA options stored for the expert being replaced.
     kept = {key: value for key, value in from_stored(found).items() if key != "mhla"}
     content = {"_diffusers_version": version("diffusers"), **kept, "_class_name": UPSTREAM}

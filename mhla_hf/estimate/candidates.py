@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,16 +13,17 @@ from typing import Any
 
 import torch
 
-from ..bench import cast_model, diffusion_inputs, packs_latents
+from ..bench import cast_model
 from ..integrations.transformers.configuration import max_positions
 from ..integrations.transformers.limits import check_sizes
 from ..integrations.transformers.modules import is_image_model, patch_grid
 from ..integrations.transformers.towers import towers_of
 from ..layouts import MAX_TOKENS
-from ..models.directory import ModelDirectory
+from ..models.directory import ModelDirectory, read_config
 from ..models.registry import FAMILIES, family_for
 from ..models.weight_files import check_model_config
 from ..presets import PRESETS, from_preset, is_preset
+from ..training.data.probes import inputs_at, sample_grid
 from ..utils import locations
 from ..utils.compat.transformers import set_attention
 from ..utils.files import path_inside, read_json
@@ -31,9 +31,6 @@ from ..utils.messages import check_count, shorten_list, shorten_text
 
 
 _CONFIGURATIONS = ["model_index.json", "config.json", "*/config.json"]
-_TEXT_TOKENS = 512
-# Frames, and pixels of a side, that one latent stands for where no VAE tells; of SANA.
-_COMPRESSION, _SANA_COMPRESSION = (4, 8), (1, 32)
 
 
 class Candidate(ABC):
@@ -83,8 +80,10 @@ class Candidate(ABC):
         """
 
     @abstractmethod
-    def inputs(self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """Random arguments of the model's `forward`."""
+    def inputs(
+        self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0
+    ) -> dict[str, Any]:
+        """Random arguments of the model's `forward`; `text` counts tokens of prompts."""
 
     @abstractmethod
     def options(self, grid: Sequence[int]) -> dict[str, Any]:
@@ -95,7 +94,9 @@ class Candidate(ABC):
         """Family of recipes for the MHLA version of the model; `None` where there is none."""
 
 
-def on_meta(candidate: Candidate, mhla: Mapping[str, Any] | None = None, dtype: Any = torch.bfloat16) -> Any:
+def on_meta(
+    candidate: Candidate, mhla: Mapping[str, Any] | None = None, dtype: Any = torch.bfloat16, **options: Any
+) -> Any:
     """Build a model without memory for its weights; see [`Candidate.build`].
 
     Raises:
@@ -103,7 +104,7 @@ def on_meta(candidate: Candidate, mhla: Mapping[str, Any] | None = None, dtype: 
     """
     try:
         with torch.device("meta"):
-            model = candidate.build(mhla)
+            model = candidate.build(mhla, **options)
     except (ValueError, ImportError):
         raise
     except Exception as error:
@@ -140,63 +141,12 @@ class DiffusionModel(Candidate):
         return upstream.from_config(config).eval()
 
     def grid(self, model: Any, **given: int) -> tuple[int, ...]:
-        patch = self._patch(model)
-        if tokens := given.get("tokens"):
-            side = next(side for side in range(math.isqrt(tokens), 0, -1) if tokens % side == 0)
-            return (*(1,) * (len(patch) - 2), side, tokens // side)
-        if "num_frames" in given and len(patch) == 2:
-            raise ValueError(f"num_frames is for videos, and {self.class_name} makes images.")
-        frames, pixels = self._compression()
-        latents = [given[name] // pixels if name in given else None for name in ("height", "width")]
-        if len(patch) == 3:
-            latents.insert(0, (given["num_frames"] - 1) // frames + 1 if "num_frames" in given else None)
-        own = self._own_grid(model, patch) if None in latents else patch
-        found = tuple(size if side is None else side // each for size, side, each in zip(own, latents, patch))
-        if 0 in found:
-            raise ValueError(f"height must be at least {pixels * patch[-1]}, the side of one token, as must width.")
-        return found
+        return sample_grid(self.directory, model, **given)
 
-    def _own_grid(self, model: Any, patch: tuple[int, ...]) -> tuple[int, ...]:
-        if self.class_name in FAMILIES:
-            mhla_class = family_for(self.class_name).load_class()
-            return mhla_class.reference_grid(self.config, self.directory.vae_compression)
-        size = model.config.get("sample_size")
-        if len(patch) == 3 or not isinstance(size, int):
-            others = "width and num_frames" if len(patch) == 3 else "width"
-            raise ValueError(
-                f"height must be given with {others}, or tokens: the configuration does not tell the size of samples."
-            )
-        return (size // patch[0], size // patch[1])
-
-    def _patch(self, model: Any) -> tuple[int, ...]:
-        """Latents that make one token, along each axis."""
-        config, patch = model.config, model.config.get("patch_size") or 1
-        if packs_latents(model):
-            return (2, 2)
-        if isinstance(patch, (tuple, list)):
-            return tuple(patch)
-        is_video = "patch_size_t" in config or "3D" in self.class_name
-        return (config.get("patch_size_t") or 1, patch, patch) if is_video else (patch, patch)
-
-    def _compression(self) -> tuple[int, int]:
-        """Frames, and pixels of a side, that one latent stands for."""
-        found, path = self.directory.vae_compression, self.directory.root / "vae" / "config.json"
-        if found is None and self.directory.index is not None and path.is_file():
-            vae = read_json(path, "the VAE's configuration")
-            stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
-            found = (1, 2 ** (len(stages) - 1)) if isinstance(stages, list) and stages else None
-        if found is None and "3D" in self.class_name and self.class_name in FAMILIES:
-            mhla_class = family_for(self.class_name).load_class()
-            frames, height, _ = mhla_class.video_size
-            latents = [size * side for size, side in zip(mhla_class.default_grid, mhla_class.patch_sizes(self.config))]
-            found = ((frames - 1) // (latents[0] - 1), height // latents[1])
-        return found or (_SANA_COMPRESSION if self.class_name == "SanaTransformer2DModel" else _COMPRESSION)
-
-    def inputs(self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        latents = [size * side for size, side in zip(grid, self._patch(model))]
-        text = model.config.get("max_text_seq_length") or _TEXT_TOKENS
-        # As many queries as keys would count as self-attention.
-        return diffusion_inputs(model, latents, dtype, device, text=text - (text == math.prod(grid)))
+    def inputs(
+        self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0
+    ) -> dict[str, Any]:
+        return inputs_at(model, grid, dtype, device, text)
 
     def options(self, grid: Sequence[int]) -> dict[str, Any]:
         return {"grid": list(grid)}
@@ -217,7 +167,6 @@ class TransformersModel(Candidate):
         import transformers
 
         config = copy.deepcopy(self.config)
-        check_sizes(config.to_dict(), self.name)
         found = getattr(transformers, self.class_name, None) or transformers.MODEL_MAPPING.get(type(config), None)
         if found is None:
             raise ValueError(f"{self.class_name} is not in transformers {transformers.__version__}.")
@@ -247,7 +196,9 @@ class TransformersModel(Candidate):
             raise ValueError("tokens must be given: the configuration does not tell the longest text.")
         return (length,)
 
-    def inputs(self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    def inputs(
+        self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0
+    ) -> dict[str, Any]:
         taken = inspect.signature(model.forward).parameters
         if is_image_model(self.config):
             patch = self.config.patch_size
@@ -308,11 +259,11 @@ def find_candidate(location: str | Path, component: str | None = None, **hub: An
         for part, entry in index.items():
             if isinstance(entry, list) and entry and re.search("Transformer|UNet", str(entry[-1])):
                 path = path_inside(root, part, locations.PIPELINE_INDEX) / "config.json"
-                configs[part] = {"_class_name": entry[-1], **read_json(path, "the model's configuration")}
+                configs[part] = {"_class_name": entry[-1], **read_config(path)}
         if not configs:
             raise ValueError(f"{name} has no transformer; it has {shorten_list(index)}.")
     else:
-        config = read_json(root / "config.json", "the model's configuration")
+        config = read_config(root / "config.json")
         if "_class_name" not in config and "model_type" not in config:
             raise ValueError(f"{root / 'config.json'} names no class of diffusers and no model_type of transformers.")
         configs = {"transformer" if "_class_name" in config else "model": config}
@@ -320,6 +271,8 @@ def find_candidate(location: str | Path, component: str | None = None, **hub: An
     if directory.is_mhla:
         raise ValueError(f"{name} is MHLA already: give the model that it was converted from.")
     if directory.is_transformers:
+        # Before the configuration is loaded, which may make a list of all layers.
+        check_sizes(directory.config, name)
         return TransformersModel(directory, directory.load_config())
     return DiffusionModel(directory, directory.config)
 

@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..bench import ORDINARY, BenchOptions, cast_model, compare
 from ..config import automatic_share, parse_layers
 from ..integrations.transformers.cache import cache_layer_bytes
+from ..recovery.recipes import DATA_FREE, Recipe, default_recipe, default_settings, packaged_recipes
 from ..recovery.recipes import FAMILIES as RECOVERED
-from ..recovery.recipes import Recipe, default_recipe, default_settings, packaged_recipes
+from ..training.matching.blocks import OnMeta, record_bytes
 from ..training.matching.layers import AttentionLayer, base_model, mhla_layers, run
 from ..utils.compat.transformers import cache_of_output
 from ..utils.messages import shorten_text
@@ -197,7 +196,7 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
 # Counting.
 
 
-class _Attentions(TorchFunctionMode):
+class _Attentions(OnMeta):
     """Counts softmax attention in place of computing it. Where queries are as many as keys it is self-attention.
 
     Args:
@@ -210,13 +209,10 @@ class _Attentions(TorchFunctionMode):
         self.mixing: dict[int, list[int]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        mixed = len({each.is_meta for each in tensors}) > 1
-        if func is F.pad or (mixed and func is not torch.Tensor.__getitem__):
-            # Masks of text have values until they meet tensors without, or become masks of all pairs of tokens.
-            args, kwargs = tree_map_only(torch.Tensor, lambda each: each.to("meta"), (args, kwargs))
+        if func is torch.Tensor.__bool__:
+            return func(*args)
         if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs)
         return self._count(*args, **(kwargs or {}))
 
     def _count(
@@ -313,7 +309,8 @@ def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[
         gradients, optimizer states and kept originals of the stage that has most of them; `records`, the activations
         that are kept to match layers; and `block_records`, those for blocks.
     """
-    model = on_meta(candidate, recipe.mhla, None)
+    # Experts are computed in bfloat16 alone on the meta device.
+    model = on_meta(candidate, recipe.mhla, torch.bfloat16 if recipe.family == "causal" else None)
     all_layers, share = mhla_layers(model), automatic_share(recipe.layers)
     chosen = choose_layers(recipe.layers if share is None else str(share), len(all_layers))
     converted = [all_layers[index] for index in chosen]
@@ -321,11 +318,14 @@ def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[
     parameters = count_parameters(model) - sum(
         count_parameters(layer.mhla) for index, layer in enumerate(all_layers) if index not in chosen
     )
-    rows = recipe.data.max_length or _TEXT_ROWS.get(recipe.family)
-    size = {"tokens": rows, **{name: getattr(recipe.data, name) for name in ("height", "width", "num_frames")}}
-    tokens = math.prod(candidate.grid(softmax, **{name: value for name, value in size.items() if value is not None}))
-    width = next(weight.shape[1] for weight in converted[0].attention.parameters() if weight.ndim == 2)
-    records, block_records = recipe.record_bytes(tokens, width, len(converted))
+    rows = _TEXT_ROWS.get(recipe.family)
+    size = {"tokens": rows and (recipe.data.max_length or rows)}
+    size |= {name: getattr(recipe.data, name) for name in ("height", "width", "num_frames")}
+    grid = candidate.grid(softmax, **{name: value for name, value in size.items() if value is not None})
+    batch = candidate.inputs(model, grid, torch.float32, torch.device("meta"), recipe.data.max_length or 0)
+    batch |= {"attention_mask": torch.ones(1, *grid)} if recipe.family == "causal" else {}
+    kept = record_bytes(model, batch, {layer.name for layer in converted}, blocks=recipe.blocks is not None)
+    records, block_records = recipe.record_bytes(*kept, from_calls=recipe.family in DATA_FREE)
     training = [0]
     if recipe.match is not None:
         training.append(
@@ -371,9 +371,7 @@ def measure_block(candidate: Candidate, grid: Sequence[int], options: BenchOptio
     """
     device, dtype = options.place()
     mhla = candidate.options(grid)
-    with torch.device("meta"):
-        model = candidate.build(mhla, one_block=True)
-    name = _block_of(mhla_layers(model)[0])
+    name = _block_of(mhla_layers(on_meta(candidate, mhla, None, one_block=True))[0])
     makers = {
         ORDINARY: partial(_block_run, candidate, name, grid, None, dtype, device),
         "mhla": partial(_block_run, candidate, name, grid, mhla, dtype, device),

@@ -19,7 +19,7 @@ from ..conversion.transformers_planning import OPTIONAL_WEIGHTS, StoredNames
 from ..integrations.transformers.limits import check_layers, check_sizes
 from ..models.directory import ModelDirectory
 from ..models.registry import FAMILIES, LIBRARY, MHLA_CLASSES, current_class, mhla_class_for
-from ..models.weight_files import PICKLES, check_layer_count, check_model_config
+from ..models.weight_files import ADAPTERS_OUT, PICKLES, check_layer_count, check_model_config
 from ..utils.compat.diffusers import declared
 from ..utils.files import Types, list_files, path_inside, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
@@ -191,7 +191,9 @@ class DirectoryCheck:
         """Check a model; `named` is the class that the pipeline's index gives it."""
         path = folder / "config.json"
         if path not in self.files:
-            self._note(folder, "has no config.json; download or save it again.")
+            adapters = folder / "adapter_config.json" in self.files
+            advice = f" but adapters, {ADAPTERS_OUT}" if adapters else "; download or save it again."
+            self._note(folder, f"has no config.json{advice}")
             return
         with self._noting(path):
             types: dict[str, Types] = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}

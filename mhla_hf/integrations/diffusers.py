@@ -36,6 +36,7 @@ from typing import Any
 from ..config import MHLAConfig
 from ..models import registry
 from ..models.registry import FAMILIES, LIBRARY, MHLA_CLASSES, is_mhla_class
+from ..models.single_file import own_weights
 from ..utils.compat import after_import, extend, wrap
 from ..utils.compat import diffusers as compat
 from ..utils.locations import LOCATION_OPTIONS, PIPELINE_INDEX
@@ -71,7 +72,7 @@ def register_with_diffusers() -> None:
         "loaders.lora_pipeline": _wrap_lora_loaders,
         "loaders.single_file_model": partial(compat.hook_single_files, around=_should_convert),
         "models.attention_dispatch": lambda module: wrap("diffusers", module, "attention_backend", _attention_backend),
-        "utils.hub_utils": partial(compat.hook_uploads, around=_upload),
+        "utils.hub_utils": partial(compat.hook_uploads, around=upload),
         "pipelines.pipeline_utils": lambda _: compat.register_library(LIBRARY, sys.modules[LIBRARY]),
     }
     for module, callback in others.items():
@@ -179,7 +180,7 @@ def _load_auto(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict: Any) -> Any:
-    """`from_single_file` refuses files that hold MHLA weights, which it would leave out."""
+    """`from_single_file` reads all files of ComfyUI, and refuses those with MHLA weights, which it would leave out."""
     wanted, found = (
         {name for name in weights if any(part in name for part in _MHLA_WEIGHTS)}
         for weights in (model_state_dict, checkpoint_state_dict)
@@ -191,6 +192,11 @@ def _should_convert(original: Any, model_state_dict: Any, checkpoint_state_dict:
             f"This file has {kind}, and the model's configuration is of another kind ({example}). Load MHLA "
             "models from their directories, and the authors' checkpoints after mhla-hf import-official."
         )
+    own = own_weights(checkpoint_state_dict)
+    if model_state_dict.keys() <= own.keys() and own is not checkpoint_state_dict:
+        # Names of diffusers behind ComfyUI's prefix, which diffusers takes off other names alone.
+        checkpoint_state_dict.clear()
+        checkpoint_state_dict.update(own)
     return original(model_state_dict, checkpoint_state_dict)
 
 
@@ -350,7 +356,13 @@ def _from_pipe(original: Any, cls: Any, pipeline: Any, **kwargs: Any) -> Any:
 
 
 def _save_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: Any) -> Any:
-    for name, part in _mhla_parts(pipeline).items():
+    from ..models.weight_files import check_saved
+
+    parts = _mhla_parts(pipeline)
+    for part in pipeline.components.values() if parts else ():
+        # Before the first of them is written.
+        check_saved(part)
+    for name, part in parts.items():
         pipeline.register_to_config(**{name: (LIBRARY, type(part).__name__)})
     return original(pipeline, *args, **kwargs)
 
@@ -365,8 +377,8 @@ def _save_modular_pipeline(original: Any, pipeline: Any, *args: Any, **kwargs: A
     return original(pipeline, *args, **kwargs)
 
 
-def _upload(original: Any, pushed: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add to models and pipelines that are pushed what loads them by `trust_remote_code=True`, and tags."""
+def upload(original: Any, pushed: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add what loads them by `trust_remote_code=True`, and tags, to pushed models and pipelines of both libraries."""
     from ..models.stub import add_stub
 
     add_stub(Path(working_dir))

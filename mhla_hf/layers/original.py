@@ -4,18 +4,20 @@
 A freshly converted model has all weights of its original: it can be turned back, and be its own teacher. Calibration,
 matching and training by any optimizer change that. A converted model therefore has a record of its weights, which its
 MHLA layers refer to: checksums of the pretrained tensors, and the values of those that calibration or matching
-replaced.
+replaced. What changes outside of the attention that MHLA replaced, such as new tokens or another head, belongs to the
+original as well as to the MHLA model, and keeps its value in both.
 
 Shape letters: B batch, T tokens, H feature heads, H_kv key/value heads, K query/key width, V value width.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -42,11 +44,12 @@ STATE_KEY = "_mhla_state"
 _ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)
 # Values of a tensor that are read at a time, so that rounding takes little memory.
 _READ_AT_ONCE = 2**22
+# Modules of an attention that ends outside of the module that computes it, as BERT's does.
+_INNER_ATTENTION = re.compile(r"(?<=attention\.)(self|attention)\.$")
 # Modules that adapters, compiling and sharding put around others.
 _WRAPPERS = ("base_layer", "original_module", "_orig_mod", "_fsdp_wrapped_module")
 
 _Checksums = Mapping[torch.dtype, int]
-_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 def original_attention(
@@ -185,10 +188,20 @@ class _Weights:
             for own, parameter in base_parameters(model).items()
             if own.startswith(self.behind) and _is_plain(parameter)
         }
+        prefixes = {self.whole(name.rpartition("mhla")[0]) for name in self.layers}
+        # Of names in the whole model.
+        self.inside = tuple(_INNER_ATTENTION.sub("", prefix) for prefix in prefixes)
 
     def whole(self, name: str) -> str:
         """Returns the name in the whole model of a tensor or layer."""
         return f"{self.ahead}{name.removeprefix(self.behind)}"
+
+    def replaced(self, known: Iterable[str]) -> list[str]:
+        """Returns which tensors of those in `known` belong to attention that MHLA replaced, or were fitted to it."""
+        fitted = self.record.values if self.record else {}
+        names = {own: self.whole(own) for own in self.tensors}
+        near = {own for own, name in names.items() if name in fitted or name.startswith(self.inside)}
+        return [own for own, name in names.items() if own in near and name in known]
 
     def is_changed(self, name: str, known: Mapping[str, _Checksums | None]) -> bool:
         """Returns whether a tensor is not as it was by its checksums; those that cannot be read count as changed."""
@@ -240,20 +253,24 @@ def record_step(model: nn.Module, state: str, values: Mapping[str, torch.Tensor]
     record = weights.record
     if record is None or record.state == "trained":
         return
-    sums = weights.checksums()
-    if all(record.current.get(name) == sums[name] for name in sums):
+    sums, given = weights.checksums(), {weights.whole(name): value for name, value in values.items()}
+    touched = {*map(weights.whole, weights.replaced(sums)), *(given.keys() & sums.keys())}
+    if all(record.current.get(name) == sums[name] for name in touched):
         return
-    kept = dict(record.values)
-    for name, value in values.items():
-        whole = weights.whole(name)
-        known = record.pretrained.get(whole)
-        if known and whole not in kept and _is_unchanged(value, known):
-            kept[whole] = value.to("cpu")
-    weights.attach(replace(record, state=state, current={**record.current, **sums}, values=kept))
+    kept, pretrained = dict(record.values), dict(record.pretrained)
+    for name, value in given.items():
+        if pretrained.get(name) and name not in kept:
+            if not name.startswith(weights.inside):
+                # What stood there before the step, whoever put it there.
+                pretrained[name] = _checksums(value)
+            if _is_unchanged(value, pretrained[name] or {}):
+                kept[name] = value.to("cpu")
+    current = {**record.current, **sums}
+    weights.attach(replace(record, state=state, pretrained=pretrained, current=current, values=kept))
 
 
 def original_values(model: nn.Module, purpose: str) -> dict[str, torch.Tensor]:
-    """Returns the pretrained values of the tensors that have changed since the conversion.
+    """Returns the pretrained values of the tensors that have changed in what MHLA replaced.
 
     Args:
         model: The model, or a part or wrapper of it.
@@ -274,15 +291,17 @@ def original_values(model: nn.Module, purpose: str) -> dict[str, torch.Tensor]:
         raise ValueError(
             f"Cannot {purpose}: the pretrained weights of this {name} are not known{saved}. Use the softmax original."
         )
-    known = [own for own in weights.tensors if weights.whole(own) in record.pretrained]
-    changed = [own for own in known if weights.is_changed(own, record.pretrained)]
+    changed = [own for own in weights.replaced(record.pretrained) if weights.is_changed(own, record.pretrained)]
+    # The present value of what was fitted outside of attention, and changed after that, is of neither model.
     lost = [own for own in changed if weights.whole(own) not in record.values]
+    fitted = [own for own in changed if own not in lost and not weights.whole(own).startswith(weights.inside)]
+    lost += [own for own in fitted if weights.is_changed(own, record.current)]
     # Those that were quantised after they had been replaced.
     read = {weights.whole(own) for own in weights.tensors}
     lost += [name for name in record.values if name.startswith(weights.ahead) and name not in read]
     if lost:
         raise ValueError(
-            f"Cannot {purpose}: {len(lost)} pretrained weight(s) of this {name} have been trained since its "
+            f"Cannot {purpose}: {len(lost)} pretrained weight(s) of this {name} have changed since its "
             f"conversion, or are offloaded, sharded or quantised ({shorten_list(lost)}). Use the softmax original."
         )
     return {own: record.values[weights.whole(own)] for own in changed}
@@ -329,7 +348,7 @@ def switch_to_mhla(model: nn.Module) -> None:
     record = weights.record
     assert record is not None and record.fitted is not None
     own = {weights.whole(name): name for name in weights.tensors}
-    if any(weights.is_changed(own[name], record.pretrained) for name in own.keys() & record.pretrained.keys()):
+    if any(weights.is_changed(name, record.pretrained) for name in weights.replaced(record.pretrained)):
         record_weights(model)
         return
     for name, value in record.fitted.items():
@@ -345,12 +364,12 @@ def _whole(model: nn.Module) -> _Weights:
 
 
 def weights_state(model: nn.Module) -> str:
-    """Returns what was done to a model last, one of [`STATES`]: any change that no step noted is training."""
+    """Returns what was done to a model last, one of [`STATES`]; a change of MHLA or what it replaced is training."""
     weights = _Weights(model)
     record = weights.record
     if record is None or record.state == "trained":
         return "trained"
-    known = [name for name in weights.tensors if weights.whole(name) in record.current]
+    known = weights.replaced(record.current)
     return "trained" if any(weights.is_changed(name, record.current) for name in known) else record.state
 
 
@@ -409,44 +428,35 @@ def original_name(name: str) -> str:
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters of a model by the names that they have without adapters, whose own are left out."""
-    return dict(_base_tensors(model.named_parameters()))
-
-
-def _base_tensors(tensors: Iterable[tuple[str, _Tensor]]) -> Iterator[tuple[str, _Tensor]]:
-    """Tensors by the names that they have without adapters, whose own are left out."""
-    for name, tensor in tensors:
-        if ".lora_" not in name and ".modules_to_save." not in name:
-            yield original_name(name), tensor
+    return {
+        original_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name and ".modules_to_save." not in name
+    }
 
 
 def _checksums(tensor: torch.Tensor) -> _Checksums | None:
     """Checksums of a tensor's values as they are, and as they are after a cast; `None` where they cannot be read."""
-    if _is_unreadable(tensor):
-        return None
-    sums = dict.fromkeys({tensor.dtype, *_ROUNDINGS}, 0)
-    for values in tensor.detach().reshape(-1).split(_READ_AT_ONCE):
-        values = values.cpu()
-        for dtype in sums:
-            sums[dtype] = _add(sums[dtype], values.to(dtype))
-    return sums
+    dtypes = {tensor.dtype, *_ROUNDINGS}
+    return None if _is_unreadable(tensor) else {dtype: _checksum(tensor, dtype) for dtype in dtypes}
 
 
 def _is_unchanged(tensor: torch.Tensor, sums: _Checksums) -> bool:
     """Returns whether a tensor has the values of checksums, or those that a cast makes of them."""
-    if _is_unreadable(tensor):
-        return False
     # In its own type first; values that were cast and cast back are exact in another.
-    for dtype in dict.fromkeys((tensor.dtype, *_ROUNDINGS)):
-        total = 0
-        for values in tensor.detach().reshape(-1).split(_READ_AT_ONCE):
-            cast = values.to(dtype)
-            if dtype != tensor.dtype and not torch.equal(cast.to(values.dtype), values):
-                break
-            total = _add(total, cast.cpu())
-        else:
-            if sums.get(dtype) == total:
-                return True
-    return False
+    dtypes = [] if _is_unreadable(tensor) else dict.fromkeys((tensor.dtype, *_ROUNDINGS))
+    return any(dtype in sums and sums[dtype] == _checksum(tensor, dtype, exact=True) for dtype in dtypes)
+
+
+def _checksum(tensor: torch.Tensor, dtype: torch.dtype, exact: bool = False) -> int:
+    """Checksum of a tensor's values in a type; -1 where `exact` is asked for, and the type does not hold them."""
+    total = 0
+    for values in tensor.detach().reshape(-1).split(_READ_AT_ONCE):
+        cast = values.to(dtype)
+        if exact and dtype != tensor.dtype and not torch.equal(cast.to(values.dtype), values):
+            return -1
+        total = zlib.crc32(cast.cpu().contiguous().view(torch.uint8).numpy().data, total)
+    return total
 
 
 def _is_unreadable(tensor: torch.Tensor) -> bool:
@@ -459,7 +469,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     # A sharded tensor is plain, and unreadable.
     is_own = type(tensor.detach()) is torch.Tensor or hasattr(tensor, "device_mesh")
     return tensor.is_floating_point() and is_own
-
-
-def _add(total: int, values: torch.Tensor) -> int:
-    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data, total)

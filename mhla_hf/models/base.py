@@ -28,7 +28,7 @@ from ..utils.messages import shorten_list
 from ..utils.tensor_files import check_floats, read_entries
 from . import weight_files
 from .registry import attention_request
-from .single_file import own_entries, softmax_names
+from .single_file import own_weights, softmax_names
 
 
 # To the type checker a mixin has whatever the diffusers class beside it has.
@@ -428,6 +428,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         from .stub import STUB
 
+        weight_files.check_saved(self)
         # What was done to the model goes into the configuration.
         self.register_to_config(**{STATE_KEY: weights_state(self)})
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -463,21 +464,22 @@ class MHLAModelMixin(MHLAAdapterMixin):
         from .converting import convert_model
 
         attention_request(cls.__name__, kwargs)
-        path, upstream = find_file(pretrained_model_link_or_path, **kwargs), cls._upstream_class()
+        upstream = cls._upstream_class()
+        is_wan = upstream.__name__ == "WanTransformer3DModel"
+        directory = f"Take a diffusers directory of {upstream.__name__}"
+        if not compat.loads_single_files(upstream):
+            raise ValueError(f"diffusers loads no single files of this class. {directory}: from_pretrained loads it.")
+        path = find_file(pretrained_model_link_or_path, **kwargs)
         if path.suffix != ".safetensors" or kwargs.get("quantization_config") is not None:
-            is_wan = upstream.__name__ == "WanTransformer3DModel"
-            other = (
-                "Convert a GGUF file by convert_pretrained" if is_wan else "Take the diffusers directory for others"
-            )
-            raise ValueError(
-                f"{path}: only .safetensors files are loaded, without quantization_config. {other}; quantise the "
-                "saved MHLA directory when it is loaded."
-            )
+            other = "Convert a GGUF file by convert_pretrained" if is_wan else f"{directory} in place of a GGUF file"
+            advice = f"{other}; quantise the saved MHLA directory when it is loaded."
+            raise ValueError(f"{path}: only .safetensors files are loaded, without quantization_config. {advice}")
         entries = read_entries(path)
-        names = [entry.name for entry in entries]
         # Without their scales, which diffusers does not look for.
         check_floats(entries, path)
-        if upstream.__name__ == "WanTransformer3DModel":
+        names = [entry.name for entry in entries]
+        weight_files.check_no_adapters(names, path)
+        if is_wan:
             try:
                 # Refuses what diffusers drops with a warning: the modules of Wan-Animate and Wan-VACE.
                 softmax_names(names)
@@ -493,7 +495,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         if isinstance(model, MHLAModelMixin):
             raise ValueError(f"config describes {type(model).__name__}; give that of the softmax model.")
         # diffusers only warns of layers that the configuration leaves out, and of other weights.
-        found = compat.single_file_names(model, {entry.name: entry.shape for entry in own_entries(entries)})
+        found = compat.single_file_names(model, own_weights({entry.name: entry.shape for entry in entries}))
         weight_files.check_layer_count(len(cls._self_attentions(model)), found, f"the configuration for {path}")
         ignored = compat.declared(model, "_keys_to_ignore_on_load_unexpected")
         left = sorted(name for name in {*found} - {*model.state_dict()} if not any(part in name for part in ignored))

@@ -99,7 +99,7 @@ class ModelDirectory:
             models = [f"{name} ({entry[1]})" for name, entry in index.items() if isinstance(entry, list) and entry[1:]]
             problem = f"has no model that can be converted; it has {shorten_list(models)}"
         else:
-            config = _read_config(root / "config.json")
+            config = read_config(root / "config.json")
             if "_class_name" not in config and "model_type" not in config:
                 raise ValueError(
                     f"{root / 'config.json'} names neither its class in diffusers (_class_name) nor its kind in "
@@ -426,12 +426,13 @@ def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, An
         class_name = entry[-1] if entry else None
         if isinstance(class_name, str) and class_name in {**FAMILIES, **MHLA_CLASSES, LEGACY_CLASS: None}:
             path = folder / "config.json"
-            stored = {} if name in given and not path.exists() else _read_config(path)
+            stored = {} if name in given and not path.exists() else read_config(path)
             configs[name] = {"_class_name": class_name, **stored}
     return index, configs
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a model's `config.json`; `ValueError` where it is damaged, or names its class by anything but a text."""
     names: dict[str, Any] = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
     return read_json(path, "the model's configuration", optional=names)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from ..utils.compat.diffusers import rename_wan_weights
 from ..utils.messages import shorten_text, shorten_value
-from ..utils.tensor_files import TensorEntry
 
 
 Shape = tuple[int, ...]
@@ -41,10 +40,8 @@ _MORE_NAMES = {"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"}
 _UNSUPPORTED = {"face_adapter": "Wan-Animate", "motion_encoder": "Wan-Animate", "vace_": "Wan-VACE"}
 _BLOCK = re.compile(r"blocks\.([0-9]{1,6})\.")
 _MIXING = re.compile(r"blocks\.([0-9]{1,6})\.attn1\.mhla\.mixing")
-_ADVICE = (
-    "Of other models than Wan only diffusers directories are converted. If it is a complete Wan, give config "
-    "(--config), or num_heads of an official checkpoint."
-)
+_OTHERS = "Of other models than Wan only diffusers directories are converted"
+_ADVICE = f"{_OTHERS}. If it is a complete Wan, give config (--config), or num_heads of an official checkpoint."
 # More prefixes than training frameworks nest.
 _PREFIX_ROUNDS = 8
 
@@ -67,13 +64,13 @@ def official_names(names: Iterable[str]) -> dict[str, str]:
         if not stripped or prefix is None:
             break
         stripped = {name[len(prefix) :]: original for name, original in stripped.items()}
+    for part, model in _UNSUPPORTED.items():
+        if found := next((name for name in stripped if part in name), None):
+            raise ValueError(f"it has {shorten_text(found)}: of {model} only diffusers directories are converted.")
     if any(name.startswith("condition_embedder.") for name in stripped):
         return stripped
     renamed, plain = {}, []
     for name in stripped:
-        model = next((model for part, model in _UNSUPPORTED.items() if part in name), None)
-        if model is not None:
-            raise ValueError(f"it has {shorten_text(name)}: of {model} only diffusers directories are converted.")
         layer, _, rest = name.partition(".self_attn.")
         if rest in MHLA_NAMES and _BLOCK.fullmatch(f"{layer}."):
             renamed[f"{layer}.attn1.mhla.{MHLA_NAMES[rest]}"] = name
@@ -84,10 +81,10 @@ def official_names(names: Iterable[str]) -> dict[str, str]:
     return {name: stripped[original] for name, original in {**renamed, **rename_wan_weights(plain)}.items()}
 
 
-def own_entries(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Return the weights of the transformer in a file, some of ComfyUI's hold other models too."""
-    entries = list(entries)
-    return [entry for entry in entries if entry.name.startswith(_COMFYUI_PREFIX)] or entries
+def own_weights(weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a file has of the transformer, without ComfyUI's prefix: some of its files hold other models too."""
+    size = len(_COMFYUI_PREFIX)
+    return {name[size:]: each for name, each in weights.items() if name.startswith(_COMFYUI_PREFIX)} or weights
 
 
 def softmax_names(names: Iterable[str]) -> dict[str, str]:
@@ -124,7 +121,8 @@ def wan_config(shapes: Mapping[str, Shape], num_heads: int | None = None) -> dic
         found = shapes.get(name, ())
         if len(found) != axes:
             has = f"its shape is {shorten_value(found)}" if found else f"it has tensors such as {_examples(shapes)}"
-            raise ValueError(f"the checkpoint lacks {name} with {axes} axes; {has}. {_ADVICE}")
+            advice = _ADVICE if "patch_embedding.weight" in shapes else f"{_OTHERS}."
+            raise ValueError(f"the checkpoint lacks {name} with {axes} axes; {has}. {advice}")
         return found
 
     width, in_channels, *patch_size = shape("patch_embedding.weight", 5)

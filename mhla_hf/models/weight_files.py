@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 
 from ..layers.mixing import reference_blocks
 from ..layers.original import STATE_KEY, record_weights
-from ..utils.compat.diffusers import load_weights
+from ..utils.compat.diffusers import load_weights, without_quantized
+from ..utils.compat.transformers import saves_adapters_aside
 from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
 from ..utils.messages import shorten_list, shorten_text, shorten_value
@@ -58,6 +59,12 @@ MAX_SIZE = 2**24
 MAX_POSITIONS = 2**16
 """Positions of a table that is computed when a model is built: the longest axis of a video, or an image's patches."""
 
+ADAPTERS_OUT = (
+    "which a saved model cannot hold. Take them out and save it again: by unload_lora_weights() of the pipeline, "
+    "after fuse_lora() to keep their effect, or by merge_and_unload() of peft."
+)
+"""End of the errors for weights with adapters."""
+
 LITTLE = 2**26
 """Parameters that any model may get: 256 MB of them."""
 
@@ -67,7 +74,10 @@ TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
 _LAYER_COUNTS = ("num_layers", "num_single_layers")
 _POSITIONS = ("rope_max_seq_len", "sample_size")
 _SAMPLE = ("sample_frames", "sample_height", "sample_width")
-_LAYER = re.compile(r"(?:^|\.)((?:(?:single_)?transformer_|vace_)?blocks)\.([0-9]{1,9})\.")
+# Lists of layers by the names of diffusers and of authors. HunyuanVideo's refiner of the text has blocks of its own.
+_LAYER = re.compile(r"(?:^|(?<!refiner)\.)((?:(?:single_)?transformer_|single_|double_|vace_)?blocks)\.([0-9]{1,9})\.")
+# Modules that adapters put around those that they change.
+_IN_ADAPTERS = re.compile(r"\.(base_layer|original_module)\.")
 _OTHER_FORMATS = (*PICKLES, ".msgpack", ".h5", ".onnx")
 # Exceptions of libraries for damaged weights, and for configurations whose fields have other types.
 _DAMAGE = (AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, TypeError)
@@ -103,6 +113,7 @@ class WeightSet:
                 if entry.name in found:
                     raise ValueError(f"{path} holds {shorten_text(entry.name)}, which another file holds, too.")
                 found[entry.name] = entry
+        check_no_adapters(found, self.index or self.files[0])
         return list(found.values())
 
 
@@ -222,6 +233,35 @@ def pickles_refused(folder: Path, names: Iterable[str]) -> str:
     )
 
 
+def check_no_adapters(names: Iterable[str], where: Any) -> None:
+    """Refuse weights of a model that has adapters in it: their names are not those of the model.
+
+    Args:
+        names: Names of the weights.
+        where: The model or its files, for the error.
+
+    Raises:
+        ValueError: If there are such names.
+    """
+    if found := [name for name in names if _IN_ADAPTERS.search(name)]:
+        raise ValueError(f"{where} has adapters in its weights ({shorten_list(found)}), {ADAPTERS_OUT}")
+
+
+def check_saved(model: Any, names: Iterable[str] | None = None) -> None:
+    """Check that a model of diffusers or transformers is saved without adapters among its weights.
+
+    Args:
+        model: The model, or another component of a pipeline.
+        names: Names of the weights that are saved; by default those of the model.
+
+    Raises:
+        ValueError: See [`check_no_adapters`].
+    """
+    if isinstance(model, torch.nn.Module) and not saves_adapters_aside(model):
+        names = dict(model.named_parameters()) if names is None else names
+        check_no_adapters(names, f"This {type(model).__name__}")
+
+
 @contextmanager
 def damage_named(folder: Path) -> Iterator[None]:
     """Name the folder that is loaded from when a library meets damaged files there.
@@ -313,9 +353,8 @@ def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None
         ValueError: If the weights have more layers, or fewer.
     """
     found: dict[str, int] = {}
-    for match in map(_LAYER.search, names):
-        if match:
-            found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+    for match in filter(None, map(_LAYER.search, names)):
+        found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
     if found and sum(found.values()) != num_layers:
         raise ValueError(
             f"{where} describes {num_layers} layers, but the weights have {sum(found.values())}: the two do not "
@@ -400,13 +439,13 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
     model, name, loaded = given["model"], given["pretrained_model_name_or_path"], set(given["loaded_keys"])
     files = given.get("resolved_model_file") or []
     check_loaded_files(files, name, pickles=True)
+    check_no_adapters(loaded, f"The checkpoint {name}")
     shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     # diffusers only warns of layers that the configuration leaves out.
     check_layer_count(len(model._self_attentions()), loaded, f"the configuration of {name}")
-    missing = sorted(shapes.keys() - loaded)
-    fresh = [key for key in missing if ".mhla." in key]
-    if len(fresh) < len(missing):
-        others = [key for key in missing if ".mhla." not in key]
+    quantizer = given.get("hf_quantizer")
+    fresh = sorted(without_quantized(quantizer, model, shapes.keys() - loaded))
+    if others := [key for key in fresh if ".mhla." not in key]:
         raise ValueError(
             f"The checkpoint {name} lacks {len(others)} weight(s) of {type(model).__name__}, for example "
             f"{', '.join(others[:3])}. It is damaged or belongs to another architecture."
@@ -418,6 +457,9 @@ def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) ->
             f"{', '.join(dropped[:3])}. Keep the checkpoint's own layers and options, or convert its softmax "
             "original anew."
         )
+    if fresh and getattr(quantizer, "pre_quantized", False):
+        advice = "Convert the original weights, and quantise the MHLA directory when it is loaded."
+        raise ValueError(f"{name} is quantised, and lacks MHLA weights such as {fresh[0]}. {advice}")
     _check_overrides(name, model)
     check_new_size({key: shape for key, shape in shapes.items() if key in loaded}, shapes)
     if fresh:

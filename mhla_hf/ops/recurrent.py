@@ -282,7 +282,8 @@ def extend(
     """[`mhla_extend`] without its checks; the weights are in the accumulation dtype."""
     num_tokens, part = operands.query.shape[1], PART_CHUNKS * mixing.chunk_blocks * state.block_size
     tensors = *operands.tokens, *operands.pair, mixing.weights, mixing.decay, state.current, state.left
-    if num_tokens <= part or torch.compiler.is_compiling() or records_gradients(*tensors):
+    # On the meta device there is nothing to hold.
+    if num_tokens <= part or operands.value.is_meta or torch.compiler.is_compiling() or records_gradients(*tensors):
         return _extend(operands, mixing, state, valid)
     output = operands.value.new_empty(*operands.query.shape[:3], operands.value.shape[3])
     # Then every part but the last one ends where a block does.

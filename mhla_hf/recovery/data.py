@@ -17,14 +17,16 @@ from ..config import automatic_share, parse_layers
 from ..models.directory import ModelDirectory
 from ..models.registry import is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, CacheConfig, TrainingConfig, parse_sizes
-from ..training.data.batches import BatchSource, Latents, RecordedCalls
+from ..training.data import probes
+from ..training.data.batches import BatchSource, Latents, RecordedCalls, folder_fingerprint, load_calls, stable_seed
 from ..training.data.images import image_batches, open_images
 from ..training.data.latent_cache import CachePlan, LatentDataset, make_cache, read_prompts
-from ..training.data.probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES, pipeline_batches
-from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
+from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, read_texts, text_batches
 from ..training.families import objective_for
+from ..training.matching.blocks import record_bytes
 from ..training.matching.layers import Batch, mhla_layers
 from ..training.matching.records import choose_cache, free_room
+from ..training.parameters import load_model
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes
@@ -34,8 +36,6 @@ from .recipes import DATA_FREE, TEXT, TRANSFORMERS, VIDEO, WITHOUT_OBJECTIVE, Re
 logger = logging.getLogger(__name__)
 
 GENERATED = "generated"
-# Sizes of a diffusion transformer whose product is the width of its hidden states.
-_WIDTHS = ("num_attention_heads", "attention_head_dim")
 _TEXTS = "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
 _MEDIA = "a folder of {} with captions, 'digits', or prompts (--prompts FILE) for the original to make"
 _DATA = {
@@ -107,50 +107,55 @@ class RecoveryData:
                 raise ValueError(f"data must be given to distill or finetune: {kinds}, with --data generated")
             if self.prompts is not None:
                 read_prompts(self.prompts)
+            self._check_room(options)
             return
         assert data is not None
         if family == "causal" and data == GENERATED:
             return
         if family in TEXT:
-            config = self.directory.load_config()
-            corpus, _, _ = open_texts(config, self.directory.root, data, options.max_length, options.text_field)
-            # Reads the first of them: a wrong field, or a data set that the Hub does not have.
-            next(corpus.documents(), None)
+            of_text: dict[str, Any] = {
+                "packed": family == "causal",
+                "length": options.max_length,
+                "text_field": options.text_field,
+            }
+            read_texts(self.directory.load_config(), self.directory.root, data, **of_text)
         elif family == "vision":
             open_images(self.directory.load_config(), self.directory.root, data)
         else:
             _, cache_config = self._cache_options("cpu")
-            self._check_room(CachePlan(self.directory, cache_config))
+            plan = CachePlan(self.directory, cache_config)
+            self._check_room(parse_sizes(str(plan.config.sizes))[0])
 
-    def _check_room(self, plan: CachePlan) -> None:
+    def _check_room(self, size: Any) -> None:
         """Check that what the stages keep of this many samples fits into memory, or on the disk.
+
+        Args:
+            size: Its `height`, `width` and `num_frames` are those of samples; `None` for the model's own.
 
         Raises:
             ValueError: If it does not.
         """
-        config, trained = self.directory.config, (self.recipe.match, self.recipe.blocks)
-        mhla_class = mhla_class_for(self.directory.class_name)
-        used = [None if stage is None else min(stage.batches, stage.steps) for stage in trained]
-        if used == [None, None]:
+        recipe, sides = self.recipe, ("height", "width", *(["num_frames"] if self.recipe.family in VIDEO else []))
+        given = {name: getattr(size, name) for name in sides if getattr(size, name) is not None}
+        if recipe.match is None and recipe.blocks is None:
             return
-        # Batches that no step takes are not kept; the layer with the most steps takes at least the average.
-        named = zip(("match.batches", "blocks.batches"), used, strict=True)
-        recipe = self.recipe.changed({name: count for name, count in named if count is not None})
-        count, share = mhla_class.layer_count(config), automatic_share(recipe.layers)
-        chosen = parse_layers(recipe.layers, count) if share is None else range(max(1, round(share * count)))
-        size = {
-            "tokens": math.prod(plan.family.sizes(self.directory).grid(parse_sizes(str(plan.config.sizes))[0])),
-            "width": math.prod(mhla_class.config_value(config, name) for name in _WIDTHS),
-            "layers": count if chosen is None else len(chosen),
-        }
-        of_layers, of_blocks = recipe.record_bytes(**size)
+        with torch.device("meta"):
+            config = {**self.directory.config, "mhla": dict(recipe.mhla)}
+            model = mhla_class_for(self.directory.class_name).from_config(config)
+        layers, share = mhla_layers(model), automatic_share(recipe.layers)
+        chosen = parse_layers(recipe.layers if share is None else str(share), len(layers))
+        names = None if chosen is None else {layers[index].name for index in chosen}
+        grid = probes.sample_grid(self.directory, model, **given)
+        batch = probes.inputs_at(model, grid, torch.float32, torch.device("meta"), recipe.data.max_length or 0)
+        kept, from_calls = record_bytes(model, batch, names), self.data is None
+        of_layers, of_blocks = recipe.record_bytes(*kept, from_calls)
         smaller = [
             name
             for name, other in packaged_recipes(recipe.family).items()
-            if sum(other.record_bytes(**size)) < of_layers + of_blocks
+            if sum(other.record_bytes(*kept, from_calls)) < of_layers + of_blocks
         ]
         advice = f"; --recipe {' or '.join(smaller)} needs less" if smaller else ""
-        tokens = f"of {size['tokens']:,} tokens"
+        tokens = f"of {math.prod(grid):,} tokens"
         folder = next(each for each in self.cache.absolute().parents if each.is_dir())
         memory, disk = free_room(folder)
         if of_blocks > memory:
@@ -231,18 +236,24 @@ class RecoveryData:
         from diffusers import DiffusionPipeline
 
         options, name = self.recipe.data, self.directory.component
+        chosen = {
+            "samples": options.samples + options.held_out,
+            "prompts": None if self.prompts is None else read_prompts(self.prompts),
+            "seed": self.seed,
+            "max_sequence_length": options.max_length,
+            **{side: getattr(options, side) for side in ("height", "width", "num_frames")},
+        }
+        parts = [self.directory.root / part for part in sorted(self.directory.index or ())]
+        weights = [folder_fingerprint(part) for part in parts if part.is_dir()]
+        fingerprint = f"{stable_seed(name, chosen, weights):016x}"
+        kept = self.cache / f"{fingerprint}.safetensors"
+        if kept.is_file():
+            return RecordedCalls(load_calls(kept), options.held_out, fingerprint, self.seed)
         pipeline = DiffusionPipeline.from_pretrained(self.converted, **{name: model})
-        calls = pipeline_batches(
-            pipeline.to(next(model.parameters()).device),
-            samples=options.samples + options.held_out,
-            prompts=None if self.prompts is None else read_prompts(self.prompts),
-            seed=self.seed,
-            height=options.height,
-            width=options.width,
-            num_frames=options.num_frames,
-            max_sequence_length=options.max_length,
-        )
-        return RecordedCalls(calls[name], options.held_out, self.seed)
+        calls = probes.pipeline_batches(pipeline.to(next(model.parameters()).device), **chosen)[name]
+        source = RecordedCalls(calls, options.held_out, fingerprint, self.seed)
+        source.save(kept)
+        return source
 
     def _generated_text(self, model: nn.Module) -> BatchSource:
         """Generate rows of text with the original."""
@@ -262,7 +273,7 @@ def open_probe(
     mhla: dict[str, Any] | None = None,
     *,
     data: str | None = None,
-    samples: int = DEFAULT_SAMPLES,
+    samples: int = probes.DEFAULT_SAMPLES,
     batch_size: int = 4,
     seed: int = 0,
     device: str | None = None,
@@ -286,21 +297,21 @@ def open_probe(
     Raises:
         ValueError: If data are missing, or an argument is wrong.
     """
-    check_count("samples", samples, LEAST_SAMPLES if data is None else 2, MOST_SAMPLES)
-    check_count("batch_size", batch_size, 1, MOST_SAMPLES)
+    check_count("samples", samples, probes.LEAST_SAMPLES if data is None else 2, probes.MOST_SAMPLES)
+    check_count("batch_size", batch_size, 1, probes.MOST_SAMPLES)
     torch_device, root = choose_device(device), parts[0].root
     origin = {"data": data or "samples of the pipeline", "samples": samples, "seed": seed}
     if data is not None:
         if unused := sorted(name for name, value in call_options.items() if value is not None):
             raise ValueError(f"{', '.join(unused)}: of no use beside data.")
-        models, probes = {}, {}
+        models, found = {}, {}
         for part in parts:
-            models[part.component] = model = part.load(mhla).to(torch_device).eval()
+            models[part.component] = model = load_model(part, mhla).to(torch_device).eval()
             source = open_data(model, part, data, samples=samples, held_out=1, seed=seed)
             count = min(samples, 16 * len(source))
             size = min(batch_size, count)
-            probes[part.component] = source.batches("calibrate", count // size, size)
-        return models, probes, origin
+            found[part.component] = source.batches("calibrate", count // size, size)
+        return models, found, origin
     if parts[0].index is None:
         raise ValueError(f"data must be given: {root} is a model without a pipeline, which cannot generate samples.")
     from ..pipelines import load_pipeline
@@ -310,7 +321,7 @@ def open_probe(
         chosen = {"mhla": {part.component: mhla for part in parts}}
     pipeline = load_pipeline(root, torch_dtype=torch.float32, **chosen).to(torch_device)
     models = {part.component: getattr(pipeline, part.component) for part in parts}
-    return models, pipeline_batches(pipeline, samples=samples, seed=seed, **call_options), origin
+    return models, probes.pipeline_batches(pipeline, samples=samples, seed=seed, **call_options), origin
 
 
 def open_data(

@@ -40,14 +40,14 @@ match on."""
 
 WITHOUT_OBJECTIVE = ("sana-video", "ltx2", "hunyuan-video-1.5", "pixart", "qwen-image", "chroma")
 """Families without an objective of training, that data could be used for."""
+CALL_SAMPLES = {"ltx": 2, "ltx2": 1.5, "pixart": 2}
+"""Samples in a call, on average, of pipelines that compute a sample with its prompt and without in one call."""
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the same."
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
-# Bytes of a value of a layer's input and output in bfloat16, and of two hidden states in fp32.
-_LAYER_RECORD, _BLOCK_RECORD = 4, 8
 VARIANTS = ("fast", "paper")
 """Names of other recipes for many families; `fast` is changes to the default recipe."""
 
@@ -75,7 +75,7 @@ class DataOptions(Options):
         maximum=LONGEST_TEXT,
         families=(*TEXT, "sana-video", *DATA_FREE),
     )
-    text_field: str = option("text", "Field that holds the text, in JSONL files and data sets.", families=TEXT)
+    text_field: str = option("text", "Field with the text or chat, in JSONL files and data sets.", families=TEXT)
     height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos.")
     width: int | None = _side("Width in pixels. Default: the model's own, 832 for videos.")
     num_frames: int | None = option(
@@ -190,21 +190,22 @@ class Recipe:
         """The names of its stages, in order."""
         return [name for name in STAGES if getattr(self, name) is not None]
 
-    def record_bytes(self, tokens: int, width: int, layers: int) -> tuple[int, int]:
+    def record_bytes(self, of_layers: int, of_blocks: int, from_calls: bool = False) -> tuple[int, int]:
         """Return the size of what matching of layers keeps, in memory or on the disk, and that of blocks in memory.
 
+        Batches that no step takes are not kept; the layer with the most steps takes at least the average.
+
         Args:
-            tokens: Tokens of a sample.
-            width: Width of the hidden states.
-            layers: Number of layers that become MHLA.
+            of_layers: Bytes of one sample in the layers.
+            of_blocks: Bytes of one sample in the blocks.
+            from_calls: Whether batches are calls of the pipeline's model.
         """
-        of_layers = of_blocks = 0
-        if self.match is not None and self.match.cache != "none":
-            samples = min(self.match.batches * self.match.batch_size, self.data.samples)
-            of_layers = _LAYER_RECORD * samples * tokens * width * layers
-        if self.blocks is not None:
-            of_blocks = _BLOCK_RECORD * self.blocks.batches * self.blocks.batch_size * tokens * width
-        return of_layers, of_blocks
+        sizes = []
+        for stage, size in ((self.match, of_layers), (self.blocks, of_blocks)):
+            kept = 0 if stage is None or getattr(stage, "cache", "") == "none" else min(stage.batches, stage.steps)
+            samples = CALL_SAMPLES.get(self.family, 1) if from_calls or stage is None else stage.batch_size
+            sizes.append(round(size * samples * kept))
+        return sizes[0], sizes[1]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain JSON values, without its name."""
@@ -360,7 +361,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
 

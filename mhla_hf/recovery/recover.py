@@ -39,6 +39,7 @@ from ..training.data.batches import BatchSource
 from ..training.families import FAMILIES as TRAINED
 from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
+from ..training.parameters import load_model
 from ..training.processes import TrainingStopped
 from ..utils.destinations import LOCK, atomic_directory, lock_output, remove_directory, remove_leftovers
 from ..utils.files import TEMPORARY_PREFIX, atomic_file, read_json, write_json
@@ -366,7 +367,7 @@ class Recovery:
         return ModelDirectory.read(self.work.path / CONVERTED / MODEL, self.source.component)
 
     def _load(self) -> nn.Module:
-        return self._converted().load().to(self.settings.device).eval()
+        return load_model(self._converted()).to(self.settings.device).eval()
 
     def _stages(
         self,

@@ -134,8 +134,7 @@ class DiffusionTrainer(Trainer):
             )
         return Validator(source, self.config, dataset, self.accelerator.device)
 
-    def _save_adapter(self, destination: Path, model: nn.Module) -> None:
-        save_adapter(destination, model)
+    _save_adapter = staticmethod(save_adapter)
 
 
 class TransformersTrainer(Trainer):

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from ..models.directory import TRAINING_RECORD, ModelDirectory
 from ..models.registry import LIBRARY
-from ..utils.compat.diffusers import lora_metadata_key
+from ..models.weight_files import check_no_adapters
 from ..utils.compat.transformers import check_peft_for_adapters
 from ..utils.destinations import atomic_directory
 from ..utils.files import list_files, write_json
@@ -32,7 +31,6 @@ LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 ADAPTER_NAME = "default"
 _MHLA = re.compile(r"(^|\.)mhla\.")
 _LORA = re.compile(r"\.lora_[AB]\.")
-LORA_FILE = "pytorch_lora_weights.safetensors"
 _TABLES = ("scale_shift_table", "embedding_table.weight")
 
 
@@ -115,20 +113,12 @@ def make_optimizer(
         parameter, ours = parameters[name], is_mhla_parameter(name)
         decayed = not ours and parameter.ndim >= 2 and not name.endswith(_TABLES)
         groups.setdefault((ours, decayed), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {
-                "params": members,
-                "lr": mhla_learning_rate if ours else learning_rate,
-                "peak_lr": mhla_learning_rate if ours else learning_rate,
-                "weight_decay": config.weight_decay if decayed else 0.0,
-            }
-            for (ours, decayed), members in groups.items()
-        ],
-        lr=learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-    )
+    options: list[dict[str, Any]] = []
+    for (ours, decayed), members in groups.items():
+        rate, decay = mhla_learning_rate if ours else learning_rate, config.weight_decay if decayed else 0.0
+        options.append({"params": members, "lr": rate, "peak_lr": rate, "weight_decay": decay})
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(options, lr=learning_rate, betas=betas, eps=config.adam_epsilon)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
@@ -212,29 +202,23 @@ def add_lora(model: Any, rank: int, alpha: float | None, seed: int) -> None:
     check_takes_adapters(type(model))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.add_adapter(
-            LoraConfig(
-                r=rank,
-                lora_alpha=rank if alpha is None else alpha,
-                lora_dropout=0.0,
-                target_modules=lora_targets(model),
-            ),
-            adapter_name=ADAPTER_NAME,
-        )
+        options = {"r": rank, "lora_alpha": rank if alpha is None else alpha, "target_modules": lora_targets(model)}
+        model.add_adapter(LoraConfig(**options), adapter_name=ADAPTER_NAME)
 
 
 def lora_targets(model: nn.Module) -> list[str]:
     """Names of the projections that LoRA is added to: those of self-attention in every layer, MHLA or not."""
-    from .matching.layers import mhla_layers as attention_layers
+    from .matching.layers import is_linear, mhla_layers
 
     if any(name.endswith(LORA_TARGETS) for name, _ in model.named_modules()):
         return list(LORA_TARGETS)
-    found: dict[str, None] = {}
-    for layer in attention_layers(model):
-        for name, module in layer.attention.named_modules():
-            if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and not name.startswith("mhla."):
-                found[f"{layer.name.rpartition('.')[2]}.{name}"] = None
-    return list(found)
+    names = (
+        f"{layer.name.rpartition('.')[2]}.{name}"
+        for layer in mhla_layers(model)
+        for name, module in layer.attention.named_modules()
+        if is_linear(module) and not name.startswith("mhla.")
+    )
+    return list(dict.fromkeys(names))
 
 
 def adapter_of(model: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -257,19 +241,16 @@ def adapter_of(model: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 def merge_lora(model: nn.Module) -> None:
     """Merge the LoRA matrices into the weights, in place."""
-    if hasattr(model, "fuse_lora"):
-        model.fuse_lora()  # type: ignore[operator]
-        model.unload_lora()  # type: ignore[operator]
-        return
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    for layer in layers.values():
-        layer.merge()  # type: ignore[operator]
-    model.delete_adapter(ADAPTER_NAME)  # type: ignore[operator]
-    for name, layer in layers.items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer.get_base_layer())
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            model.set_submodule(name, layer.get_base_layer())
+    if hasattr(model, "unload_lora"):
+        model.unload_lora()  # type: ignore[operator]
+    else:
+        model.delete_adapter(ADAPTER_NAME)  # type: ignore[operator]
 
 
 def save_adapter(destination: Path, model: nn.Module) -> None:
@@ -282,16 +263,14 @@ def save_adapter(destination: Path, model: nn.Module) -> None:
         destination: Directory to make.
         model: The transformer, before its LoRA is merged.
     """
+    from diffusers import WanPipeline
+
     tensors, config = adapter_of(model)
-    # Without them diffusers takes the rank for alpha.
-    options = {
-        f"transformer.{name}": sorted(value) if isinstance(value, set) else value
-        for name, value in config.to_dict().items()
-    }
-    metadata = {"format": "pt", lora_metadata_key(): json.dumps(options, indent=2, sort_keys=True)}
     with atomic_directory(destination) as temporary:
-        adapter = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
-        save_file(adapter, temporary / LORA_FILE, metadata=metadata)
+        # That of every pipeline with a transformer. Without the options, loaders take the rank for alpha.
+        WanPipeline.save_lora_weights(
+            temporary, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict()
+        )
 
 
 def check_conversion(directory: ModelDirectory, mhla: dict | str | None) -> None:
@@ -318,10 +297,14 @@ def load_model(directory: ModelDirectory, mhla: dict | str | None = None) -> nn.
         mhla: MHLA options for an ordinary model, which is converted on load; `none` leaves it as it is.
 
     Raises:
-        ValueError: If an ordinary model comes without options or an MHLA one with them, or files are damaged.
+        ValueError: If an ordinary model comes without options or an MHLA one with them, files are damaged, or adapters
+            lie beside the model.
     """
     check_conversion(directory, mhla)
-    return directory.load(mhla if isinstance(mhla, dict) else None)
+    model = directory.load(mhla if isinstance(mhla, dict) else None)
+    # Of files beside the model, which transformers loads with it, and would save alone.
+    check_no_adapters(dict(model.named_parameters()), directory.folder)
+    return model
 
 
 def export_model(directory: ModelDirectory, destination: Path, model: Any, record: dict[str, Any]) -> None:

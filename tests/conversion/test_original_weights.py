@@ -11,6 +11,7 @@ from diffusers import (
     FluxTransformer2DModel,
     HunyuanVideoTransformer3DModel,
     WanTransformer3DModel,
+    WanVACETransformer3DModel,
 )
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -23,9 +24,10 @@ from mhla_hf import (
     convert_pretrained,
 )
 from mhla_hf.cli.main import app
+from mhla_hf.models.registry import mhla_class_for
 from mhla_hf.models.weight_files import check_layer_count
 from mhla_hf.utils.compat.diffusers import single_file_names
-from tests import tiny, tiny_images
+from tests import tiny, tiny_images, tiny_joint
 from tests.conversion.original_cases import MODELS, PREFIXES, SIZES, original_weights, write_original
 from tests.models.model_case import assert_same_parameters
 from tests.tiny import wan_video
@@ -330,13 +332,79 @@ class TestOtherFamilies:
         with pytest.raises(ValueError, match="describes 3 layers, but the weights have 4"):
             check_layer_count(3, found, "the configuration")
 
+    def test_layers_by_the_names_of_authors(self):
+        names = [f"double_blocks.{index}.img_attn_qkv.weight" for index in range(20)]
+        names += [f"single_blocks.{index}.linear1.weight" for index in range(40)]
+        names += [f"txt_in.individual_token_refiner.blocks.{index}.norm1.weight" for index in range(2)]
+        check_layer_count(60, names, "the configuration")
+        with pytest.raises(ValueError, match="describes 40 layers, but the weights have 60"):
+            check_layer_count(40, [f"model.diffusion_model.{name}" for name in names], "the configuration")
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: tiny.wan_transformer(WanVACETransformer3DModel, vace_layers=[0]),
+            tiny.wan_transformer,
+            tiny.ltx_transformer,
+            tiny_joint.hunyuan_video,
+            tiny_joint.qwen_image,
+            tiny_joint.flux,
+        ],
+        ids=["wan-vace", "wan", "ltx", "hunyuan-video", "qwen-image", "flux"],
+    )
+    def test_names_of_diffusers_behind_the_prefix_of_comfyui(self, make, tmp_path):
+        softmax = make()
+        softmax.save_config(tmp_path)
+        weights = {f"model.diffusion_model.{name}": tensor for name, tensor in softmax.state_dict().items()}
+        path = tmp_path / "model.safetensors"
+        save_file({**weights, "vae.decoder.conv_in.weight": torch.ones(1)}, path)
+        model = mhla_class_for(type(softmax).__name__).from_single_file(path, config=str(tmp_path))
+        assert_same_parameters(model, softmax, only_common=True)
+
+    def test_weights_behind_the_prefix_have_a_place(self, tmp_path):
+        softmax = tiny_joint.qwen_image()
+        softmax.save_config(tmp_path)
+        weights = {f"model.diffusion_model.{name}": tensor for name, tensor in softmax.state_dict().items()}
+        save_file({**weights, "model.diffusion_model.more.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match="weights that QwenImageTransformer2DModel has no place for: more.weight"):
+            mhla_class_for("QwenImageTransformer2DModel").from_single_file(
+                tmp_path / "model.safetensors", config=str(tmp_path)
+            )
+
     def test_advice_holds_for_the_model(self, tmp_path):
         save_file({"double_blocks.0.img_attn_qkv.weight": torch.ones(2, 2)}, tmp_path / "hunyuan.safetensors")
         (tmp_path / "hunyuan.gguf").write_bytes(b"GGUF")
-        with pytest.raises(ValueError, match="Take the diffusers directory for others"):
+        with pytest.raises(ValueError, match="Take a diffusers directory of HunyuanVideoTransformer3DModel in place"):
             MHLAHunyuanVideoTransformer3DModel.from_single_file(tmp_path / "hunyuan.gguf")
-        with pytest.raises(ValueError, match="Of other models than Wan only diffusers directories are converted"):
+        # No word of a configuration, which would be refused as well.
+        with pytest.raises(ValueError, match=r"Of other models than Wan only diffusers directories are converted\.$"):
             convert_pretrained(tmp_path / "hunyuan.safetensors", tmp_path / "out", MHLA, progress=False)
+        HunyuanVideoTransformer3DModel.save_config(tiny_joint.hunyuan_video(), tmp_path)
+        with pytest.raises(ValueError, match="is of a HunyuanVideoTransformer3DModel: of that class only"):
+            convert_pretrained(
+                tmp_path / "hunyuan.safetensors", tmp_path / "out", MHLA, config=tmp_path, progress=False
+            )
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "HunyuanVideo15Transformer3DModel",
+            "SanaVideoTransformer3DModel",
+            "DiTTransformer2DModel",
+            "PixArtTransformer2DModel",
+        ],
+    )
+    @pytest.mark.parametrize("file", ["model.safetensors", "model.gguf"])
+    def test_classes_without_single_files(self, name, file, tmp_path):
+        save_file({"weight": torch.ones(1)}, tmp_path / file)
+        with pytest.raises(ValueError, match=f"no single files of this class. Take a diffusers directory of {name}: "):
+            mhla_class_for(name).from_single_file(tmp_path / file)
+
+    def test_command_refuses_vace_by_the_names_of_diffusers(self, tmp_path):
+        softmax = tiny.wan_transformer(WanVACETransformer3DModel, vace_layers=[0])
+        save_file(softmax.state_dict(), tmp_path / "vace.safetensors")
+        with pytest.raises(ValueError, match="vace_.*: of Wan-VACE only diffusers directories are converted"):
+            convert_pretrained(tmp_path / "vace.safetensors", tmp_path / "out", MHLA, progress=False)
 
     @pytest.mark.parametrize("name", ["ref_conv.weight", "blocks.0.self_attn.q.alpha"])
     def test_weights_without_a_place(self, name, tmp_path):

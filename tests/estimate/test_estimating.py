@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
 from benchmarks.estimates import MODELS, PAGE, bounds_row, estimates
@@ -15,7 +16,7 @@ from mhla_hf.bench import BenchOptions
 from mhla_hf.cli.main import app
 from mhla_hf.estimate import estimate, find_candidate, find_grid, measure_block
 from mhla_hf.estimate.candidates import on_meta
-from mhla_hf.estimate.estimating import training_memory
+from mhla_hf.estimate.estimating import count_operations, training_memory
 from mhla_hf.recovery.recipes import load_recipe, recipe_names
 from tests import ROOT
 from tests.models.cases import (
@@ -30,6 +31,7 @@ from tests.models.cases import (
 )
 from tests.recovery.test_recipes import DIFFUSERS, TRANSFORMERS
 from tests.tiny import TEXT_DIM, WAN
+from tests.tiny_images import PIXART
 
 
 DIT = {
@@ -241,6 +243,9 @@ def test_recipes_say_what_they_take(name, candidate):
         ({**LLAMA, "rope_theta": "x"}, {}, _UNBUILT + "TypeError"),
         ({"model_type": "gpt2", "n_inner": -3}, {}, _UNBUILT + "RuntimeError"),
         ({**DIT, "activation_fn": "x"}, {}, _UNBUILT + "UnboundLocalError"),
+        ({**DIT, "_class_name": ["DiTTransformer2DModel"]}, {}, "_class_name"),
+        # A list of the names of all its layers is made when it is loaded.
+        ({"model_type": "dinov2", "num_hidden_layers": 10**9}, {}, "num_hidden_layers=1000000000 must be a positive"),
         ({"model_type": "bert", "pad_token_id": -1, "vocab_size": 8, "type_vocab_size": -1}, {}, _UNBUILT),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -269,6 +274,34 @@ def test_one_block_is_timed(config, candidate):
     assert [row["reason"] for row in report["results"]] == [None, None]
     assert [row["attention"] for row in report["results"]] == ["linear" if config is SANA else "softmax", "mhla"]
     assert all(row["milliseconds"] > 0 for row in report["results"])
+
+
+def test_a_block_that_cannot_be_built_is_one_error(candidate):
+    subject = candidate({"_class_name": "PixArtTransformer2DModel", **PIXART, "cross_attention_dim": None})
+    grid = find_grid(subject, tokens=16)
+    assert "can be built of its configuration" in estimate(subject, grid).refusal
+    with pytest.raises(ValueError, match="correct its values"):
+        measure_block(subject, grid, BenchOptions(device="cpu", seconds=0.05))
+
+
+def test_work_of_counting_does_not_grow_with_the_text(candidate):
+    """On the meta device every call takes the same time, whatever the number of tokens."""
+
+    class Calls(TorchFunctionMode):
+        number = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.number += 1
+            return func(*args, **(kwargs or {}))
+
+    def calls(tokens):
+        subject = candidate({**LLAMA, "max_position_embeddings": tokens})
+        model = on_meta(subject, subject.options((tokens,)))
+        with Calls() as counted:
+            count_operations(subject, model, (tokens,))
+        return counted.number
+
+    assert calls(2**16) <= 1.1 * calls(2**13)
 
 
 def test_the_command(tmp_path):

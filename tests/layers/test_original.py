@@ -2,9 +2,13 @@
 """A converted model run with its original attention computes what the softmax model does, in every family."""
 
 import copy
+import json
 
 import pytest
 import torch
+from diffusers import QuantoConfig
+from diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from diffusers.quantizers.base import DiffusersQuantizer
 
 import mhla_hf
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads, record_calls, run
@@ -73,6 +77,78 @@ def test_kinds_of_families():
     assert {FAMILIES[name].kind for name in served_names()} == {"causal", "encoder", "vision"}
 
 
+class Scales(DiffusersQuantizer):
+    """Adds what a checkpoint does not have to linear layers, as quanto does, and leaves the weights as they are."""
+
+    def _process_model_before_weight_loading(self, model, **unused):
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_buffer("input_scale", torch.ones(()))
+
+    def _process_model_after_weight_loading(self, model, **unused):
+        return model
+
+    def update_missing_keys(self, model, missing_keys, prefix):
+        return [name for name in missing_keys if not name.endswith(".input_scale")]
+
+    def check_if_quantized_param(self, *unused, **more):
+        return False
+
+    is_serializable, is_trainable = True, False
+
+
+class TestQuantisers:
+    """What a quantiser adds to a model is not missing in a checkpoint; MHLA's weights are."""
+
+    @pytest.fixture
+    def load(self, monkeypatch, tmp_path):
+        monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "quanto", Scales)
+        case = WanCase()
+        softmax = case.make(case.upstream)
+        options = {**case.options, "output_gate": True}
+        mhla_hf.convert(copy.deepcopy(softmax), options).save_pretrained(tmp_path / "converted")
+        softmax.save_pretrained(tmp_path / "softmax")
+        cls = mhla_hf.MHLAWanTransformer3DModel
+
+        def load(name, **given):
+            return cls.from_pretrained(tmp_path / name, torch_dtype=torch.float32, **given)
+
+        load.options, load.folder = {"mhla": options}, tmp_path
+        return load
+
+    def test_scales_are_not_missing(self, load, monkeypatch):
+        # The real configuration asks for the package.
+        monkeypatch.setattr(QuantoConfig, "post_init", lambda self: None)
+        expected, config = load("converted"), {"quantization_config": QuantoConfig("int8")}
+        for model in (load("converted", **config), load("softmax", **load.options, **config)):
+            for name, parameter in expected.named_parameters():
+                torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=0)
+
+    def test_quantised_softmax_models_are_refused(self, load, monkeypatch):
+        monkeypatch.setattr(QuantoConfig, "post_init", lambda self: None)
+        path = load.folder / "softmax" / "config.json"
+        config = {**json.loads(path.read_text()), "quantization_config": QuantoConfig("int8").to_dict()}
+        path.write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="softmax is quantised, and lacks MHLA weights such as blocks.0"):
+            load("softmax", **load.options)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_quanto(kind, tmp_path):
+    pytest.importorskip("optimum.quanto")
+    case = WanCase()
+    model = mhla_hf.convert(case.make(case.upstream), {**case.options, "output_gate": True})
+    model.save_pretrained(tmp_path)
+    quantised = type(model).from_pretrained(
+        tmp_path, quantization_config=QuantoConfig(kind, modules_to_not_convert=["gate"]), torch_dtype=torch.float32
+    )
+    batch = {**case.inputs(case.upstream_size), "return_dict": False}
+    expected, output = model(**batch)[0], quantised(**batch)[0]
+    assert 0 < (output - expected).norm() / expected.norm() < 0.05
+    with pytest.raises(ValueError, match="is quantised, sharded or offloaded: calibrate the model before that"):
+        mhla_hf.calibrate(quantised, [batch])
+
+
 class TestQuantised:
     """Weights of torchao say that they are floats, and are not read as such."""
 
@@ -94,6 +170,11 @@ class TestQuantised:
         with pytest.raises(ValueError, match="is quantised, sharded or offloaded: calibrate the model before that"):
             mhla_hf.calibrate(quantised, [batch])
         quantised.save_pretrained(tmp_path / "again")
+        softmax = case.upstream.from_pretrained
+        case.make(case.upstream).save_pretrained(tmp_path / "softmax")
+        softmax(tmp_path / "softmax", quantization_config=TorchAoConfig(config)).save_pretrained(tmp_path / "int8")
+        with pytest.raises(ValueError, match="int8 is quantised, and lacks MHLA weights such as"):
+            type(model).from_pretrained(tmp_path / "int8", mhla=dict(case.options))
 
     def test_models_of_transformers_load_and_convert(self, config, tmp_path):
         from transformers import AutoModelForCausalLM, TorchAoConfig

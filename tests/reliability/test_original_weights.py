@@ -8,13 +8,13 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIPModel, PreTrainedModel
 
 import mhla_hf
 from mhla_hf.conversion import convert_pretrained, unconvert_pretrained
 from mhla_hf.hub.push import prepare_push
-from mhla_hf.layers.original import weights_state
+from mhla_hf.layers.original import record_step, weights_state
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery import match_layers
 from mhla_hf.training.matching.teacher import SharedTeacher
@@ -106,14 +106,12 @@ def test_softmax_is_restored_and_mhla_comes_back(softmax, batches, how, copied):
 def test_training_is_noticed_whichever_optimizer_does_it(softmax, batches, optimizer, refused):
     model = mhla_hf.convert(softmax, block_size=4)
     if optimizer == "data":
-        model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1e-3
+        model.model.layers[1].self_attn.k_proj.weight.data[0, 0] += 1e-3
     else:
         model(**batches[0], labels=batches[0]["input_ids"]).loss.backward()
         getattr(torch.optim, optimizer)(model.parameters(), lr=1e-5).step()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(
-        ValueError, match=r"Cannot .* pretrained weight\(s\) of this LlamaForCausalLM have been trained"
-    ):
+    with pytest.raises(ValueError, match=r"Cannot .* pretrained weight\(s\) of this LlamaForCausalLM have changed"):
         refused(model, batches)
     assert model.config._attn_implementation == "mhla"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -137,7 +135,7 @@ def test_the_saved_configuration_says_what_was_done(softmax, batches, state, tmp
     else:
         model = mhla_hf.convert(softmax, block_size=4)
     if state == "trained":
-        model.lm_head.weight.data.mul_(1.5)
+        model.model.layers[0].self_attn.v_proj.weight.data.mul_(1.5)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["_mhla_state"] == state
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -305,13 +303,147 @@ def test_pushed_records_have_no_paths(tmp_path):
     assert json.loads(pushed)["source"] == {"location": "softmax"}
 
 
-def test_weights_outside_of_towers_count_as_well(clip):
+def test_weights_outside_of_towers_stay_as_they_are(clip):
     model = mhla_hf.convert(clip, {"text_config": {"block_size": 4}, "vision_config": {"blocks": [2, 2]}})
     model.text_projection.weight.data.add_(0.1)
-    for refused in (lambda: model.set_attn_implementation("sdpa"), lambda: mhla_hf.unconvert(model)):
-        with pytest.raises(ValueError, match=r"1 pretrained weight\(s\) .* \(text_projection.weight\)"):
-            refused()
-    assert {part.config._attn_implementation for part in (model.text_model, model.vision_model)} == {"mhla"}
+    expected = model.text_projection.weight.clone()
+    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("mhla")
+    assert torch.equal(mhla_hf.unconvert(model).text_projection.weight, expected)
+
+
+def merge_into_mlp(model):
+    config = LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
+    return get_peft_model(model, config).merge_and_unload()
+
+
+def replace_head(model):
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 2 * model.config.vocab_size, bias=False)
+    model.config.vocab_size *= 2
+    return model
+
+
+def train_head(model):
+    model.lm_head.weight.data.mul_(1.5)
+    return model
+
+
+def train_softmax_layer(model):
+    model.model.layers[1].self_attn.q_proj.weight.data.mul_(1.5)
+    return model
+
+
+def add_tokens(model):
+    model.resize_token_embeddings(model.config.vocab_size + 4)
+    return model
+
+
+CHANGES_OUTSIDE = {
+    "new tokens": add_tokens,
+    "new head": replace_head,
+    "trained head": train_head,
+    "LoRA merged into the MLP": merge_into_mlp,
+    "softmax layer of a hybrid": train_softmax_layer,
+}
+
+
+@pytest.mark.parametrize("done", ["converted", "calibrated", "matched"])
+@pytest.mark.parametrize("change", CHANGES_OUTSIDE.values(), ids=CHANGES_OUTSIDE)
+def test_what_changes_outside_of_mhla_stops_neither_calibration_nor_softmax(softmax, batches, change, done, tmp_path):
+    torch.manual_seed(0)
+    model = mhla_hf.convert(copy.deepcopy(softmax), block_size=4, layers=[0, 2])
+    if done == "calibrated":
+        mhla_hf.calibrate(model, batches, fit_steps=0)
+    elif done == "matched":
+        match_layers(model, batches, steps=1)
+    model = change(model)
+    # The same change of the softmax model.
+    expected = copy.deepcopy(softmax)
+    expected.config.vocab_size = model.config.vocab_size
+    for name, module in model.named_modules():
+        if not name.endswith(("layers.0", "layers.2")) and (".self_attn" not in name or ".layers.1" in name):
+            for own, parameter in module.named_parameters(recurse=False):
+                setattr(expected.get_submodule(name), own, copy.deepcopy(parameter))
+    expected = logits(expected, batches)
+    report = mhla_hf.calibrate(model, batches, fit_steps=0)
+    assert report.error_after < report.error_before
+    fitted_logits = logits(model, batches)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(logits(model, batches), expected)
+    model.set_attn_implementation("mhla")
+    assert torch.equal(logits(model, batches), fitted_logits)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["_mhla_state"] == "calibrated"
+    assert torch.equal(logits(mhla_hf.unconvert(model), batches), expected)
+
+
+@pytest.mark.parametrize("change", [add_tokens, train_head, merge_into_mlp])
+def test_what_changed_outside_of_mhla_is_saved_as_a_converted_model(softmax, batches, change, tmp_path):
+    model = change(mhla_hf.convert(softmax, block_size=4))
+    expected = {name: tensor for name, tensor in model.state_dict().items() if ".mhla." not in name}
+    model.save_pretrained(tmp_path / "mhla")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
+    assert again.config._mhla_state == "converted"
+    assert mhla_hf.calibrate(again, batches, fit_steps=0).layers
+    unconvert_pretrained(tmp_path / "mhla", tmp_path / "softmax", progress=False)
+    for path, options in (("mhla", {"attn_implementation": "sdpa"}), ("softmax", {})):
+        state = AutoModelForCausalLM.from_pretrained(tmp_path / path, **options).state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ["attention.self.query", "attention.output.dense"])
+def test_the_projection_of_an_attention_counts_as_its_own(name):
+    model = mhla_hf.convert(softmax_model("bert"), block_size=4)
+    model.bert.encoder.layer[0].get_submodule(name).weight.data.mul_(1.5)
+    with pytest.raises(ValueError, match=r"1 pretrained weight\(s\) .* have changed since its conversion"):
+        mhla_hf.unconvert(model)
+
+
+def test_more_positions(tmp_path):
+    model = mhla_hf.convert(softmax_model("bert"), block_size=4)
+    batches = [inputs("bert", seed=seed, batch=4) for seed in range(4)]
+    mhla_hf.calibrate(model, batches, fit_steps=0)
+    table = model.bert.embeddings.position_embeddings
+    larger = torch.nn.Embedding(2 * table.num_embeddings, table.embedding_dim)
+    larger.weight.data[: table.num_embeddings] = table.weight.data
+    model.bert.embeddings.position_embeddings = larger
+    mhla_hf.calibrate(model, batches, fit_steps=0)
+    assert torch.equal(mhla_hf.unconvert(model).bert.embeddings.position_embeddings.weight, larger.weight)
+
+
+def test_a_lora_fused_into_the_feed_forward_of_diffusers(tmp_path):
+    pipeline = tiny.wan_pipeline()
+    mhla_hf.convert(pipeline, blocks=(1, 2, 2), grid=(3, 2, 4), layers=[1])
+    model, batches = pipeline.transformer, [{**tiny.wan_inputs(batch=2), "return_dict": False} for _ in range(4)]
+    model.add_adapter(LoraConfig(r=2, target_modules=["ffn.net.2", "attn2.to_q"], init_lora_weights=False))
+    model.fuse_lora()
+    model.unload_lora()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".mhla." not in name}
+    pipeline.save_pretrained(tmp_path)
+    again = mhla_hf.load_pipeline(tmp_path)
+    assert again.transformer.config["_mhla_state"] == "converted"
+    for part in (pipeline, again):
+        mhla_hf.calibrate(part.transformer, batches, fit_steps=0)
+        state = mhla_hf.unconvert(part).transformer.state_dict()
+        assert state.keys() == expected.keys() and all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+def test_blocks_that_changed_before_they_were_matched_keep_that_change(softmax, batches):
+    model = train_head(mhla_hf.convert(softmax, block_size=4))
+    mlp = model.model.layers[0].mlp.up_proj.weight
+    mlp.data.mul_(1.5)
+    before, fitted_to = mlp.detach().clone(), {"model.layers.0.mlp.up_proj.weight": mlp.detach().clone()}
+    mlp.data.mul_(1.1)
+    model.model.layers[0].self_attn.mhla.mixing.data.mul_(1.1)
+    record_step(model, "matched", fitted_to)
+    after = mlp.detach().clone()
+    for attention, value in (("sdpa", before), ("mhla", after)):
+        model.set_attn_implementation(attention)
+        assert torch.equal(mlp, value)
+    assert weights_state(model) == "matched"
+    mlp.data.mul_(1.1)
+    with pytest.raises(ValueError, match=r"1 pretrained weight\(s\) .*up_proj"):
+        model.set_attn_implementation("sdpa")
 
 
 def test_towers_are_switched_all_or_none(clip, tmp_path):
@@ -365,7 +497,7 @@ def test_flash_attention_needs_a_model_that_was_switched(softmax, batches, monke
 def test_what_is_trained_with_softmax_is_the_original_from_then_on(softmax, batches, tmp_path):
     model = fitted(softmax, batches, "calibrated")
     model.set_attn_implementation("sdpa")
-    model.lm_head.weight.data.mul_(1.5)
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(1.5)
     expected = logits(model, batches)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), batches), expected)
@@ -379,7 +511,7 @@ def test_what_is_trained_with_softmax_is_the_original_from_then_on(softmax, batc
 
 def test_a_checkpoint_of_mhla_stays_one_under_another_configuration(softmax, batches, tmp_path):
     model = mhla_hf.convert(softmax, block_size=4)
-    model.lm_head.weight.data.mul_(1.5)
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(1.5)
     model.save_pretrained(tmp_path)
     config = copy.deepcopy(model.config)
     config.mhla = None

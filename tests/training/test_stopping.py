@@ -8,12 +8,15 @@ import sys
 import time
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import typer
 from accelerate.utils.other import get_free_port
+from torch import distributed
+from typer.main import get_command
 
-from mhla_hf.cli.main import friendly_errors
+from mhla_hf.cli.main import app, friendly_errors
 from mhla_hf.training import TrainingConfig, processes
 from mhla_hf.training.checkpoints import list_checkpoints
 from tests import ROOT
@@ -78,6 +81,66 @@ def test_a_process_that_never_starts_ends_the_others(monkeypatch):
 
     _, status = os.waitpid(start_process(wait), 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("how", ["killed", "silent", "gone before a group"])
+def test_a_process_that_ends_is_no_bug_of_the_others(how, tmp_path):
+    """The other one says what to do, whatever torch.distributed calls it."""
+    train = get_command(app).commands["train"].commands["wan"]
+
+    def join(rank):
+        options = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=1)}
+        if how == "gone before a group":
+            store = distributed.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=1))
+            if rank == 0:
+                store.get("not there")
+            return
+        distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", **options)
+        if rank == 1:
+            time.sleep(2) if how == "silent" else os.kill(os.getpid(), signal.SIGKILL)
+        distributed.all_gather_object([None] * 2, "loss")
+
+    def first():
+        with open(tmp_path / "errors", "w") as file:
+            os.dup2(file.fileno(), sys.stderr.fileno())
+            sys.stderr = file
+            with pytest.raises(typer.Exit) as stop, friendly_errors(train):
+                join(0)
+            assert stop.value.exit_code == 1
+
+    port = get_free_port()
+    other, one = start_process(lambda: join(1)), start_process(first)
+    assert os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) == 0
+    os.waitpid(other, 0)
+    (line,) = [line for line in (tmp_path / "errors").read_text().splitlines() if line.startswith("error")]
+    assert line == (
+        "error: another process of this run has ended or does not answer: see what it said last, then start the same "
+        "command again with --resume latest"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_one_of_two_processes_is_killed(launcher, tmp_path):
+    output = tmp_path / "run"
+    command = [sys.executable, *LAUNCHERS[launcher], "tests.training.training_process", str(output)]
+    environment = {**ENVIRONMENT, "STEP_SECONDS": "0.5"}
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while not (output / "reached-1-finetune-2").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.environ().get("RANK") == "1":
+            child.kill()
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode != 0 and "unexpected" not in errors
+    ours = [line for line in errors.splitlines() if line.startswith(("error: another process", "stopped"))]
+    assert len(ours) == 1, errors
+    assert "/mhla_hf/" not in errors, "a traceback of the run's own code"
+    environment["STEP_SECONDS"] = "0"
+    assert subprocess.run(command, env=environment, cwd=ROOT, timeout=300).returncode == 0
+    assert (output / "final.pt").exists()
 
 
 LAUNCHERS = {

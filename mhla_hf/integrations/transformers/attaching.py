@@ -18,7 +18,7 @@ from ...config import MHLAConfig
 from ...layers import original as originals
 from ...layers.mhla import MHLA
 from ...models.registry import TRANSFORMERS_FAMILIES, recovery_advice
-from ...models.weight_files import is_identity
+from ...models.weight_files import check_saved, is_identity
 from ...utils.compat import forward_parameters, has_mhla, note_unchecked
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
 from . import configuration, limits, modules, towers
@@ -450,7 +450,11 @@ def saving(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> Iterato
 
     Yields:
         The tensors to save, likewise.
+
+    Raises:
+        ValueError: If adapters are among them.
     """
+    check_saved(model, state_dict)
     if not originals.is_softmax(model):
         setattr(model.config, originals.STATE_KEY, originals.weights_state(model) if state_dict is None else "trained")
         # Options may have been changed by hand.

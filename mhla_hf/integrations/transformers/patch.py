@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +17,7 @@ from ...models.registry import check_attention
 from ...utils.compat import attribute, has_mhla, is_mhla, wrap
 from ...utils.compat.transformers import initialize_once, reported_names
 from ...utils.messages import check_choice
+from ..diffusers import upload
 
 
 # Attributes of models: whether those that were asked for MHLA were saved as such, and which names a checkpoint lacked.
@@ -189,7 +189,7 @@ def _load(
                 "mhla_hf.supported_models() lists models that were tested."
             )
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    from ...models.weight_files import check_loaded_files
+    from ...models.weight_files import check_loaded_files, check_no_adapters
     from .attaching import warn_of_fresh
     from .limits import check_layers, check_new_parameters, check_shapes
 
@@ -199,6 +199,7 @@ def _load(
     info, offloaded = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if not (args or kwargs):
         # Names are given where an adapter is loaded.
+        check_no_adapters(info.unexpected_keys, location)
         check_shapes(info.mismatched_keys, load_config.ignore_mismatched_sizes, location)
         check_new_parameters(model, info.missing_keys)
         check_layers(model, *reported_names(model, info), str(model.config.name_or_path))
@@ -268,13 +269,6 @@ def _save(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return original(**{**given, "state_dict": state_dict})
 
 
-def _upload(original: Any, model: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    from ...models.stub import add_stub
-
-    add_stub(Path(working_dir))
-    return original(model, working_dir, *args, **kwargs)
-
-
 _METHODS: dict[str, Callable[..., Any]] = {
     # Options go to the towers that they are for, and sizes are checked, before anything is built.
     "__init__": _build,
@@ -289,5 +283,5 @@ _METHODS: dict[str, Callable[..., Any]] = {
     # A checkpoint says what was done to its weights, and transformers alone must refuse it, not load it as softmax.
     "save_pretrained": _save,
     # What is pushed can be loaded by `trust_remote_code=True`, and has no NaN.
-    "_upload_modified_files": _upload,
+    "_upload_modified_files": upload,
 }

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +29,12 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 from torch.utils.data import Subset
 
+from ...utils.files import atomic_file
 from ..matching.layers import Batch
 from ..stages.objectives import LatentBatch, Objective, Tensors
 
@@ -516,15 +520,13 @@ class RecordedCalls(BatchSource):
     Args:
         calls: Keyword arguments of the model's `forward`, of all calls.
         held_out: Most calls to hold out; the last ones.
+        fingerprint: Tells what they were recorded of. Their values differ a little from device to device.
         seed: Seed of their order.
     """
 
     kind = "calls of the pipeline's model"
 
-    def __init__(self, calls: Sequence[Batch], held_out: int, seed: int = 0) -> None:
-        tensors = [value for value in calls[-1].values() if isinstance(value, torch.Tensor)]
-        sums = [f"{tensor.double().sum().item():.6g}" for tensor in tensors]
-        fingerprint = f"{stable_seed(len(calls), *sums):016x}"
+    def __init__(self, calls: Sequence[Batch], held_out: int, fingerprint: str, seed: int = 0) -> None:
         super().__init__(seed, fingerprint, *last_held_out(len(calls), held_out))
         self.calls = calls
 
@@ -538,6 +540,25 @@ class RecordedCalls(BatchSource):
 
     def _make(self, indices: Sequence[int]) -> Batch:
         return self.calls[indices[0]]
+
+    def save(self, path: Path) -> None:
+        """Write the calls to a safetensors file, for `load_calls`."""
+        leaves, spec = tree_flatten(list(self.calls))
+        tensors = {
+            str(number): leaf.contiguous() for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
+        }
+        values = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        with atomic_file(path) as temporary:
+            save_file(tensors, temporary, {"spec": treespec_dumps(spec), "values": json.dumps(values)})
+
+
+def load_calls(path: Path) -> list[Batch]:
+    """Read the calls that `RecordedCalls.save` wrote."""
+    with safe_open(path, framework="pt") as file:
+        leaves, spec = json.loads(file.metadata()["values"]), treespec_loads(file.metadata()["spec"])
+        for name in file.keys():
+            leaves[int(name)] = file.get_tensor(name)
+    return tree_unflatten(leaves, spec)
 
 
 def _held_out(count: int, wanted: int) -> int:

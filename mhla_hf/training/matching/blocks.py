@@ -10,7 +10,7 @@ carried from block to block, so all records together cost one pass through each 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import recursively_apply
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...layers.mhla import MHLA
 from ...utils.messages import format_bytes, shorten_list
@@ -36,12 +39,13 @@ from .layers import (
     on_device,
     one_sequence,
     only_trainable,
+    record_calls,
     replaced_forward,
     take_hidden_states,
     trunk_for,
     valid_tokens,
 )
-from .records import free_room
+from .records import free_room, tensor_bytes
 from .teacher import SharedTeacher
 
 
@@ -210,20 +214,18 @@ class _Records:
             if not records.arguments:
                 _check_blocks(blocks, seen, batch)
                 records.dtype = seen[0][1].dtype
-                tensors = 2 + 2 * sum(each is not None for each in added)
-                needed, room = tensors * len(numbers) * 4 * seen[0][1].numel(), free_room(None)[0]
+                hints = sum(each is not None for each in added)
+                needed, room = len(numbers) * _bytes_of(seen, batch, hints), free_room(None)[0]
                 if needed > room:
                     raise ValueError(
                         f"the hidden states of {len(numbers)} batches need {format_bytes(needed)}, more than half of "
                         f"the free memory, {format_bytes(room)}: use fewer batches (blocks.batches)."
                     )
-            # The last block is computed with all that comes after it, from the batch.
-            arguments = [arguments for arguments, _ in seen[:-1]] + [CallArguments((), dict(batch), 0)]
             copies: dict[int, torch.Tensor] = {}
             # Blocks share tensors, such as rotary tables: each is kept once.
             records.arguments[number] = recursively_apply(
                 lambda tensor: copies.setdefault(id(tensor), tensor.detach().cpu()),  # noqa: B023
-                arguments,
+                _arguments(seen, batch),
             )
             records.student[number] = records.original[number] = seen[0][1].to("cpu", torch.float32, copy=True)
         return records
@@ -279,6 +281,55 @@ def _inputs(blocks: Sequence[Block], batch: Batch) -> list[tuple[CallArguments, 
 def _added(seen: Sequence[tuple[CallArguments, torch.Tensor]]) -> list[torch.Tensor | None]:
     """What is added after each block; nothing after the last one, whose output is the model's."""
     return [each.float().cpu() if each.any() else None for _, each in seen[1:]] + [None]
+
+
+def _arguments(seen: Sequence[tuple[CallArguments, torch.Tensor]], batch: Batch) -> list[CallArguments]:
+    """Arguments of every block; the last one is computed with all that comes after it, from the batch."""
+    return [arguments for arguments, _ in seen[:-1]] + [CallArguments((), dict(batch), 0)]
+
+
+def _bytes_of(seen: Sequence[tuple[CallArguments, torch.Tensor]], batch: Batch, hints: int) -> int:
+    """Bytes that are kept of a batch: arguments, and in fp32 the hidden states and hints of both models."""
+    return tensor_bytes(_arguments(seen, batch)) + (2 + 2 * hints) * 4 * seen[0][1].numel()
+
+
+class OnMeta(TorchFunctionMode):
+    """Moves tensors with values, such as masks, to the meta device where they meet tensors without.
+
+    Conditions on what is without values hold: that all tokens of a text are there.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if func is torch.Tensor.__bool__ and tensors[0].is_meta:
+            return True
+        mixed = len({each.is_meta for each in tensors}) > 1
+        if func is F.pad or (mixed and func is not torch.Tensor.__getitem__):
+            # Masks of text have values until they meet tensors without, or become masks of all pairs of tokens.
+            args, kwargs = tree_map_only(torch.Tensor, lambda each: each.to("meta"), (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def record_bytes(
+    model: nn.Module, batch: Batch, only: Collection[str] | None = None, blocks: bool = True
+) -> tuple[int, int]:
+    """Return the bytes that matching keeps of a batch: of the calls of layers, in bfloat16, and of blocks.
+
+    Args:
+        model: A model with MHLA layers on the meta device.
+        batch: Its arguments.
+        only: Names of the layers that are matched; `None` for all.
+        blocks: Whether blocks are matched, too.
+    """
+    with OnMeta(), torch.device("meta"):
+        calls = record_calls(model, mhla_layers(model), batch, only=only, keep=lambda each: each.to(torch.bfloat16))
+        if not blocks:
+            return tensor_bytes(calls), 0
+        listed = list_blocks(model, batch)
+        # There are no values that tell whether something is added; after the last block it is the model's output.
+        hints = sum(index < len(listed) - 1 for index in getattr(model.config, "vace_layers", None) or ())
+        return tensor_bytes(calls), _bytes_of(_inputs(listed, batch), batch, hints)
 
 
 def _check_blocks(blocks: Sequence[Block], seen: Sequence[tuple[CallArguments, torch.Tensor]], batch: Batch) -> None:

@@ -30,7 +30,7 @@ from ..data.batches import DataOrder, model_fingerprint, samples_fingerprint
 from ..processes import Processes, StopSignals, TrainingStopped
 from .layer_training import LayerTraining, autocast, layer_loss, trained_names
 from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable
-from .records import Record, Records, choose_cache, free_room
+from .records import Record, Records, choose_cache, free_room, tensor_bytes
 from .ridge import ProjectionFit
 from .teacher import SharedTeacher, shared_teacher
 
@@ -248,7 +248,7 @@ class Matching:
         needed = self._needed()
         if cache != "none":
             calls = self._record(needed[0], self._kept)
-            size = sum(call.hidden_states.nbytes + call.output.nbytes for call in calls.values())
+            size = tensor_bytes(calls)
             # The size of a record is proportional to the tokens of its batch.
             tokens = [_count_tokens(self.data[number]) for number in needed]
             sizes = self.processes.all(size * sum(tokens) // tokens[0])

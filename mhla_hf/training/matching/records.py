@@ -78,6 +78,13 @@ class Records:
         return self.folder / f"{number:08d}.safetensors"
 
 
+def tensor_bytes(value: Any) -> int:
+    """Return the bytes of the tensors in nested dicts and sequences, each counted once, as `Records` keep them."""
+    found: dict[int, torch.Tensor] = {}
+    recursively_apply(lambda tensor: found.setdefault(id(tensor), tensor), value)
+    return sum(tensor.nbytes for tensor in found.values())
+
+
 def free_room(output: Path | None) -> tuple[int, int]:
     """Bytes that records may take in memory, and on the disk of a directory; -1 for none."""
     disk = -1 if output is None else max(0, shutil.disk_usage(output).free - _DISK_RESERVE)

@@ -77,6 +77,19 @@ def load_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> tupl
     return result
 
 
+def without_quantized(quantizer: Any, model: Any, missing: Iterable[str]) -> Iterable[str]:
+    """Return the names of missing weights without those that a quantiser makes, such as the scales of quanto.
+
+    Args:
+        quantizer: The quantiser that a model is loaded with, or `None`.
+        model: The model, prepared by it.
+        missing: Names of weights that the checkpoint lacks.
+    """
+    if quantizer is None:
+        return missing
+    return attribute("diffusers", quantizer, "update_missing_keys", "DiffusersQuantizer")(model, [*missing], prefix="")
+
+
 def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
     """Wrap the question of `from_single_file` whether a file's weights need conversion.
 
@@ -85,6 +98,11 @@ def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
         around: Called as `around(original, model_state_dict, checkpoint_state_dict)`.
     """
     wrap("diffusers", module, "_should_convert_state_dict_to_diffusers", around)
+
+
+def loads_single_files(model_class: Any) -> bool:
+    """Return whether diffusers knows the names in single files of a model class."""
+    return model_class.__name__ in imported("diffusers", "loaders.single_file_model", "SINGLE_FILE_LOADABLE_CLASSES")
 
 
 def single_file_names(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
@@ -114,9 +132,17 @@ def rename_wan_weights(names: Iterable[str]) -> dict[str, str]:
     return rename({name: name for name in names})
 
 
-def lora_metadata_key() -> str:
-    """Return the key of a LoRA's options in the metadata of its file."""
-    return imported("diffusers", "loaders.lora_base", "LORA_ADAPTER_METADATA_KEY")
+def takes_lora(pipeline_class: Any, names: Collection[str]) -> bool:
+    """Return whether `load_lora_weights` of a pipeline takes a LoRA's names, among them those of whole weights.
+
+    That of Flux takes all; others refuse names without "lora", unless MHLA's are among them, which models load.
+
+    Args:
+        pipeline_class: The class.
+        names: Names as `lora_state_dict` returns them.
+    """
+    takes_all = hasattr(pipeline_class, "_control_lora_supported_norm_keys")
+    return takes_all or any(".mhla." in name for name in names) or all("lora" in name for name in names)
 
 
 # Pipelines.

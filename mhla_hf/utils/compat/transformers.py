@@ -51,6 +51,12 @@ def fp32_patterns(model: Any, is_float16: bool) -> set[str]:
     return {pattern for patterns in found for pattern in patterns}
 
 
+def saves_adapters_aside(model: Any) -> bool:
+    """Return whether a model saves its adapters in files of their own, as after transformers' `add_adapter`."""
+    # diffusers, whose models have the attribute too, saves all in one.
+    return hasattr(model, "config_class") and getattr(model, "_hf_peft_config_loaded", False)
+
+
 def ignored_names(model: Any, step: str) -> list[str]:
     """Return patterns of tensor names that transformers ignores.
 
