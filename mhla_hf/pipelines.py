@@ -145,7 +145,7 @@ def unconvert(model_or_pipeline: Any, original: Any = None) -> Any:
         'sdpa'
     """
     from .layers.mhla import MHLA
-    from .layers.original import check_adapters, original_values, take_original, values_of_original
+    from .layers.weight_record import check_adapters, original_values, take_original, values_of_original
 
     models: dict[str, tuple[Any, Any]] = {"": (model_or_pipeline, original)}
     if _is_pipeline(model_or_pipeline):

@@ -20,7 +20,7 @@ from mhla_hf import convert
 from mhla_hf.analysis import AttentionTracker, mean_distance, mixing_summary
 from mhla_hf.bench import peak_memory
 from mhla_hf.layers import MHLA
-from mhla_hf.training.data.batches import stable_seed
+from mhla_hf.training.data.order import stable_seed
 
 from ..optimization import descend, follow_cosine, freeze_mixing, make_optimizers
 from .digit_canvases import DigitCanvases

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.data.digits import load_scans
+from mhla_hf.training.data.order import stable_seed
 
 
 EVALUATION_BATCH = 64

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mhla_hf.training.data.batches import stable_seed
+from mhla_hf.training.data.order import stable_seed
 
 from .language_data import Corpus
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import mhla_hf
-from mhla_hf.training.data.batches import stable_seed
+from mhla_hf.training.data.order import stable_seed
 from mhla_hf.training.parameters import set_learning_rate
 from mhla_hf.utils.machine import synchronize
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from mhla_hf import convert
 from mhla_hf.analysis import AttentionTracker
-from mhla_hf.training.data.batches import stable_seed
+from mhla_hf.training.data.order import stable_seed
 
 from ..optimization import descend, follow_cosine, freeze_mixing
 from .classifier import accuracy, classifier_optimizers, make_classifier, take_step

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mhla_hf.training.data.batches import DataOrder, stable_seed
+from mhla_hf.training.data.order import DataOrder, stable_seed
 
 from .data import NUM_CLASSES, Digits
 

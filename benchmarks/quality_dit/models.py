@@ -10,7 +10,7 @@ from diffusers import DiTTransformer2DModel
 from torch import nn
 
 from mhla_hf.models.converting import convert_model
-from mhla_hf.training.data.batches import stable_seed
+from mhla_hf.training.data.order import stable_seed
 
 from .data import NUM_CLASSES
 from .gated import VARIANT as GATED

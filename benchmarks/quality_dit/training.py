@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from mhla_hf.training.data.batches import stable_seed
+from mhla_hf.training.data.order import stable_seed
 from mhla_hf.training.stages.noise_prediction import no_label_dropout
 from mhla_hf.training.stages.objectives import flow_matching_losses, timesteps_from_sigmas, unshift_sigmas
 

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..layouts.blocks import BlockLayout
-from ..training.data.batches import evenly_spaced
+from ..training.data.order import evenly_spaced
 from ..utils.figures import figure_svg, new_figure
 from ..utils.files import atomic_file
 from ..utils.messages import shorten_text

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..layers.original import STATE_KEY, STATES
+from ..layers.weight_record import STATE_KEY, STATES
 from ..models.directory import ModelDirectory
 from ..models.stub import softmax_config
 from ..pipelines import options_by_component, with_given

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig, parse_layers
-from ..layers.original import STATE_KEY, STATES
-from ..models import weight_files
+from ..layers.weight_record import STATE_KEY, STATES
+from ..models import limits, weight_files
 from ..models.directory import ModelDirectory
 from ..models.registry import family_for
 from ..utils.compat.diffusers import declared, fp32_parts
@@ -173,12 +173,12 @@ def plan_component(
         stored = [StoredWeights(one.variant, one.entries(), str(component.folder)) for one in found]
     # Before the model is built: a wrong size may ask for more memory than there is.
     where = str(component.folder / "config.json")
-    weight_files.check_model_config(upstream_class, component.config, where)
+    limits.check_model_config(upstream_class, component.config, where)
     arguments = inspect.signature(upstream_class.__init__).parameters
     num_layers = target_class.layer_count(component.config)
     for weights in stored:
         check_floats(weights.entries, weights.where)
-        weight_files.check_layer_count(num_layers, [entry.name for entry in weights.entries], where)
+        limits.check_layer_count(num_layers, [entry.name for entry in weights.entries], where)
     config = target_class.resolve_options(mhla, component.config, compression)
     if options.layers is not None:
         config = config.replace(layers=parse_layers(options.layers, num_layers))
@@ -186,7 +186,7 @@ def plan_component(
     target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # The softmax model has the same tensors but those of MHLA.
     expected = {name: shape for name, shape in target.items() if ".mhla." not in name}
-    weight_files.check_new_size(expected, target)
+    limits.check_new_size(expected, target)
     report, kept = component_report(component.class_name, model), kept_in_fp32(model)
     plans = []
     for weights in stored:

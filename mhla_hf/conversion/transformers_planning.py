@@ -17,7 +17,7 @@ from ..integrations.transformers.limits import check_layers, check_new_parameter
 from ..integrations.transformers.modules import dispatches, is_cross_attention
 from ..integrations.transformers.towers import towers_of
 from ..layers.mhla import MHLA
-from ..layers.original import STATE_KEY, STATES
+from ..layers.weight_record import STATE_KEY, STATES
 from ..models.directory import ModelDirectory
 from ..models.weight_files import TRANSFORMERS_FILES, WeightSet
 from ..utils.compat import transformers as compat

@@ -20,8 +20,8 @@ from ..integrations.transformers.modules import is_image_model, patch_grid
 from ..integrations.transformers.towers import towers_of
 from ..layouts import MAX_TOKENS
 from ..models.directory import ModelDirectory, read_config
+from ..models.limits import check_model_config
 from ..models.registry import FAMILIES, family_for
-from ..models.weight_files import check_model_config
 from ..presets import PRESETS, from_preset, is_preset
 from ..training.data.probes import inputs_at, sample_grid
 from ..utils import locations

@@ -153,7 +153,7 @@ class MHLA(nn.Module):
         if num_heads % num_key_value_heads:
             raise ValueError(f"num_key_value_heads={num_key_value_heads} must divide num_heads={num_heads}.")
         self.config = config
-        # The model's record of its pretrained weights, and the name of this layer in it: see `original.py`.
+        # The model's record of its pretrained weights, and the name of this layer in it: see `weight_record.py`.
         self.record: tuple[Any, str] | None = None
         self.num_key_value_heads = num_key_value_heads
         self.num_prefix_tokens = num_prefix_tokens

@@ -19,14 +19,14 @@ from diffusers.models.modeling_utils import ModelMixin
 from ..config import MHLAConfig, merge_options
 from ..layers.mhla import MHLA
 from ..layers.mixing import layout_at, reference_blocks, resolve_blocks
-from ..layers.original import STATE_KEY, record_weights, weights_state
+from ..layers.weight_record import STATE_KEY, record_weights, weights_state
 from ..ops.sharded import TokenShard
 from ..utils.compat import diffusers as compat
 from ..utils.compat import note_unchecked
 from ..utils.locations import LOCATION_OPTIONS, find_file
 from ..utils.messages import shorten_list
 from ..utils.tensor_files import check_floats, read_entries
-from . import weight_files
+from . import limits, loading, weight_files
 from .registry import attention_request
 from .single_file import own_weights, softmax_names
 
@@ -247,7 +247,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         diffusers warns of entries that a class does not take, unless their names begin with an underscore; so
         `_sample_frames` and the others count too.
         """
-        size = weight_files.sample_size(config)
+        size = limits.sample_size(config)
         if size is None:
             return None
         return tuple(max(1, length // patch) for length, patch in zip(size, cls.patch_sizes(config)))
@@ -323,7 +323,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
             options: Complete options, as a model keeps them.
         """
         stock = cls.coerce_options(None)
-        fixed = (*weight_files.TRAINED_WITH, "eps", "output_norm")
+        fixed = (*loading.TRAINED_WITH, "eps", "output_norm")
         equal_weights = options.mixing_init == "uniform" or math.prod(reference_blocks(options)) == 1
         same = all(getattr(options, name) == getattr(stock, name) for name in fixed)
         return cls.upstream_is_linear and equal_weights and same
@@ -374,7 +374,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
             where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
             is_mhla = cls.load_config(pretrained_model_name_or_path, **where).get("mhla") is not None
             folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
-            weight_files.check_missing_weights(folder, error, pickles_allowed=not is_mhla or given is False)
+            loading.check_missing_weights(folder, error, pickles_allowed=not is_mhla or given is False)
             if is_mhla or given is not None:
                 raise
         return super().from_pretrained(pretrained_model_name_or_path, **{**kwargs, "use_safetensors": None})
@@ -412,7 +412,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
         Raises:
             ValueError: If the configuration or an option is wrong.
         """
-        weight_files.check_model_config(cls, config, f"the configuration of this {cls.__name__}")
+        limits.check_model_config(cls, config, f"the configuration of this {cls.__name__}")
         stored = config.get("mhla")
         if stored is None:
             return cls.resolve_options(given, config, compression)
@@ -489,14 +489,14 @@ class MHLAModelMixin(MHLAAdapterMixin):
             if config is not None:
                 where = {name: kwargs[name] for name in LOCATION_OPTIONS if name in kwargs}
                 where["revision"] = kwargs.get("config_revision")
-                weight_files.check_model_config(upstream, upstream.load_config(str(config), **where), str(config))
+                limits.check_model_config(upstream, upstream.load_config(str(config), **where), str(config))
                 kwargs["config"] = str(config)
             model = upstream.from_single_file(str(path), **kwargs)
         if isinstance(model, MHLAModelMixin):
             raise ValueError(f"config describes {type(model).__name__}; give that of the softmax model.")
         # diffusers only warns of layers that the configuration leaves out, and of other weights.
         found = compat.single_file_names(model, own_weights({entry.name: entry.shape for entry in entries}))
-        weight_files.check_layer_count(len(cls._self_attentions(model)), found, f"the configuration for {path}")
+        limits.check_layer_count(len(cls._self_attentions(model)), found, f"the configuration for {path}")
         ignored = compat.declared(model, "_keys_to_ignore_on_load_unexpected")
         left = sorted(name for name in {*found} - {*model.state_dict()} if not any(part in name for part in ignored))
         if left:
@@ -526,7 +526,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
     @classmethod
     def _load_pretrained_model(cls, *args: Any, **kwargs: Any) -> Any:
         load = super()._load_pretrained_model
-        return weight_files.load_mhla_weights(load, compat.loading_call(load, *args, **kwargs))
+        return loading.load_mhla_weights(load, compat.loading_call(load, *args, **kwargs))
 
 
 def shard_of(processor: Any, num_tokens: int) -> TokenShard | None:

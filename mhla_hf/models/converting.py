@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from ..layers.original import STATE_KEY, check_adapters, original_values
+from ..layers.weight_record import STATE_KEY, check_adapters, original_values
 from ..utils.compat.diffusers import fp32_parts
 from ..utils.tensor_files import FLOATS
+from .loading import warn_of_fresh
 from .registry import mhla_class_for
-from .weight_files import warn_of_fresh
 
 
 def convert_model(

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..layers.original import STATE_KEY
+from ..layers.weight_record import STATE_KEY
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_text
 from ..utils.model_cards import CARD

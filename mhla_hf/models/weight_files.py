@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of models: names and complete sets of weights, limits of configurations, and loading into MHLA models."""
+"""Files of models: names and complete sets of weights, and configurations as they are stored."""
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +17,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from ..layers.mixing import reference_blocks
-from ..layers.original import STATE_KEY, record_weights
-from ..utils.compat.diffusers import load_weights, without_quantized
 from ..utils.compat.transformers import saves_adapters_aside
 from ..utils.files import read_weight_map
 from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
-from ..utils.messages import shorten_list, shorten_text, shorten_value
+from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import TensorEntry, check_safetensors, read_entries
-from .registry import recovery_advice
 
 
 logger = logging.getLogger(__name__)
@@ -50,32 +44,12 @@ warning before the error shows its text. MHLA classes drop it when they read the
 softmax classes hand MHLA checkpoints over (`mhla_hf.integrations.diffusers`).
 """
 
-MAX_LAYERS = 1000
-"""Published models have up to about two hundred."""
-
-MAX_SIZE = 2**24
-"""The largest width or count."""
-
-MAX_POSITIONS = 2**16
-"""Positions of a table that is computed when a model is built: the longest axis of a video, or an image's patches."""
-
 ADAPTERS_OUT = (
     "which a saved model cannot hold. Take them out and save it again: by unload_lora_weights() of the pipeline, "
     "after fuse_lora() to keep their effect, or by merge_and_unload() of peft."
 )
 """End of the errors for weights with adapters."""
 
-LITTLE = 2**26
-"""Parameters that any model may get: 256 MB of them."""
-
-TRAINED_WITH = ("feature_map", "feature_map_eps", "normalizer", "rope")
-"""Options that leave the shapes of the weights alone and change the output."""
-
-_LAYER_COUNTS = ("num_layers", "num_single_layers")
-_POSITIONS = ("rope_max_seq_len", "sample_size")
-_SAMPLE = ("sample_frames", "sample_height", "sample_width")
-# Lists of layers by the names of diffusers and of authors. HunyuanVideo's refiner of the text has blocks of its own.
-_LAYER = re.compile(r"(?:^|(?<!refiner)\.)((?:(?:single_)?transformer_|single_|double_|vace_)?blocks)\.([0-9]{1,9})\.")
 # Modules that adapters put around those that they change.
 _IN_ADAPTERS = re.compile(r"\.(base_layer|original_module)\.")
 _OTHER_FORMATS = (*PICKLES, ".msgpack", ".h5", ".onnx")
@@ -85,10 +59,6 @@ _DAMAGE = (AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, St
 _INDEX = r"\.safetensors\.index(?:\.(?P<variant>[^.]+))?\.json"
 _SINGLE = r"(?:\.(?P<variant>[^.]+))?\.safetensors"
 _SHARD = r".*-\d{5}-of-\d{5}.*\.safetensors"
-# diffusers names the file, and does not say what is wrong with it.
-_SAFETENSORS_NAMED = re.compile(r"'([^']+\.safetensors)'")
-# Parts of an MHLA layer that leave its output unchanged when they are fresh.
-_STARTS_AS_IDENTITY = ("gate", "lepe")
 
 
 @dataclass(frozen=True)
@@ -278,9 +248,6 @@ def damage_named(folder: Path) -> Iterator[None]:
         raise ValueError(f"{folder} cannot be loaded: files are damaged or of another model ({reason})") from error
 
 
-# Configurations: what is stored, and limits before a model is built.
-
-
 def to_stored(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's configuration as it is written: `AutoModel` of diffusers finds the stub by it."""
     return {**config, **UNREADABLE_FOR_SOFTMAX, "auto_map": {"AutoModel": f"{STUB_MODULE}.{config['_class_name']}"}}
@@ -293,241 +260,3 @@ def from_stored(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in config.items()
         if (name, value) not in UNREADABLE_FOR_SOFTMAX.items() and name != "auto_map"
     }
-
-
-def check_model_config(model_class: Any, config: Mapping[str, Any], where: str) -> None:
-    """Check the arguments that a model's configuration holds for its constructor, and the sizes of its samples.
-
-    Args:
-        model_class: A class of diffusers. Its constructor's defaults and annotations tell the types.
-        config: Contents of `config.json`; entries that the constructor does not know are left alone.
-        where: Name of the file, for errors.
-
-    Raises:
-        ValueError: If an entry has a wrong type, is no positive number where one is needed, or is a size that no
-            model has.
-    """
-    parameters = inspect.signature(model_class.__init__).parameters
-    for name, value in config.items():
-        largest = MAX_LAYERS if name in _LAYER_COUNTS else MAX_POSITIONS if name in _POSITIONS else MAX_SIZE
-        if name.lstrip("_") in _SAMPLE:
-            wanted, largest = "int | None", MAX_POSITIONS
-            fits = value is None or _is_size(value, largest)
-        elif name in parameters and parameters[name].default is not inspect.Parameter.empty:
-            wanted = str(parameters[name].annotation)
-            fits = _fits(value, parameters[name].default, wanted, largest)
-        else:
-            continue
-        if not fits:
-            raise ValueError(f"{where}: {name}={shorten_value(value)} must be {wanted}, of at most {largest:,}.")
-    image, patch = config.get("sample_size"), config.get("patch_size")
-    if isinstance(image, int) and isinstance(patch, int) and (image // patch) ** 2 > MAX_POSITIONS:
-        raise ValueError(
-            f"{where}: sample_size={image} in patches of {patch} gives more than {MAX_POSITIONS} positions."
-        )
-
-
-def sample_size(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return frames, height and width of the latents that a video model was made for.
-
-    Args:
-        config: Contents of `config.json`.
-
-    Returns:
-        `sample_frames`, `sample_height` and `sample_width`, with or without an underscore before them; `None` unless
-        the configuration has all three.
-    """
-    found = [config.get(name, config.get(f"_{name}")) for name in _SAMPLE]
-    return None if None in found else tuple(found)
-
-
-def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None:
-    """Check the number of layers against the names of the weights.
-
-    Args:
-        num_layers: Number of layers that the configuration describes, in all lists of blocks together.
-        names: Names of the tensors.
-        where: Name of the configuration, for errors.
-
-    Raises:
-        ValueError: If the weights have more layers, or fewer.
-    """
-    found: dict[str, int] = {}
-    for match in filter(None, map(_LAYER.search, names)):
-        found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
-    if found and sum(found.values()) != num_layers:
-        raise ValueError(
-            f"{where} describes {num_layers} layers, but the weights have {sum(found.values())}: the two do not "
-            "belong together."
-        )
-
-
-def check_new_size(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that options do not add more to a model than it has already.
-
-    Args:
-        old: Shapes of the source's tensors by name.
-        new: Shapes of those to be written.
-
-    Raises:
-        ValueError: If they do, unless it is little in any case.
-    """
-    added = sum(math.prod(shape) for name, shape in new.items() if name not in old)
-    had = sum(map(math.prod, old.values()))
-    if added > max(had, LITTLE):
-        raise ValueError(
-            f"The mhla options add {added:,} parameters to a model of {had:,}: choose fewer blocks (blocks), "
-            "larger ones (block_size) or a smaller convolution (lepe_kernel)."
-        )
-
-
-def _fits(value: Any, default: Any, annotation: str, largest: int) -> bool:
-    """Return whether a value is of the type of an argument, and a number that models have."""
-    if value is None:
-        return default is None or "None" in annotation or "Optional" in annotation
-    if isinstance(default, bool) or annotation.startswith("bool"):
-        return isinstance(value, bool)
-    if isinstance(default, str):
-        return isinstance(value, str)
-    if isinstance(default, list):
-        # Numbers of layers.
-        return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_LAYERS for each in value)
-    if isinstance(default, tuple):
-        sizes = value if isinstance(value, (list, tuple)) else ()
-        return len(sizes) == len(default) and all(_is_size(size, largest) for size in sizes)
-    if isinstance(default, int):
-        return _is_size(value, largest)
-    is_count = annotation.startswith("int")
-    if not is_count and not isinstance(default, float):
-        return True
-    # Some published configurations have counts with a decimal point.
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and (0 if is_count else -math.inf) < value <= largest
-
-
-def _is_size(value: Any, largest: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
-
-
-# Loading into MHLA models of diffusers.
-
-
-def check_missing_weights(folder: Path, error: OSError, *, pickles_allowed: bool) -> None:
-    """Find out why diffusers finds no weights in a model's folder.
-
-    Raises:
-        ValueError: If the file that it names is damaged.
-        OSError: If there are pickles alone, where these are not allowed.
-    """
-    for name in _SAFETENSORS_NAMED.findall(str(error)):
-        if os.path.isfile(name):
-            check_safetensors(Path(name))
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    pickles = [name for name in names if name.endswith(PICKLES)]
-    if pickles and not pickles_allowed and not any(name.endswith(".safetensors") for name in names):
-        raise OSError(pickles_refused(folder, pickles)) from error
-
-
-def load_mhla_weights(load: Callable[..., Any], call: inspect.BoundArguments) -> tuple[Any, ...]:
-    """Load a checkpoint into an MHLA model, with initial values of the MHLA parameters that it lacks.
-
-    Raises:
-        ValueError: If the checkpoint lacks other weights, has other layers than the model, or its MHLA weights were
-            made for other options.
-    """
-    given = call.arguments
-    model, name, loaded = given["model"], given["pretrained_model_name_or_path"], set(given["loaded_keys"])
-    files = given.get("resolved_model_file") or []
-    check_loaded_files(files, name, pickles=True)
-    check_no_adapters(loaded, f"The checkpoint {name}")
-    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    # diffusers only warns of layers that the configuration leaves out.
-    check_layer_count(len(model._self_attentions()), loaded, f"the configuration of {name}")
-    quantizer = given.get("hf_quantizer")
-    fresh = sorted(without_quantized(quantizer, model, shapes.keys() - loaded))
-    if others := [key for key in fresh if ".mhla." not in key]:
-        raise ValueError(
-            f"The checkpoint {name} lacks {len(others)} weight(s) of {type(model).__name__}, for example "
-            f"{', '.join(others[:3])}. It is damaged or belongs to another architecture."
-        )
-    dropped = sorted(key for key in loaded.difference(shapes) if ".mhla." in key)
-    if dropped:
-        raise ValueError(
-            f"The mhla options leave out {len(dropped)} trained MHLA weight(s) of {name}, for example "
-            f"{', '.join(dropped[:3])}. Keep the checkpoint's own layers and options, or convert its softmax "
-            "original anew."
-        )
-    if fresh and getattr(quantizer, "pre_quantized", False):
-        advice = "Convert the original weights, and quantise the MHLA directory when it is loaded."
-        raise ValueError(f"{name} is quantised, and lacks MHLA weights such as {fresh[0]}. {advice}")
-    _check_overrides(name, model)
-    check_new_size({key: shape for key, shape in shapes.items() if key in loaded}, shapes)
-    if fresh:
-        # Loaded like weights of the checkpoint: cast, placed or offloaded as these are.
-        values = {}
-        for key in fresh:
-            prefix, _, own = key.partition(".mhla.")
-            values[key] = model.get_submodule(f"{prefix}.mhla").initial_tensor(own)
-        given["loaded_keys"] = [*given["loaded_keys"], *fresh]
-        if given.get("state_dict") is not None:
-            given["state_dict"] = {**given["state_dict"], **values}
-        else:
-            given["resolved_model_file"] = [*files, values]
-    _, missing_names, *others = load_weights(load, call)
-    if fresh:
-        warn_of_fresh(model, fresh, name)
-    was_mhla = any(".mhla." in key for key in loaded)
-    record_weights(model, model.config.get(STATE_KEY, "trained") if was_mhla else "converted")
-    return model, sorted({*missing_names, *fresh}), *others
-
-
-def is_identity(fresh: Iterable[str]) -> bool:
-    """Return whether new MHLA parameters of these names leave the output of a model as it was."""
-    return all(key.partition(".mhla.")[2].partition(".")[0] in _STARTS_AS_IDENTITY for key in fresh)
-
-
-def warn_of_fresh(model: Any, fresh: list[str], source: Any) -> None:
-    """Warn of newly initialised parameters, and say whether the model needs fine-tuning.
-
-    Args:
-        model: A model of an MHLA class.
-        fresh: Names of the parameters.
-        source: Name of the checkpoint that lacks them.
-    """
-    # It starts as 1, which is what weights without it have been trained with.
-    if all(key.endswith(".normalizer_scale") for key in fresh):
-        return
-    is_same = is_identity(fresh) or model.starts_as_upstream(model.mhla_config)
-    advice = recovery_advice(type(model).__name__, is_same=is_same)
-    layers = len({key.split(".mhla.")[0] for key in fresh})
-    found = f"{len(fresh)} MHLA parameter(s) in {layers} layer(s) are not in {source} and were newly initialised."
-    logger.warning("%s: %s %s", type(model).__name__, found, advice)
-    warning = model.single_block_warning()
-    if warning is not None:
-        logger.warning("%s", warning)
-
-
-def _check_overrides(name: Any, model: Any) -> None:
-    """Refuse options under which stored weights of a fitting shape would mean something else."""
-    if model._mhla_options_of_checkpoint is None:
-        return
-    stored, wanted = model.coerce_options(model._mhla_options_of_checkpoint), model.mhla_config
-    before, now = (reference_blocks(config, model.reference_grid(model.config)) for config in (stored, wanted))
-    if before != now:
-        raise ValueError(f"The MHLA weights of {name} are for blocks={before}, but the mhla options ask for {now}.")
-    # diffusers would advise to overwrite those of other shapes.
-    kept = ["mixing_constraint", "mixing_heads"]
-    kept += ["text"] * any(module.streams for module in model.mhla_modules().values())
-    kept += ["lepe_kernel"] * (stored.lepe_kernel is not None)
-    for field in kept:
-        if getattr(stored, field) != getattr(wanted, field):
-            raise ValueError(
-                f"The MHLA weights of {name} are stored under {field}={getattr(stored, field)!r}, but the mhla "
-                f"options ask for {getattr(wanted, field)!r}."
-            )
-    # A window that was not there has a warning of its own, about its fresh bias.
-    fields = TRAINED_WITH if stored.window is None else (*TRAINED_WITH, "window", "window_size")
-    changed = [field for field in fields if getattr(stored, field) != getattr(wanted, field)]
-    if changed:
-        changes = ", ".join(f"{field}={getattr(stored, field)!r}" for field in changed)
-        logger.warning("The MHLA weights of %s were made with %s; the mhla options change that.", name, changes)

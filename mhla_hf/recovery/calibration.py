@@ -19,14 +19,7 @@ import psutil
 import torch
 from torch import nn
 
-from ..layers.original import (
-    STATE_KEY,
-    STATES,
-    base_parameters,
-    original_values,
-    record_step,
-    record_weights,
-)
+from ..layers.weight_record import STATE_KEY, STATES, base_parameters, original_values, record_step, record_weights
 from ..models.directory import CONVERSION_RECORD, ModelDirectory
 from ..training.matching.layers import (
     AttentionLayer,

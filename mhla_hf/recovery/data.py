@@ -18,9 +18,10 @@ from ..models.directory import ModelDirectory
 from ..models.registry import is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, CacheConfig, TrainingConfig, parse_sizes
 from ..training.data import probes
-from ..training.data.batches import BatchSource, Latents, RecordedCalls, folder_fingerprint, load_calls, stable_seed
+from ..training.data.batches import BatchSource, Latents, RecordedCalls, load_calls
 from ..training.data.images import image_batches, open_images
 from ..training.data.latent_cache import CachePlan, LatentDataset, make_cache, read_prompts
+from ..training.data.order import folder_fingerprint, stable_seed
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, read_texts, text_batches
 from ..training.families import objective_for
 from ..training.matching.blocks import record_bytes

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers.original import base_parameters, original_attention, original_name, original_values
+from ..layers.original import original_attention
+from ..layers.weight_record import base_parameters, original_name, original_values
 from ..models.directory import ModelDirectory
 from ..training.matching.layers import (
     AttentionLayer,

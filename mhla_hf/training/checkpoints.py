@@ -29,7 +29,7 @@ from torch import nn
 from ..utils.destinations import atomic_directory, remove_directory
 from ..utils.files import atomic_file, clear_write_errors, parse_json, read_json, write_staged_json
 from .config import TrainingConfig
-from .data.batches import file_fingerprint
+from .data.order import file_fingerprint
 from .parameters import WeightAverage
 from .processes import shard_like
 

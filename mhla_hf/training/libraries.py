@@ -15,17 +15,9 @@ from torch import nn
 from ..models.directory import ModelDirectory
 from ..utils.destinations import atomic_directory
 from .config import TRANSFORMERS, TrainingConfig, check_options
-from .data.batches import (
-    BatchSource,
-    DataOrder,
-    LatentSamples,
-    check_null_condition,
-    first_of_buckets,
-    folder_fingerprint,
-    make_batch,
-    samples_fingerprint,
-)
+from .data.batches import BatchSource, LatentSamples, check_null_condition, make_batch
 from .data.latent_cache import ENCODERS, LatentDataset
+from .data.order import DataOrder, first_of_buckets, folder_fingerprint, samples_fingerprint
 from .evaluation import Validator
 from .families import objective_for, open_pipeline
 from .matching.layers import Batch

@@ -39,7 +39,7 @@ from ..utils.compat import set_process_timeout
 from ..utils.machine import choose_device
 from ..utils.messages import one_line
 from .config import TrainingConfig
-from .data.batches import DataOrder
+from .data.order import DataOrder
 
 
 Key = TypeVar("Key")

@@ -34,7 +34,7 @@ from ..utils.model_cards import carried_metadata
 from . import checkpoints, parameters, processes
 from .checkpoints import Callback, Position, Reports
 from .config import UNCONVERTED, TrainingConfig
-from .data.batches import DataOrder, folder_fingerprint, model_fingerprint, stable_seed
+from .data.order import DataOrder, folder_fingerprint, model_fingerprint, stable_seed
 from .evaluation import Validator
 from .matching.layers import mhla_layers
 from .matching.matching import STAGE as MATCHING

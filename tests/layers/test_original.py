@@ -211,7 +211,7 @@ def test_tensors_that_are_no_plain_ones_are_not_looked_at():
     packed = torch.Tensor._make_wrapper_subclass(Packed, (8, 8), dtype=torch.bfloat16)
     model.get_submodule(name).weight = torch.nn.Parameter(packed, requires_grad=False)
     mhla_hf.convert(model, default_options("llama"))
-    from mhla_hf.layers import original
+    from mhla_hf.layers import weight_record
 
-    assert original.weights_state(model) == "converted"
-    assert original.original_values(model, "restore it") == {}
+    assert weight_record.weights_state(model) == "converted"
+    assert weight_record.original_values(model, "restore it") == {}

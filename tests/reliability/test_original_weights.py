@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIP
 import mhla_hf
 from mhla_hf.conversion import convert_pretrained, unconvert_pretrained
 from mhla_hf.hub.push import prepare_push
-from mhla_hf.layers.original import record_step, weights_state
+from mhla_hf.layers.weight_record import record_step, weights_state
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery import match_layers
 from mhla_hf.training.matching.teacher import SharedTeacher

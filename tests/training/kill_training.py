@@ -23,7 +23,7 @@ import tqdm.auto  # noqa: F401
 from safetensors.torch import load_file
 
 from mhla_hf.training.checkpoints import WEIGHTS, find_checkpoint, list_checkpoints, read_metrics, read_state
-from mhla_hf.training.data.batches import evenly_spaced
+from mhla_hf.training.data.order import evenly_spaced
 
 from .training_process import make_trainer
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mhla_hf.training.checkpoints import Position, last_good_checkpoint, list_checkpoints
-from mhla_hf.training.data.batches import DataOrder, file_fingerprint
+from mhla_hf.training.data.order import DataOrder, file_fingerprint
 
 from .training_process import make_trainer
 

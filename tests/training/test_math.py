@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mhla_hf.training import TrainingConfig, WanObjective
-from mhla_hf.training.data.batches import DataOrder, make_batch
+from mhla_hf.training.data.batches import make_batch
+from mhla_hf.training.data.order import DataOrder
 from mhla_hf.training.evaluation import evaluation_batches
 from mhla_hf.training.parameters import learning_rate_factor
 from mhla_hf.training.stages.objectives import (

@@ -15,10 +15,11 @@ from transformers import initialization as init
 from transformers.utils import logging
 
 from ...config import MHLAConfig
-from ...layers import original as originals
+from ...layers import weight_record
 from ...layers.mhla import MHLA
+from ...models.loading import is_identity
 from ...models.registry import TRANSFORMERS_FAMILIES, recovery_advice
-from ...models.weight_files import check_saved, is_identity
+from ...models.weight_files import check_saved
 from ...utils.compat import forward_parameters, has_mhla, note_unchecked
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
 from . import configuration, limits, modules, towers
@@ -298,7 +299,7 @@ def convert_transformers_model(
         reason = "MHLA already; load its softmax original to convert it again"
     elif any(hasattr(one, "device_mesh") or (one.is_meta and not without_weights) for one in model.parameters()):
         reason = "offloaded or split. Convert the checkpoint first (mhla-hf convert) and load the result"
-    elif len(dict(model.named_parameters())) > len(originals.base_parameters(model)):
+    elif len(dict(model.named_parameters())) > len(weight_record.base_parameters(model)):
         # Saved adapters would leave out what is new.
         reason = "given adapters already. Convert it first, and add them with modules_to_save=['mhla']"
     if reason is not None:
@@ -333,7 +334,7 @@ def convert_transformers_model(
         attention.mhla.to(device=weight.device, dtype=dtype).train(attention.training)
     mark(model.config)
     model.set_attn_implementation(NAME)
-    originals.record_weights(model)
+    weight_record.record_weights(model)
     if not without_weights:
         warn_of_fresh(model, [name for name, _ in model.named_parameters()])
     return model
@@ -385,17 +386,17 @@ def record(model: PreTrainedModel, missing: Collection[str] | None = None) -> No
     """
     state = "converted"
     if missing is not None and any(".mhla." in name and name not in missing for name in model.state_dict()):
-        state = getattr(model.config, originals.STATE_KEY, "trained")
+        state = getattr(model.config, weight_record.STATE_KEY, "trained")
     elif missing is None and any(module.record for module in model.modules() if isinstance(module, MHLA)):
         # Built around a model that may have been trained before.
-        state = originals.weights_state(model)
+        state = weight_record.weights_state(model)
     softmax = NAME not in _implementations(model)
     if softmax and state != "converted":
         raise ValueError(
             f"Cannot use softmax attention: the pretrained weights of this {type(model).__name__} are not known: it "
             f"was {state} before it was saved. Use the softmax original."
         )
-    originals.record_weights(model, state, softmax)
+    weight_record.record_weights(model, state, softmax)
 
 
 def _implementations(model: PreTrainedModel) -> set[Any]:
@@ -429,12 +430,12 @@ def switching(model: PreTrainedModel) -> Iterator[None]:
                 )
         found = _implementations(model)
         if found == {NAME}:
-            originals.switch_to_mhla(model)
-        elif not originals.is_softmax(model):
+            weight_record.switch_to_mhla(model)
+        elif not weight_record.is_softmax(model):
             # Continuous batching takes flash attention where it can, without being asked.
             if not found <= _SOFTMAX:
                 raise ValueError(f"{type(model).__name__} has MHLA layers: they switch to 'sdpa' or 'eager' alone.")
-            originals.switch_to_softmax(model)
+            weight_record.switch_to_softmax(model)
     except Exception:
         towers.restore(before)
         raise
@@ -455,8 +456,12 @@ def saving(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> Iterato
         ValueError: If adapters are among them.
     """
     check_saved(model, state_dict)
-    if not originals.is_softmax(model):
-        setattr(model.config, originals.STATE_KEY, originals.weights_state(model) if state_dict is None else "trained")
+    if not weight_record.is_softmax(model):
+        setattr(
+            model.config,
+            weight_record.STATE_KEY,
+            weight_record.weights_state(model) if state_dict is None else "trained",
+        )
         # Options may have been changed by hand.
         mark(model.config)
         yield state_dict
@@ -483,9 +488,9 @@ def unconvert_transformers_model(model: PreTrainedModel) -> Any:
     Raises:
         ValueError: If its pretrained weights are not known; nothing is changed then.
     """
-    tensors = originals.base_parameters(model)
+    tensors = weight_record.base_parameters(model)
     with torch.no_grad():
-        for name, value in originals.original_values(model, "restore softmax attention").items():
+        for name, value in weight_record.original_values(model, "restore softmax attention").items():
             tensors[name].copy_(value)
     _detach(model)
     _forget_mhla(model)
@@ -502,7 +507,7 @@ def _forget_mhla(model: PreTrainedModel) -> None:
         vars(module.config).pop("mhla", None)
     for module in owners:
         mark(module.config)
-    vars(model.config).pop(originals.STATE_KEY, None)
+    vars(model.config).pop(weight_record.STATE_KEY, None)
 
 
 def _is_converted(module: nn.Module) -> bool:

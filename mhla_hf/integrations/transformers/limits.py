@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...models.weight_files import MAX_LAYERS, check_new_size
+from ...models.limits import MAX_LAYERS, check_new_size
 from ...utils.messages import shorten_list, shorten_value
 
 
@@ -113,7 +113,7 @@ def check_new_parameters(model: Any, missing_keys: Iterable[str]) -> None:
         missing_keys: Names of its tensors that no checkpoint gives.
 
     Raises:
-        ValueError: See [`check_new_size`][mhla_hf.models.weight_files.check_new_size].
+        ValueError: See [`check_new_size`][mhla_hf.models.limits.check_new_size].
     """
     if any(".mhla." in key for key in missing_keys):
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -20,8 +20,9 @@ from ...utils.messages import shorten_list, shorten_text, shorten_value
 from ..config import DIGITS, Bucket
 from ..matching.layers import Batch
 from . import folders
-from .batches import BatchSource, drawn_held_out, stable_seed
+from .batches import BatchSource, drawn_held_out
 from .digits import digit_images
+from .order import stable_seed
 
 
 logger = logging.getLogger(__name__)

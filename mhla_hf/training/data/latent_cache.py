@@ -33,10 +33,10 @@ from ...utils.messages import check_count, shorten_text, shorten_value
 from ..config import DIGITS, GENERATED, LONGEST_TEXT, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
 from ..families import GUIDANCE_LABEL, PADDED, TWO_ENCODERS, Family, SampleSizes, family_of_class, load_encoders
 from ..processes import Processes
-from .batches import folder_fingerprint, stable_seed
 from .digits import digit_images, digit_videos
 from .folders import DataSample, UnusableSampleError
 from .images import captioned_images, class_images, pipeline_labels
+from .order import folder_fingerprint, stable_seed
 from .videos import captioned_videos
 
 

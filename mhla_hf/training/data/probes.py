@@ -21,7 +21,7 @@ from ...utils.compat.diffusers import progress_bar_options, vae_factor
 from ...utils.files import read_json
 from ...utils.messages import check_count
 from ..matching.layers import Batch, mhla_layers, original_heads
-from .batches import stable_seed
+from .order import stable_seed
 
 
 DEFAULT_SAMPLES = 32

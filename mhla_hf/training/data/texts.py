@@ -27,8 +27,9 @@ from ...utils.messages import import_extra, shorten_list, shorten_text
 from ..config import GENERATED
 from ..matching.layers import Batch, mhla_layers
 from ..stages.transformers import IGNORED
-from .batches import BatchSource, chunks, drawn_held_out, last_held_out, model_fingerprint, stable_seed
+from .batches import BatchSource, chunks, drawn_held_out, last_held_out
 from .folders import DataFolder, log_problems, printable
+from .order import model_fingerprint, stable_seed
 
 
 logger = logging.getLogger(__name__)

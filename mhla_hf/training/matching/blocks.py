@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...layers.mhla import MHLA
 from ...utils.messages import format_bytes, shorten_list
 from ..config import TrainingConfig
-from ..data.batches import DataOrder
+from ..data.order import DataOrder
 from .layer_training import LayerTraining
 from .layers import (
     Batch,

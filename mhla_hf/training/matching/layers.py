@@ -21,7 +21,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ...layers.mhla import MHLA
-from ...layers.original import is_softmax, original_attention
+from ...layers.original import original_attention
+from ...layers.weight_record import is_softmax
 from ...utils.compat import forward_parameters
 from ...utils.compat.transformers import CACHE_NAMES
 

@@ -20,13 +20,13 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ...layers.original import original_name, record_step
+from ...layers.weight_record import original_name, record_step
 from ...utils.destinations import lock_output, remove_directory, remove_leftovers
 from ...utils.files import read_json, write_json
 from ...utils.machine import parse_dtype
 from ...utils.messages import check_choice, check_count, format_bytes
 from ..config import TRANSFER_CACHES, TrainingConfig
-from ..data.batches import DataOrder, model_fingerprint, samples_fingerprint
+from ..data.order import DataOrder, model_fingerprint, samples_fingerprint
 from ..processes import Processes, StopSignals, TrainingStopped
 from .layer_training import LayerTraining, autocast, layer_loss, trained_names
 from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable

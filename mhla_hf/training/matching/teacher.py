@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ...layers.original import original_name, original_values, values_of_original
+from ...layers.weight_record import original_name, original_values, values_of_original
 from .layers import AttentionLayer, Batch, LayerCall, base_model, evaluating, mhla_layers, original_heads, record_calls
 
 

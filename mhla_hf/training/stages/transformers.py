@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _LANGUAGE_MODELS
 
-from ..data.batches import BatchSource, DataOrder
+from ..data.batches import BatchSource
+from ..data.order import DataOrder
 from ..matching.layers import evaluating, only_trainable, without_dropout
 from ..matching.teacher import Teacher, compute_with
 from .objectives import Computed, Stage

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mhla_hf.cli.main import app
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig, evaluate
 from mhla_hf.training.config import Bucket, parse_sizes
-from mhla_hf.training.data.batches import DataOrder
+from mhla_hf.training.data.order import DataOrder
 from mhla_hf.training.families import FAMILIES, SampleSizes
 
 from ... import tiny_images

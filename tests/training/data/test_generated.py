@@ -11,8 +11,8 @@ from mhla_hf.conversion import convert_pretrained
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig
 from mhla_hf.training.data import latent_cache as caching
-from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.data.latent_cache import make_cache
+from mhla_hf.training.data.order import stable_seed
 from mhla_hf.training.data.texts import PackedText, generate_text
 from mhla_hf.training.processes import make_accelerator
 from tests import tiny

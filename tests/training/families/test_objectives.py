@@ -18,7 +18,8 @@ from mhla_hf.training import (
     WanObjective,
     objective_for,
 )
-from mhla_hf.training.data.batches import DataOrder, make_batch
+from mhla_hf.training.data.batches import make_batch
+from mhla_hf.training.data.order import DataOrder
 from mhla_hf.training.families import open_pipeline
 from mhla_hf.training.matching.layer_training import layer_loss
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads

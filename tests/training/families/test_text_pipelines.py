@@ -24,8 +24,8 @@ from mhla_hf.training import (
     objective_for,
 )
 from mhla_hf.training.config import Bucket
-from mhla_hf.training.data.batches import stable_seed
 from mhla_hf.training.data.latent_cache import CachePlan, make_cache
+from mhla_hf.training.data.order import stable_seed
 from mhla_hf.training.data.videos import _say_rate, write_video
 from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.parameters import load_model

@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import DiffusionTrainer, DiTObjective, TrainingConfig
-from mhla_hf.training.data.batches import DataOrder, make_batch
+from mhla_hf.training.data.batches import make_batch
+from mhla_hf.training.data.order import DataOrder
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.parameters import export_model, is_mhla_parameter, load_model

@@ -15,7 +15,7 @@ import mhla_hf
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import TrainingConfig, TransformersTrainer
-from mhla_hf.training.data.batches import DataOrder
+from mhla_hf.training.data.order import DataOrder
 from mhla_hf.training.matching.layers import run
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.stages.transformers import (
