@@ -21,7 +21,7 @@ from ..training.data import probes
 from ..training.data.batches import BatchSource, Latents, RecordedCalls, folder_fingerprint, load_calls, stable_seed
 from ..training.data.images import image_batches, open_images
 from ..training.data.latent_cache import CachePlan, LatentDataset, make_cache, read_prompts
-from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, read_texts, text_batches
+from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
 from ..training.families import objective_for
 from ..training.matching.blocks import record_bytes
 from ..training.matching.layers import Batch, mhla_layers
@@ -113,12 +113,10 @@ class RecoveryData:
         if family == "causal" and data == GENERATED:
             return
         if family in TEXT:
-            of_text: dict[str, Any] = {
-                "packed": family == "causal",
-                "length": options.max_length,
-                "text_field": options.text_field,
-            }
-            read_texts(self.directory.load_config(), self.directory.root, data, **of_text)
+            config = self.directory.load_config()
+            corpus, _, _ = open_texts(config, self.directory.root, data, options.max_length, options.text_field)
+            # Reads the first of them: a wrong field, or a data set that the Hub does not have.
+            next(corpus.documents(), None)
         elif family == "vision":
             open_images(self.directory.load_config(), self.directory.root, data)
         else:

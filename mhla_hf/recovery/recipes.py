@@ -75,7 +75,7 @@ class DataOptions(Options):
         maximum=LONGEST_TEXT,
         families=(*TEXT, "sana-video", *DATA_FREE),
     )
-    text_field: str = option("text", "Field with the text or chat, in JSONL files and data sets.", families=TEXT)
+    text_field: str = option("text", "Field that holds the text, in JSONL files and data sets.", families=TEXT)
     height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos.")
     width: int | None = _side("Width in pixels. Default: the model's own, 832 for videos.")
     num_frames: int | None = option(
@@ -361,7 +361,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
 )
 
 

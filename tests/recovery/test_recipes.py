@@ -177,10 +177,3 @@ def test_files(tmp_path: Path):
             ValueError, match="is neither a .yaml file nor one of fast, paper, dit-xl-2, hunyuan-video-1.5, ltx-2"
         ):
             load_recipe(name)
-
-
-def test_texts_that_begin_like_numbers_stay_texts(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("family: causal\ndata: {text_field: 1e5_column}\nmatch: {learning_rate: 2e-3}\n", encoding="utf-8")
-    recipe = load_recipe(path)
-    assert (recipe.data.text_field, recipe.match.learning_rate) == ("1e5_column", 2e-3)
