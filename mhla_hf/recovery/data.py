@@ -112,10 +112,9 @@ class RecoveryData:
         if family == "causal" and data == GENERATED:
             return
         if family in TEXT:
-            config = self.directory.load_config()
-            corpus, _, _ = open_texts(config, self.directory.root, data, options.max_length, options.text_field)
-            # Reads the first of them: a wrong field, or a data set that the Hub does not have.
-            next(corpus.documents(), None)
+            config, packed = self.directory.load_config(), family == "causal"
+            # As many as are needed at least.
+            open_texts(config, self.directory.root, data, packed, 2, options.max_length, options.text_field)
         elif family == "vision":
             open_images(self.directory.load_config(), self.directory.root, data)
         else:
