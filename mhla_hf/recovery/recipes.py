@@ -46,6 +46,8 @@ _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the 
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
+# Values that are texts, whatever YAML takes them for.
+_TEXTS = ("family", "layers", "text_field")
 # Bytes of a value of a layer's input and output in bfloat16, and of two hidden states in fp32.
 _LAYER_RECORD, _BLOCK_RECORD = 4, 8
 VARIANTS = ("fast", "paper")
@@ -350,7 +352,7 @@ def _read_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases, whose numbers may be `3e-3`, a string to YAML 1.1."""
+    """YAML without aliases, whose numbers may be `3e-3`, a string to YAML 1.1, and texts `0x10` or `on`."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -361,11 +363,14 @@ class _Loader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value]
         if len(set(keys)) < len(keys):
             raise yaml.YAMLError(f"a key is given twice among {', '.join(keys)}")
+        for key, value in node.value:
+            if key.value in _TEXTS and value.value != "null" and isinstance(value, yaml.ScalarNode):
+                value.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 
