@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ..config import automatic_share, parse_layers
+from ..conversion.planning import PlanOptions
 from ..models.directory import ModelDirectory
 from ..models.registry import is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, CacheConfig, TrainingConfig, parse_sizes
-from ..training.data.batches import BatchSource, Latents, RecordedCalls
+from ..training.data.batches import BatchSource, Latents, RecordedCalls, drawn_held_out
 from ..training.data.images import image_batches, open_images
 from ..training.data.latent_cache import CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.probes import DEFAULT_SAMPLES, LEAST_SAMPLES, MOST_SAMPLES, pipeline_batches
@@ -66,6 +67,37 @@ def origin_of(data: str | None) -> dict[str, str]:
     return {"origin": data} if known else {}
 
 
+def family_of_transformers(part: ModelDirectory) -> str | None:
+    """`causal`, `encoder` or `vision`, from the options that a model would have; `None` if it has several towers."""
+    from ..conversion.transformers_planning import plan_transformers_model
+
+    options = plan_transformers_model(part, None, PlanOptions()).report.mhla
+    if "causal" not in options:
+        return None
+    return "vision" if len(options.get("grid") or ()) == 2 else "causal" if options["causal"] else "encoder"
+
+
+def check_samples(part: ModelDirectory, data: str, length: int | None = None, text_field: str | None = None) -> None:
+    """Check texts, images or a cache for a model before it is converted; of models with several towers nothing.
+
+    Args:
+        part: The model.
+        data: See [`open_data`][mhla_hf.recovery.data.open_data].
+        length: See `text_batches`.
+        text_field: See `text_batches`.
+
+    Raises:
+        ValueError: If there are no such data, fewer than two samples, or they do not fit the model.
+    """
+    family = family_of_transformers(part) if part.is_transformers else part.component
+    if family in TEXT:
+        open_texts(part.load_config(), part.root, data, family == "causal", 2, length, text_field)
+    elif family == "vision":
+        open_images(part.load_config(), part.root, data)
+    elif family is not None:
+        drawn_held_out(len(LatentDataset(Path(data).expanduser())), 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecoveryData:
     """The data of a recovery.
@@ -111,15 +143,13 @@ class RecoveryData:
         assert data is not None
         if family == "causal" and data == GENERATED:
             return
-        if family in TEXT:
-            config, packed = self.directory.load_config(), family == "causal"
-            # As many as are needed at least.
-            open_texts(config, self.directory.root, data, packed, 2, options.max_length, options.text_field)
-        elif family == "vision":
-            open_images(self.directory.load_config(), self.directory.root, data)
+        if family in TRANSFORMERS:
+            check_samples(self.directory, data, options.max_length, options.text_field)
         else:
             _, cache_config = self._cache_options("cpu")
-            self._check_room(CachePlan(self.directory, cache_config))
+            plan = CachePlan(self.directory, cache_config)
+            drawn_held_out(len(plan.samples), options.held_out)
+            self._check_room(plan)
 
     def _check_room(self, plan: CachePlan) -> None:
         """Check that what the stages keep of this many samples fits into memory, or on the disk.

@@ -77,12 +77,7 @@ class DataOptions(Options):
         maximum=LONGEST_TEXT,
         families=(*TEXT, "sana-video", *DATA_FREE),
     )
-    text_field: str | None = option(
-        None,
-        "Field of texts or chats, in JSONL files and data sets. Default: for models with a chat template messages or "
-        "conversations, else text.",
-        families=TEXT,
-    )
+    text_field: str | None = option(None, "Field of texts or chats. Default: messages, else text.", families=TEXT)
     height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos.")
     width: int | None = _side("Width in pixels. Default: the model's own, 832 for videos.")
     num_frames: int | None = option(

@@ -185,8 +185,10 @@ class TextCorpus:
         try:
             # As a stream: a part of it is enough.
             yield from datasets.load_dataset(**source, split="train", streaming=True)
-        except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(f"data: {self.data} cannot be read: {shorten_text(str(error), 250)}") from error
+        # Of an empty file `datasets` raises StopIteration.
+        except (ValueError, OSError, StopIteration, datasets.exceptions.DatasetsError) as error:
+            problem = shorten_text(str(error), 250) or "it is empty"
+            raise ValueError(f"data: {self.data} cannot be read: {problem}") from error
 
 
 def _chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
@@ -456,20 +458,14 @@ def text_batches(
 
 
 def open_texts(
-    config: Any,
-    directory: Path,
-    data: str,
-    packed: bool,
-    samples: int = 2,
-    length: int | None = None,
-    text_field: str | None = None,
+    config: Any, directory: Path, data: str, packed: bool, samples: int, length: int | None, text_field: str | None
 ) -> tuple[TokenTable, Any]:
     """Tokenise texts for a model; other arguments and errors are those of [`text_batches`].
 
     Args:
         config: The model's configuration, converted or not.
         packed: See [`tokenize`].
-        samples: Rows or passages wanted; the two that a model needs at least tell whether the data can be used.
+        samples: Rows or passages wanted; two are needed at least, and tell whether the data can be used.
 
     Returns:
         The rows or passages, and the tokenizer.
@@ -485,11 +481,8 @@ def open_texts(
         raise ValueError(f"max_length must be from 2 to {longest:,} for this model, got {length}")
     length = length or min(ROW_LENGTH if packed else PASSAGE_LENGTH, longest)
     table = tokenize(corpus, tokenizer, packed=packed, length=length, samples=samples)
-    if int(table.tokens.max()) >= text_config.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {directory} makes token {int(table.tokens.max())}, but the model has "
-            f"{text_config.vocab_size}"
-        )
+    if (largest := int(table.tokens.max())) >= (size := text_config.vocab_size):
+        raise ValueError(f"the tokenizer of {directory} makes token {largest}, but the model has {size}")
     return table, tokenizer
 
 
