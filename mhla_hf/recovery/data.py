@@ -217,13 +217,11 @@ class RecoveryData:
         assert data is not None
         if family == "causal" and data == GENERATED:
             return self._generated_text(model)
-        of_text: dict[str, Any] = {}
-        if family in TEXT:
-            of_text = {"length": options.max_length, "text_field": options.text_field}
-        elif family != "vision":
+        if family not in TRANSFORMERS:
             self._make_cache(model)
             data = str(self.cache)
         amounts: dict[str, Any] = {"samples": options.samples, "held_out": options.held_out, "seed": self.seed}
+        of_text = {"length": options.max_length, "text_field": options.text_field}
         return open_data(model, self.directory, data, **amounts, **of_text)
 
     def _make_cache(self, model: nn.Module) -> None:
@@ -362,7 +360,7 @@ def open_data(
         samples: Rows, passages or images to train on.
         held_out: Samples to hold out.
         seed: Seed of their order, and of noise.
-        **of_text: Further arguments of `text_batches`.
+        **of_text: Further arguments of `text_batches`; of no effect on others.
 
     Raises:
         ValueError: If there are no such data, or they do not fit the model.

@@ -237,11 +237,6 @@ def find_model(location: str | Path, component: str | None = None, **hub: Any) -
             problem = "is MHLA already; recover from the model that it was converted from"
         raise ValueError(f"{location} {problem}")
     family = family_of_transformers(part) if part.is_transformers else family_for(part.class_name).training
-    if family is None and part.is_transformers:
-        raise ValueError(
-            f"{part.folder} has several towers; recover them in Python, with mhla_hf.calibrate and "
-            "mhla_hf.recovery.match_layers"
-        )
     if family not in FAMILIES:
         raise ValueError(
             f"{location} is a {part.class_name}, which recover cannot make samples for yet; give recorded batches to "
