@@ -221,7 +221,7 @@ class RecoveryData:
             self._make_cache(model)
             data = str(self.cache)
         amounts: dict[str, Any] = {"samples": options.samples, "held_out": options.held_out, "seed": self.seed}
-        of_text = {"length": options.max_length, "text_field": options.text_field}
+        of_text: dict[str, Any] = {"length": options.max_length, "text_field": options.text_field}
         return open_data(model, self.directory, data, **amounts, **of_text)
 
     def _make_cache(self, model: nn.Module) -> None:
