@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts for language models and encoders: files and records, their tokens, and batches of these.
+"""Texts and chats for language models and encoders: files and records, their tokens, and batches of these.
 
 A folder of plain text needs no further library; JSONL, parquet and data sets of the Hub are read by `datasets`.
 """
@@ -7,25 +7,27 @@ A folder of plain text needs no further library; JSONL, parquet and data sets of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...utils.files import atomic_file
 from ...utils.locations import is_hub_id
-from ...utils.messages import import_extra, shorten_list, shorten_text
+from ...utils.messages import import_extra, one_line, shorten_list, shorten_text
 from ..config import GENERATED
 from ..matching.layers import Batch, mhla_layers
 from .batches import BatchSource, chunks, drawn_held_out, last_held_out, model_fingerprint, stable_seed
-from .folders import DataFolder, log_problems, printable
+from .folders import DataFolder, UnusableSampleError, log_problems, printable
 
 
 ROW_LENGTH, PASSAGE_LENGTH = 512, 128
@@ -44,6 +46,12 @@ _TEXTS_AT_ONCE = 512
 _BATCHES_TOGETHER = 32
 _ROWS_AT_ONCE = 8
 _PLAIN = {"return_attention_mask": False, "verbose": False}
+# Fields of chats, as TRL reads them; keys of ShareGPT and roles, as templates call them.
+_CHATS = ("messages", "conversations")
+_KEYS = {"from": "role", "value": "content"}
+_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+# Records without text at the beginning of a data set after which it is refused.
+_MOST_USELESS = 1000
 
 
 @dataclass
@@ -53,15 +61,19 @@ class TextCorpus:
     Attributes:
         data: A folder, a `.jsonl` or `.parquet` file, or the id of a data set, `owner/name` or
             `owner/name:configuration`.
-        text_field: The field with the text, in files of records and data sets.
+        text_field: The field with the text or chat, in files of records and data sets. `None`: `messages` or
+            `conversations` where there are any and the tokenizer has a chat template, else `text`.
+        tokenizer: Makes the tokens of chats by its chat template; `None` refuses them.
         skipped: Files and records that were left out while reading, each with the reason.
 
     Raises:
-        ValueError: If the source does not exist, a folder has no text files, or `datasets` is not installed.
+        ValueError: If the source does not exist, a folder has no text files, `datasets` is not installed, or no record
+            has a text or chat.
     """
 
     data: str
-    text_field: str = "text"
+    text_field: str | None = None
+    tokenizer: Any = None
     skipped: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,8 +94,11 @@ class TextCorpus:
                 "or .parquet file, nor the id of a data set (owner/name)"
             )
 
-    def documents(self) -> Iterator[str]:
-        """Yield the complete texts, one file or record after another."""
+    def documents(self) -> Iterator[str | np.ndarray[Any, Any]]:
+        """Yield the complete texts, one file or record after another.
+
+        Chats are int32 tokens, those that the assistant does not say with all bits flipped.
+        """
         return self._read_files() if self.files else self._records()
 
     def passages(self, minimum_words: int = 5) -> Iterator[str]:
@@ -93,7 +108,7 @@ class TextCorpus:
             minimum_words: Paragraphs with fewer words are left out: headings, lists of names.
         """
         if not self.files:
-            yield from (" ".join(text.split()) for text in self._records())
+            yield from (" ".join(text.split()) for text in self._records() if isinstance(text, str))
         for text in self._read_files():
             for paragraph in text.split("\n\n"):
                 words = " ".join(paragraph.split())
@@ -120,18 +135,46 @@ class TextCorpus:
             elif text.strip():
                 yield text
 
-    def _records(self) -> Iterator[str]:
+    def _records(self) -> Iterator[str | np.ndarray[Any, Any]]:
+        number, row = 0, dict[str, Any]()
         for number, row in enumerate(self._rows(), start=1):
-            if self.text_field not in row:
-                raise ValueError(
-                    f"data: record {number} of {self.data} has no field {shorten_text(self.text_field)!r}, but "
-                    f"{shorten_list(map(str, row))}: name the one with the text (text_field)"
-                )
-            text = row[self.text_field]
-            if isinstance(text, str) and text.strip():
-                yield text
-            else:
-                self.skipped.append(f"record {number} of {self.data} has no text in {self.text_field!r:.100}")
+            try:
+                yield self._document(row)
+            except UnusableSampleError as error:
+                self.skipped.append(f"record {number} of {self.data} has {error}")
+                if len(self.skipped) == number == _MOST_USELESS:
+                    break
+        if len(self.skipped) == number:
+            problem = self.skipped[0] if number else f"{self.data} has no records"
+            fields = f"; its fields are {shorten_list(map(str, row))}: name the one with the text (--text-field)"
+            raise ValueError(f"data: {problem}{fields if number else ''}")
+
+    def _document(self, row: Mapping[str, Any]) -> str | np.ndarray[Any, Any]:
+        """Return the text of a record, or the tokens of its chat.
+
+        Raises:
+            UnusableSampleError: If it has neither.
+        """
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        default = (*_CHATS, "text") if has_template else ("text", *_CHATS)
+        names = default if self.text_field is None else (self.text_field,)
+        name = next((name for name in names if row.get(name) is not None), names[-1 if has_template else 0])
+        value, field = row.get(name), shorten_text(name)
+        if isinstance(value, str) and value.strip():
+            return value
+        if name not in row:
+            raise UnusableSampleError(f"no field {field!r}")
+        if value is None or isinstance(value, str):
+            raise UnusableSampleError(f"no text in {field!r}")
+        if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
+            raise UnusableSampleError(f"a value of type {type(value).__name__} in {field!r}, no text or chat")
+        if not has_template:
+            raise UnusableSampleError(f"a chat in {field!r}, which language models with a chat template read alone")
+        try:
+            tokens, mask = _chat_tokens(self.tokenizer, value)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise UnusableSampleError(f"no chat in {field!r} that can be read: {one_line(error, 200)}") from error
+        return np.where(mask, tokens, ~np.asarray(tokens, np.int32))
 
     def _rows(self) -> Iterator[Any]:
         datasets = import_extra("datasets", f"data: records, such as {self.data},", "train")
@@ -142,8 +185,42 @@ class TextCorpus:
         try:
             # As a stream: a part of it is enough.
             yield from datasets.load_dataset(**source, split="train", streaming=True)
-        except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(f"data: {self.data} cannot be read: {shorten_text(str(error), 250)}") from error
+        # Of an empty file `datasets` raises StopIteration.
+        except (ValueError, OSError, StopIteration, datasets.exceptions.DatasetsError) as error:
+            problem = shorten_text(str(error), 250) or "it is empty"
+            raise ValueError(f"data: {self.data} cannot be read: {problem}") from error
+
+
+def _chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    """Return the tokens of a chat, and a mask of those that the assistant says.
+
+    Templates that do not mark these are asked for the chat up to each turn. A turn that they write otherwise when the
+    chat goes on, as Qwen3's does, is not among them.
+
+    Raises:
+        ValueError: If it is no chat, or the assistant says nothing.
+        Exception: By the template, if it refuses the chat.
+    """
+    chat = [{_KEYS.get(key, key): each for key, each in message.items() if each is not None} for message in messages]
+    chat = [{**message, "role": _ROLES.get(str(message.get("role")))} for message in chat]
+    if not all(each["role"] and isinstance(each.get("content"), str) and not each.get("tool_calls") for each in chat):
+        raise ValueError("messages need a role (system, user or assistant) and content, a text, and no calls of tools")
+    render = partial(tokenizer.apply_chat_template, return_dict=True)
+    if tokenizer.is_fast and re.search(r"{%-?\s*generation\s*-?%}", tokenizer.get_chat_template()):
+        made = render(chat, return_assistant_tokens_mask=True)
+        tokens, mask = made["input_ids"], made["assistant_masks"]
+    else:
+        tokens = render(chat)["input_ids"]
+        mask = [0] * len(tokens)
+        for turn in range(1, len(chat)):
+            if chat[turn]["role"] == "assistant":
+                before = render(chat[:turn], add_generation_prompt=True)["input_ids"]
+                after = render(chat[: turn + 1])["input_ids"]
+                if tokens[: len(after)] == after and after[: len(before)] == before:
+                    mask[len(before) : len(after)] = [1] * (len(after) - len(before))
+    if not any(mask):
+        raise ValueError("the assistant says nothing in it")
+    return tokens, mask
 
 
 @dataclass(frozen=True)
@@ -155,12 +232,14 @@ class TokenTable:
         offsets: int64, where each row begins, and the end of the last.
         skipped: Number of files and records left out.
         fingerprint: Hash that identifies them.
+        learned: True for the tokens to fine-tune on; `None` for all.
     """
 
     tokens: torch.Tensor
     offsets: torch.Tensor
     skipped: int
     fingerprint: str
+    learned: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -183,7 +262,7 @@ def tokenize(corpus: TextCorpus, tokenizer: Any, *, packed: bool, length: int, s
         samples: Rows or passages wanted; reading stops when they are there.
 
     Raises:
-        ValueError: If there are too few texts.
+        ValueError: If there are too few texts, or no record has one.
     """
     make = _packed_rows if packed else _passages
     pieces, lengths = make(corpus, tokenizer, length, samples)
@@ -193,12 +272,15 @@ def tokenize(corpus: TextCorpus, tokenizer: Any, *, packed: bool, length: int, s
         count = sum(len(piece) for piece in pieces)
         raise ValueError(
             f"data: {corpus.data} has {len(lengths)} {unit} ({count:,} tokens in all); at least 2 are needed"
-            + (": give more text, or shorter rows (max_length)" if packed else "")
+            + (": give more text, or shorter rows (--max-length)" if packed else "")
+            + (f"; left out: {corpus.skipped[0]}" if corpus.skipped else "")
         )
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = np.concatenate(pieces)
+    marked = np.concatenate(pieces)
+    tokens = np.maximum(marked, ~marked)
+    learned = None if (marked >= 0).all() else torch.from_numpy(marked >= 0)
     fingerprint = hashlib.sha256(tokens.tobytes() + offsets.numpy().tobytes()).hexdigest()[:16]
-    return TokenTable(torch.from_numpy(tokens), offsets, len(corpus.skipped), fingerprint)
+    return TokenTable(torch.from_numpy(tokens), offsets, len(corpus.skipped), fingerprint, learned)
 
 
 Pieces = tuple[list[np.ndarray[Any, Any]], list[int]]
@@ -213,8 +295,10 @@ def _packed_rows(corpus: TextCorpus, tokenizer: Any, length: int, samples: int) 
     kept: list[np.ndarray[Any, Any]] = [np.zeros(0, np.int32)]
     count = 0
     for document in corpus.documents():
-        encoded = tokenizer(list(_pieces(document)), add_special_tokens=False, **_PLAIN)["input_ids"]
-        kept.append(np.asarray([*begin, *chain.from_iterable(encoded), *end], np.int32))
+        if isinstance(document, str):
+            encoded = tokenizer(list(_pieces(document)), add_special_tokens=False, **_PLAIN)["input_ids"]
+            document = np.asarray([*begin, *chain.from_iterable(encoded), *end], np.int32)
+        kept.append(document)
         count += len(kept[-1])
         if count >= wanted:
             break
@@ -256,6 +340,8 @@ def _pieces(text: str) -> Iterator[str]:
 class PackedText(BatchSource):
     """Rows of one length for language models: `input_ids` `[B, L]`, no padding.
 
+    Fine-tuning on chats also gets `labels`, -100 for what the assistant does not say.
+
     Args:
         table: The rows; the last of them are held out.
         held_out: Most rows to hold out.
@@ -275,6 +361,14 @@ class PackedText(BatchSource):
         self.table, self.facts = table, {"length": len(table[0]), "left_out": table.skipped}
         rows = (table[index][1:].tolist() for index in self.held_out_indices)
         self.held_out_bytes = sum(len(decode(row).encode()) for row in rows) if decode is not None else 0
+
+    def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        indices = self.batch_indices(stage, step, batch_size, rank, world_size)
+        batch, learned = {**self._make(indices)}, self.table.learned
+        if stage == "finetune" and learned is not None:
+            rows = learned.view(-1, len(self.table[0]))
+            batch["labels"] = batch["input_ids"].where(rows[list(indices)], -100)
+        return batch
 
     def _make(self, indices: Sequence[int]) -> Batch:
         return {"input_ids": torch.stack([self.table[index] for index in indices])}
@@ -336,7 +430,7 @@ def text_batches(
     samples: int,
     held_out: int = 192,
     length: int | None = None,
-    text_field: str = "text",
+    text_field: str | None = None,
     seed: int = 0,
 ) -> BatchSource:
     """Open text for a language model or an encoder.
@@ -349,50 +443,47 @@ def text_batches(
         held_out: Rows or passages to hold out, a fifth of all at most.
         length: Tokens per row, or at most per passage. `None`: 512 for language models, 128 for encoders, or
             what the model takes if that is less.
-        text_field: The field with the text, in JSONL files and data sets.
+        text_field: See [`TextCorpus`].
         seed: Seed of their order.
 
     Raises:
         ValueError: If there are no such data, the tokenizer does not fit the model, or it takes no texts.
         OSError: From transformers, if there is no tokenizer; it may be a `ValueError`, too.
     """
-    config: Any = model.config
     packed = any(layer.mhla.config.causal for layer in mhla_layers(model))
-    corpus, tokenizer, longest = open_texts(config, directory, data, length, text_field)
-    length = length or min(ROW_LENGTH if packed else PASSAGE_LENGTH, longest)
-    amount = samples + held_out
-    table = tokenize(corpus, tokenizer, packed=packed, length=length, samples=amount)
-    vocabulary = config.get_text_config().vocab_size
-    if int(table.tokens.max()) >= vocabulary:
-        raise ValueError(
-            f"the tokenizer of {directory} makes token {int(table.tokens.max())}, but the model has {vocabulary}"
-        )
+    table, tokenizer = open_texts(model.config, directory, data, packed, samples + held_out, length, text_field)
     if packed:
         return PackedText(table, held_out, seed, tokenizer.decode)
     return Passages(table, held_out, tokenizer.pad_token_id or 0, seed)
 
 
 def open_texts(
-    config: Any, directory: Path, data: str, length: int | None = None, text_field: str = "text"
-) -> tuple[TextCorpus, Any, int]:
-    """Open texts and the tokenizer of a model; arguments and errors are those of [`text_batches`].
+    config: Any, directory: Path, data: str, packed: bool, samples: int, length: int | None, text_field: str | None
+) -> tuple[TokenTable, Any]:
+    """Tokenise texts for a model; other arguments and errors are those of [`text_batches`].
 
     Args:
         config: The model's configuration, converted or not.
+        packed: See [`tokenize`].
+        samples: Rows or passages wanted; two are needed at least, and tell whether the data can be used.
 
     Returns:
-        The texts, none of which is read yet, the tokenizer, and the most tokens that the model takes.
+        The rows or passages, and the tokenizer.
     """
     from transformers import AutoTokenizer
 
-    corpus = TextCorpus(data, text_field)
     tokenizer = AutoTokenizer.from_pretrained(directory)
+    corpus = TextCorpus(data, text_field, tokenizer if packed else None)
     # Tokenizers without a limit have one of 10**30. Some models count positions from more than 0, and take fewer.
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-    longest = min(positions, tokenizer.model_max_length)
+    text_config = config.get_text_config()
+    longest = min(getattr(text_config, "max_position_embeddings", None) or 1 << 20, tokenizer.model_max_length)
     if length is not None and not 2 <= length <= longest:
         raise ValueError(f"max_length must be from 2 to {longest:,} for this model, got {length}")
-    return corpus, tokenizer, longest
+    length = length or min(ROW_LENGTH if packed else PASSAGE_LENGTH, longest)
+    table = tokenize(corpus, tokenizer, packed=packed, length=length, samples=samples)
+    if (largest := int(table.tokens.max())) >= (size := text_config.vocab_size):
+        raise ValueError(f"the tokenizer of {directory} makes token {largest}, but the model has {size}")
+    return table, tokenizer
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ def test_files_of_records(tmp_path, suffix):
     corpus = TextCorpus(str(path), "body")
     assert list(corpus.passages()) == ["one two", "three"]
     assert corpus.skipped == [f"record 2 of {path} has no text in 'body'"]
-    with pytest.raises(ValueError, match=r"record 1 of .* has no field 'text', but body: name the one with the text"):
+    with pytest.raises(ValueError, match=r"record 1 of .* has no field 'text'; its fields are body: name the one"):
         list(TextCorpus(str(path)).documents())
     path.write_bytes(b'{"text": "one"}\n[1\n')
     with pytest.raises(ValueError, match=f"texts{suffix} cannot be read: "):
