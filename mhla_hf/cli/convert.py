@@ -87,10 +87,15 @@ def convert_command(
     from ..conversion import convert_pretrained
     from .recover import run_calibration, run_selection
 
+    hub = {**given(options, common.HUB), "subfolder": options["subfolder"]}
+    if calibrate and data is not None and not is_weight_file(source):
+        from ..models.directory import ModelDirectory
+        from ..recovery.data import check_samples
+
+        check_samples(ModelDirectory.open(source, options["component"], **hub), data)
     if share == 1:
         layers = "all"
     elif share is not None:
-        hub = {**given(options, common.HUB), "subfolder": options["subfolder"]}
         selection = {"component": options["component"], "probe": {"data": data}, "hub": hub, "keep": float(1 - share)}
         layers = run_selection(source, fields, quiet, **selection).option
     report = convert_pretrained(

@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from ..config import automatic_share, parse_layers
+from ..conversion.planning import PlanOptions
 from ..models.directory import ModelDirectory
 from ..models.registry import is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, CacheConfig, TrainingConfig, parse_sizes
 from ..training.data import probes
-from ..training.data.batches import BatchSource, Latents, RecordedCalls, load_calls
+from ..training.data.batches import BatchSource, Latents, RecordedCalls, drawn_held_out, load_calls
 from ..training.data.images import image_batches, open_images
 from ..training.data.latent_cache import CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.order import folder_fingerprint, stable_seed
-from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, read_texts, text_batches
+from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
 from ..training.families import objective_for
 from ..training.matching.blocks import record_bytes
 from ..training.matching.layers import Batch, mhla_layers
@@ -65,6 +66,37 @@ def origin_of(data: str | None) -> dict[str, str]:
         return {}
     known = data in (GENERATED, DIGITS) or is_hub_id(data.partition(":")[0])
     return {"origin": data} if known else {}
+
+
+def family_of_transformers(part: ModelDirectory) -> str | None:
+    """`causal`, `encoder` or `vision`, from the options that a model would have; `None` if it has several towers."""
+    from ..conversion.transformers_planning import plan_transformers_model
+
+    options = plan_transformers_model(part, None, PlanOptions()).report.mhla
+    if "causal" not in options:
+        return None
+    return "vision" if len(options.get("grid") or ()) == 2 else "causal" if options["causal"] else "encoder"
+
+
+def check_samples(part: ModelDirectory, data: str, length: int | None = None, text_field: str | None = None) -> None:
+    """Check texts, images or a cache for a model before it is converted; of models with several towers nothing.
+
+    Args:
+        part: The model.
+        data: See [`open_data`][mhla_hf.recovery.data.open_data].
+        length: See `text_batches`.
+        text_field: See `text_batches`.
+
+    Raises:
+        ValueError: If there are no such data, fewer than two samples, or they do not fit the model.
+    """
+    family = family_of_transformers(part) if part.is_transformers else part.component
+    if family in TEXT:
+        open_texts(part.load_config(), part.root, data, family == "causal", 2, length, text_field)
+    elif family == "vision":
+        open_images(part.load_config(), part.root, data)
+    elif family is not None:
+        drawn_held_out(len(LatentDataset(Path(data).expanduser())), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +145,12 @@ class RecoveryData:
         assert data is not None
         if family == "causal" and data == GENERATED:
             return
-        if family in TEXT:
-            of_text: dict[str, Any] = {
-                "packed": family == "causal",
-                "length": options.max_length,
-                "text_field": options.text_field,
-            }
-            read_texts(self.directory.load_config(), self.directory.root, data, **of_text)
-        elif family == "vision":
-            open_images(self.directory.load_config(), self.directory.root, data)
+        if family in TRANSFORMERS:
+            check_samples(self.directory, data, options.max_length, options.text_field)
         else:
             _, cache_config = self._cache_options("cpu")
             plan = CachePlan(self.directory, cache_config)
+            drawn_held_out(len(plan.samples), options.held_out)
             self._check_room(parse_sizes(str(plan.config.sizes))[0])
 
     def _check_room(self, size: Any) -> None:
@@ -194,13 +220,11 @@ class RecoveryData:
         assert data is not None
         if family == "causal" and data == GENERATED:
             return self._generated_text(model)
-        of_text: dict[str, Any] = {}
-        if family in TEXT:
-            of_text = {"length": options.max_length, "text_field": options.text_field}
-        elif family != "vision":
+        if family not in TRANSFORMERS:
             self._make_cache(model)
             data = str(self.cache)
         amounts: dict[str, Any] = {"samples": options.samples, "held_out": options.held_out, "seed": self.seed}
+        of_text: dict[str, Any] = {"length": options.max_length, "text_field": options.text_field}
         return open_data(model, self.directory, data, **amounts, **of_text)
 
     def _make_cache(self, model: nn.Module) -> None:
@@ -345,7 +369,7 @@ def open_data(
         samples: Rows, passages or images to train on.
         held_out: Samples to hold out.
         seed: Seed of their order, and of noise.
-        **of_text: Further arguments of `text_batches`.
+        **of_text: Further arguments of `text_batches`; of no effect on others.
 
     Raises:
         ValueError: If there are no such data, or they do not fit the model.

@@ -48,6 +48,8 @@ _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the 
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
+# Values that are texts, whatever YAML takes them for.
+_TEXTS = ("family", "layers", "text_field")
 VARIANTS = ("fast", "paper")
 """Names of other recipes for many families; `fast` is changes to the default recipe."""
 
@@ -75,7 +77,7 @@ class DataOptions(Options):
         maximum=LONGEST_TEXT,
         families=(*TEXT, "sana-video", *DATA_FREE),
     )
-    text_field: str = option("text", "Field with the text or chat, in JSONL files and data sets.", families=TEXT)
+    text_field: str | None = option(None, "Field of texts or chats. Default: messages, else text.", families=TEXT)
     height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos.")
     width: int | None = _side("Width in pixels. Default: the model's own, 832 for videos.")
     num_frames: int | None = option(
@@ -346,7 +348,7 @@ def _read_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases, whose numbers may be `3e-3`, a string to YAML 1.1."""
+    """YAML without aliases, whose numbers may be `3e-3`, a string to YAML 1.1, and texts `0x10` or `on`."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -357,11 +359,14 @@ class _Loader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value]
         if len(set(keys)) < len(keys):
             raise yaml.YAMLError(f"a key is given twice among {', '.join(keys)}")
+        for key, value in node.value:
+            if key.value in _TEXTS and value.value != "null" and isinstance(value, yaml.ScalarNode):
+                value.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 

@@ -45,10 +45,10 @@ from ..utils.destinations import LOCK, atomic_directory, lock_output, remove_dir
 from ..utils.files import TEMPORARY_PREFIX, atomic_file, read_json, write_json
 from ..utils.locations import HUB_OPTIONS
 from ..utils.machine import choose_device, machine_facts, parse_dtype
-from ..utils.messages import check_count, shorten_list, shorten_text, shorten_value
+from ..utils.messages import check_count, shorten_text, shorten_value
 from ..utils.options import check_names
 from .calibration import write_models
-from .data import RecoveryData, data_or_default, origin_of
+from .data import RecoveryData, data_or_default, family_of_transformers, origin_of
 from .recipes import FAMILIES, VARIANTS, Recipe, check_arguments, default_recipe, models_of, parse_keep
 from .report import PLOT, REPORT, RecoveryReport, write_plot
 from .selection import select_layers
@@ -237,7 +237,7 @@ def find_model(location: str | Path, component: str | None = None, **hub: Any) -
         if part.is_mhla:
             problem = "is MHLA already; recover from the model that it was converted from"
         raise ValueError(f"{location} {problem}")
-    family = _transformers_family(part) if part.is_transformers else family_for(part.class_name).training
+    family = family_of_transformers(part) if part.is_transformers else family_for(part.class_name).training
     if family not in FAMILIES:
         raise ValueError(
             f"{location} is a {part.class_name}, which recover cannot make samples for yet; give recorded batches to "
@@ -247,22 +247,6 @@ def find_model(location: str | Path, component: str | None = None, **hub: Any) -
         TRAINED[family].check_pipeline(part)
     check_weights(part.folder)
     return part, family
-
-
-def _transformers_family(component: ModelDirectory) -> str:
-    """`causal`, `encoder` or `vision`, from the options that the model would have."""
-    from ..conversion.transformers_planning import plan_transformers_model
-
-    options = plan_transformers_model(component, None, PlanOptions()).report.mhla
-    if "causal" not in options:
-        raise ValueError(
-            f"{component.folder} has several towers ({shorten_list(options)}); recover them in Python, with "
-            "mhla_hf.calibrate and mhla_hf.recovery.match_layers"
-        )
-    grid = options.get("grid")
-    if grid is not None and len(grid) == 2:
-        return "vision"
-    return "causal" if options["causal"] else "encoder"
 
 
 OpenData = Callable[[nn.Module], BatchSource]

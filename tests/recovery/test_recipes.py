@@ -168,6 +168,15 @@ def test_files(tmp_path: Path):
     path.write_text("family: wan\nlayers: [1, 2]\nmatch: {learning_rate: 3e-4}\n")
     recipe = load_recipe(path)
     assert recipe.layers == "1,2" and recipe.match.learning_rate == 3e-4 and recipe.stages() == ["match"]
+    for text in ("1e5_column", "1_000", "0x10", "on", "No", "NULL", "~", "2024-01-01", "1:30", ".5e3", "010", "1.5"):
+        path.write_text(f"family: causal\ndata: {{text_field: {text}}}\nmatch: {{}}\n")
+        assert load_recipe(path).data.text_field == text
+    path.write_text(
+        "family: wan\nlayers: 010\nmatch: {steps: 1_000, learning_rate: .5e-3, mhla_learning_rate: 1E-5}\n"
+    )
+    recipe = load_recipe(path)
+    assert (recipe.layers, recipe.match.steps) == ("010", 1000)
+    assert (recipe.match.learning_rate, recipe.match.mhla_learning_rate) == (5e-4, 1e-5)
     for content in (b"family: w\xe4n", b"family: wan\nmatch: {steps: 1, steps: 2}", b"? [wan]\n: 1"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="is not valid YAML"):
@@ -177,10 +186,3 @@ def test_files(tmp_path: Path):
             ValueError, match="is neither a .yaml file nor one of fast, paper, dit-xl-2, hunyuan-video-1.5, ltx-2"
         ):
             load_recipe(name)
-
-
-def test_texts_that_begin_like_numbers_stay_texts(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("family: causal\ndata: {text_field: 1e5_column}\nmatch: {learning_rate: 2e-3}\n", encoding="utf-8")
-    recipe = load_recipe(path)
-    assert (recipe.data.text_field, recipe.match.learning_rate) == ("1e5_column", 2e-3)

@@ -32,7 +32,7 @@ from mhla_hf.training.matching.records import Records
 from tests import tiny, tiny_images, tiny_joint
 from tests.models.cases import WanAnimateCase
 
-from .sources import model_directory, text_folder
+from .sources import model_directory, text_folder, tokenizer
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
@@ -259,6 +259,30 @@ def test_mistakes_before_anything_loads(options, message, sources, tmp_path, mon
     with pytest.raises(ValueError, match=message):
         recover("bert", sources, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_language_models_are_fine_tuned_on_chats(tmp_path):
+    pytest.importorskip("datasets")
+    source = model_directory("llama", tmp_path / "source")
+    turn = "<{{ message.role }}>{{ message.content }}|"
+    prompt = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokens = tokenizer()
+    tokens.chat_template = "{% for message in messages %}" + turn + "{% endfor %}" + prompt
+    tokens.save_pretrained(source)
+    chat = [{"from": "human", "value": "what is it?"}, {"from": "gpt", "value": "a block of the same row."}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text((json.dumps({"text": "no", "conversations": chat}) + "\n") * 20)
+    changes = {"data.samples": 12, "data.held_out": 4, "data.max_length": 32, "finetune.steps": 2}
+    changes |= {"finetune.batch_size": 2, "calibrate.batches": 2, "calibrate.batch_size": 2, "calibrate.fit_steps": 2}
+    options = {"changes": changes, "stages": ["calibrate", "finetune"], "device": "cpu", "progress": False}
+    report = mhla_hf.recover(source, tmp_path / "out", path, **options)
+    assert list(report.figures) == ["softmax", "converted", "calibrate", "finetune"]
+    assert report.data["samples"] + report.data["held_out"] == 16 and np.isfinite(
+        report.figures["finetune"]["bits_per_byte"]
+    )
+    with pytest.raises(ValueError, match="'body'; its fields are conversations, text: name the one .*text-field"):
+        mhla_hf.recover(source, tmp_path / "other", path, **{**options, "changes": {"data.text_field": "body"}})
+    assert not (tmp_path / "other").exists()
 
 
 def test_room_is_checked_before_anything_loads(sources, tmp_path, monkeypatch):

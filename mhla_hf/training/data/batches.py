@@ -346,7 +346,13 @@ def load_calls(path: Path) -> list[Batch]:
 
 
 def _held_out(count: int, wanted: int) -> int:
-    """Number of samples to hold out: at least one, and at least one remains for training."""
+    """Number of samples to hold out: at least one, and at least one remains for training.
+
+    Raises:
+        ValueError: If there are fewer than two.
+    """
+    if count < 2:
+        raise ValueError(f"data: at least 2 samples are needed, of which one is held out, got {count}")
     return max(1, min(wanted, count // _HELD_OUT_SHARE))
 
 

@@ -365,7 +365,9 @@ class Images(BatchSource):
         self.images, self.processor, self.facts = images, processor, {"left_out": left_out}
 
     def _make(self, indices: Sequence[int]) -> Batch:
-        made = self.processor(images=[self.images[index]() for index in indices], return_tensors="pt")
+        images = [self.images[index]() for index in indices]
+        # Told, not guessed: an image of three rows has its channels last, too.
+        made = self.processor(images=images, return_tensors="pt", input_data_format="channels_last")
         return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
 
 

@@ -7,7 +7,7 @@ A folder of plain text needs no further library; JSONL, parquet and data sets of
 from __future__ import annotations
 
 import hashlib
-import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -15,24 +15,21 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...utils.files import atomic_file
 from ...utils.locations import is_hub_id
-from ...utils.messages import import_extra, shorten_list, shorten_text
+from ...utils.messages import import_extra, one_line, shorten_list, shorten_text
 from ..config import GENERATED
 from ..matching.layers import Batch, mhla_layers
-from ..stages.transformers import IGNORED
 from .batches import BatchSource, chunks, drawn_held_out, last_held_out
-from .folders import DataFolder, log_problems, printable
+from .folders import DataFolder, UnusableSampleError, log_problems, printable
 from .order import model_fingerprint, stable_seed
 
-
-logger = logging.getLogger(__name__)
 
 ROW_LENGTH, PASSAGE_LENGTH = 512, 128
 """Default tokens of a row for language models, and most tokens of a passage for encoders."""
@@ -50,11 +47,12 @@ _TEXTS_AT_ONCE = 512
 _BATCHES_TOGETHER = 32
 _ROWS_AT_ONCE = 8
 _PLAIN = {"return_attention_mask": False, "verbose": False}
-# The field of chats in data sets, which stands in for the default one.
-_DEFAULT_FIELD, _CHAT_FIELD = "text", "messages"
-
-Chat = list[dict[str, str]]
-"""Messages, each with a `role` and a `content`."""
+# Fields of chats, as TRL reads them; keys of ShareGPT and roles, as templates call them.
+_CHATS = ("messages", "conversations")
+_KEYS = {"from": "role", "value": "content"}
+_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+# Records without text at the beginning of a data set after which it is refused.
+_MOST_USELESS = 1000
 
 
 @dataclass
@@ -64,16 +62,19 @@ class TextCorpus:
     Attributes:
         data: A folder, a `.jsonl` or `.parquet` file, or the id of a data set, `owner/name` or
             `owner/name:configuration`.
-        text_field: The field with the text or the chat, in files of records and data sets; `messages` in records
-            without `text`.
+        text_field: The field with the text or chat, in files of records and data sets. `None`: `messages` or
+            `conversations` where there are any and the tokenizer has a chat template, else `text`.
+        tokenizer: Makes the tokens of chats by its chat template; `None` refuses them.
         skipped: Files and records that were left out while reading, each with the reason.
 
     Raises:
-        ValueError: If the source does not exist, a folder has no text files, or `datasets` is not installed.
+        ValueError: If the source does not exist, a folder has no text files, `datasets` is not installed, or no record
+            has a text or chat.
     """
 
     data: str
-    text_field: str = _DEFAULT_FIELD
+    text_field: str | None = None
+    tokenizer: Any = None
     skipped: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -94,8 +95,11 @@ class TextCorpus:
                 "or .parquet file, nor the id of a data set (owner/name)"
             )
 
-    def documents(self) -> Iterator[str | Chat]:
-        """Yield the complete texts and chats, one file or record after another."""
+    def documents(self) -> Iterator[str | np.ndarray[Any, Any]]:
+        """Yield the complete texts, one file or record after another.
+
+        Chats are int32 tokens, those that the assistant does not say with all bits flipped.
+        """
         return self._read_files() if self.files else self._records()
 
     def passages(self, minimum_words: int = 5) -> Iterator[str]:
@@ -103,14 +107,9 @@ class TextCorpus:
 
         Args:
             minimum_words: Paragraphs with fewer words are left out: headings, lists of names.
-
-        Raises:
-            ValueError: If the records are chats.
         """
-        for text in self._records() if not self.files else ():
-            if not isinstance(text, str):
-                raise ValueError(f"data: {self.data} holds chats, which are for language models: name another field")
-            yield " ".join(text.split())
+        if not self.files:
+            yield from (" ".join(text.split()) for text in self._records() if isinstance(text, str))
         for text in self._read_files():
             for paragraph in text.split("\n\n"):
                 words = " ".join(paragraph.split())
@@ -137,29 +136,46 @@ class TextCorpus:
             elif text.strip():
                 yield text
 
-    def _records(self) -> Iterator[str | Chat]:
-        found = False
+    def _records(self) -> Iterator[str | np.ndarray[Any, Any]]:
+        number, row = 0, dict[str, Any]()
         for number, row in enumerate(self._rows(), start=1):
-            where, name = f"record {number} of {self.data}", self.text_field
-            if name == _DEFAULT_FIELD not in row and _CHAT_FIELD in row:
-                name = _CHAT_FIELD
-            fields = f"{shorten_list(map(str, row))}: name the one with the text (--text-field)"
-            if name not in row:
-                raise ValueError(f"data: {where} has no field {shorten_text(name)!r}, but {fields}")
-            text = row[name]
-            if not text or (isinstance(text, str) and not text.strip()):
-                self.skipped.append(f"{where} has no text in {name!r:.100}")
-                continue
-            if not isinstance(text, str) and not _is_chat(text):
-                kind = f"{type(text).__name__}, not text"
-                if isinstance(text, list):
-                    kind = "a list, but not of messages with the texts 'role' and 'content'"
-                if not found:
-                    raise ValueError(f"data: {shorten_text(name)!r} of {where} holds {kind}; its fields are {fields}")
-                self.skipped.append(f"{where} holds {kind} in {name!r:.100}")
-                continue
-            found = True
-            yield text
+            try:
+                yield self._document(row)
+            except UnusableSampleError as error:
+                self.skipped.append(f"record {number} of {self.data} has {error}")
+                if len(self.skipped) == number == _MOST_USELESS:
+                    break
+        if len(self.skipped) == number:
+            problem = self.skipped[0] if number else f"{self.data} has no records"
+            fields = f"; its fields are {shorten_list(map(str, row))}: name the one with the text (--text-field)"
+            raise ValueError(f"data: {problem}{fields if number else ''}")
+
+    def _document(self, row: Mapping[str, Any]) -> str | np.ndarray[Any, Any]:
+        """Return the text of a record, or the tokens of its chat.
+
+        Raises:
+            UnusableSampleError: If it has neither.
+        """
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        default = (*_CHATS, "text") if has_template else ("text", *_CHATS)
+        names = default if self.text_field is None else (self.text_field,)
+        name = next((name for name in names if row.get(name) is not None), names[-1 if has_template else 0])
+        value, field = row.get(name), shorten_text(name)
+        if isinstance(value, str) and value.strip():
+            return value
+        if name not in row:
+            raise UnusableSampleError(f"no field {field!r}")
+        if value is None or isinstance(value, str):
+            raise UnusableSampleError(f"no text in {field!r}")
+        if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
+            raise UnusableSampleError(f"a value of type {type(value).__name__} in {field!r}, no text or chat")
+        if not has_template:
+            raise UnusableSampleError(f"a chat in {field!r}, which language models with a chat template read alone")
+        try:
+            tokens, mask = _chat_tokens(self.tokenizer, value)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise UnusableSampleError(f"no chat in {field!r} that can be read: {one_line(error, 200)}") from error
+        return np.where(mask, tokens, ~np.asarray(tokens, np.int32))
 
     def _rows(self) -> Iterator[Any]:
         datasets = import_extra("datasets", f"data: records, such as {self.data},", "train")
@@ -170,8 +186,42 @@ class TextCorpus:
         try:
             # As a stream: a part of it is enough.
             yield from datasets.load_dataset(**source, split="train", streaming=True)
-        except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(f"data: {self.data} cannot be read: {shorten_text(str(error), 250)}") from error
+        # Of an empty file `datasets` raises StopIteration.
+        except (ValueError, OSError, StopIteration, datasets.exceptions.DatasetsError) as error:
+            problem = shorten_text(str(error), 250) or "it is empty"
+            raise ValueError(f"data: {self.data} cannot be read: {problem}") from error
+
+
+def _chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    """Return the tokens of a chat, and a mask of those that the assistant says.
+
+    Templates that do not mark these are asked for the chat up to each turn. A turn that they write otherwise when the
+    chat goes on, as Qwen3's does, is not among them.
+
+    Raises:
+        ValueError: If it is no chat, or the assistant says nothing.
+        Exception: By the template, if it refuses the chat.
+    """
+    chat = [{_KEYS.get(key, key): each for key, each in message.items() if each is not None} for message in messages]
+    chat = [{**message, "role": _ROLES.get(str(message.get("role")))} for message in chat]
+    if not all(each["role"] and isinstance(each.get("content"), str) and not each.get("tool_calls") for each in chat):
+        raise ValueError("messages need a role (system, user or assistant) and content, a text, and no calls of tools")
+    render = partial(tokenizer.apply_chat_template, return_dict=True)
+    if tokenizer.is_fast and re.search(r"{%-?\s*generation\s*-?%}", tokenizer.get_chat_template()):
+        made = render(chat, return_assistant_tokens_mask=True)
+        tokens, mask = made["input_ids"], made["assistant_masks"]
+    else:
+        tokens = render(chat)["input_ids"]
+        mask = [0] * len(tokens)
+        for turn in range(1, len(chat)):
+            if chat[turn]["role"] == "assistant":
+                before = render(chat[:turn], add_generation_prompt=True)["input_ids"]
+                after = render(chat[: turn + 1])["input_ids"]
+                if tokens[: len(after)] == after and after[: len(before)] == before:
+                    mask[len(before) : len(after)] = [1] * (len(after) - len(before))
+    if not any(mask):
+        raise ValueError("the assistant says nothing in it")
+    return tokens, mask
 
 
 @dataclass(frozen=True)
@@ -181,31 +231,24 @@ class TokenTable:
     Attributes:
         tokens: int32, concatenated.
         offsets: int64, where each row begins, and the end of the last.
-        skipped: Files and records left out, each with the reason.
+        skipped: Number of files and records left out.
         fingerprint: Hash that identifies them.
-        answers: BoolTensor like `tokens`, which of them an assistant says in a chat; `None` without chats.
+        learned: True for the tokens to fine-tune on; `None` for all.
     """
 
     tokens: torch.Tensor
     offsets: torch.Tensor
-    skipped: Sequence[str]
+    skipped: int
     fingerprint: str
-    answers: torch.Tensor | None = None
+    learned: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """The tokens of a row or passage, int64."""
-        return self.tokens[self._place(index)].long()
-
-    def labels(self, index: int) -> torch.Tensor:
-        """The tokens of a row that an assistant says, -100 for the others, int64."""
-        assert self.answers is not None
-        return self[index].masked_fill(~self.answers[self._place(index)], IGNORED)
-
-    def _place(self, index: int) -> slice:
-        return slice(*self.offsets[index : index + 2].tolist())
+        first, last = self.offsets[index : index + 2].tolist()
+        return self.tokens[first:last].long()
 
 
 def tokenize(corpus: TextCorpus, tokenizer: Any, *, packed: bool, length: int, samples: int) -> TokenTable:
@@ -220,28 +263,29 @@ def tokenize(corpus: TextCorpus, tokenizer: Any, *, packed: bool, length: int, s
         samples: Rows or passages wanted; reading stops when they are there.
 
     Raises:
-        ValueError: If there are too few texts, or chats that the tokenizer has no template for.
+        ValueError: If there are too few texts, or no record has one.
     """
     make = _packed_rows if packed else _passages
-    pieces, lengths, answers = make(corpus, tokenizer, length, samples)
+    pieces, lengths = make(corpus, tokenizer, length, samples)
+    log_problems(corpus.skipped)
     if len(lengths) < 2:
         unit = f"rows of {length} tokens" if packed else "passages of text"
         count = sum(len(piece) for piece in pieces)
         raise ValueError(
             f"data: {corpus.data} has {len(lengths)} {unit} ({count:,} tokens in all); at least 2 are needed"
             + (": give more text, or shorter rows (--max-length)" if packed else "")
-            + (f"; left out: {shorten_list(corpus.skipped)}" if corpus.skipped else "")
+            + (f"; left out: {corpus.skipped[0]}" if corpus.skipped else "")
         )
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = np.concatenate(pieces)
+    marked = np.concatenate(pieces)
+    tokens = np.maximum(marked, ~marked)
+    learned = None if (marked >= 0).all() else torch.from_numpy(marked >= 0)
     fingerprint = hashlib.sha256(tokens.tobytes() + offsets.numpy().tobytes()).hexdigest()[:16]
-    said = torch.from_numpy(np.concatenate(answers)[: len(tokens)]) if any(map(np.any, answers)) else None
-    return TokenTable(torch.from_numpy(tokens), offsets, corpus.skipped, fingerprint, said)
+    return TokenTable(torch.from_numpy(tokens), offsets, len(corpus.skipped), fingerprint, learned)
 
 
-Array = np.ndarray[Any, Any]
-Pieces = tuple[list[Array], list[int], list[Array]]
-"""Tokens, the lengths of the rows or passages that they make up, and which tokens are an assistant's."""
+Pieces = tuple[list[np.ndarray[Any, Any]], list[int]]
+"""Tokens, and the lengths of the rows or passages that they make up."""
 
 
 def _packed_rows(corpus: TextCorpus, tokenizer: Any, length: int, samples: int) -> Pieces:
@@ -249,85 +293,29 @@ def _packed_rows(corpus: TextCorpus, tokenizer: Any, length: int, samples: int) 
     begin = begin if begin == [tokenizer.bos_token_id] else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     wanted = samples * length
-    kept: list[Array] = [np.zeros(0, np.int32)]
-    answers: list[Array] = []
-    count = chats = 0
+    kept: list[np.ndarray[Any, Any]] = [np.zeros(0, np.int32)]
+    count = 0
     for document in corpus.documents():
         if isinstance(document, str):
             encoded = tokenizer(list(_pieces(document)), add_special_tokens=False, **_PLAIN)["input_ids"]
-            ids = [*begin, *chain.from_iterable(encoded), *end]
-            said: Array = np.zeros(len(ids), bool)
-        else:
-            try:
-                ids, said = chat_tokens(tokenizer, document)
-            except jinja2.TemplateError as error:
-                reason = shorten_text(str(error))
-                corpus.skipped.append(f"a chat of {corpus.data}, which the template refuses: {reason}")
-                continue
-            chats += 1
-        kept.append(np.asarray(ids, np.int32))
-        answers.append(said)
-        count += len(ids)
+            document = np.asarray([*begin, *chain.from_iterable(encoded), *end], np.int32)
+        kept.append(document)
+        count += len(kept[-1])
         if count >= wanted:
             break
-    if chats and not any(map(np.any, answers)):
-        logger.warning("data: the chat template shows no turn of an assistant: fine-tuning learns all of the chats")
     rows = min(count, wanted) // length
     tokens = np.concatenate(kept)
-    return [tokens[: rows * length] if rows else tokens], [length] * rows, answers
-
-
-def chat_tokens(tokenizer: Any, chat: Chat) -> tuple[list[int], Array]:
-    """Make the tokens of a chat by the tokenizer's template, which writes special tokens itself.
-
-    A turn of the assistant is what follows the template's own prompt for it. Turns that the template writes in another
-    way once others follow, as those that cut earlier thoughts do, count as given.
-
-    Args:
-        tokenizer: The model's own.
-        chat: The messages.
-
-    Returns:
-        The tokens, and whether the assistant says each.
-
-    Raises:
-        ValueError: If the tokenizer has no template, or does not tell where its tokens begin.
-        jinja2.TemplateError: If its template refuses the chat.
-    """
-    if tokenizer.chat_template is None or not tokenizer.is_fast:
-        raise ValueError(
-            "data: the records are chats, which need a fast tokenizer with a chat template, and the model has none: "
-            "name a field of text (--text-field)"
-        )
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
-    whole = render(chat)
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, **_PLAIN)
-    begins = np.asarray(encoded["offset_mapping"]).reshape(-1, 2)[:, 0]
-    said: Array = np.zeros(len(begins), bool)
-    for number, message in enumerate(chat):
-        if message["role"] == "assistant" and number:
-            before, after = render(chat[:number], add_generation_prompt=True), render(chat[: number + 1])
-            if after.startswith(before) and whole.startswith(after):
-                said |= (len(before) <= begins) & (begins < len(after))
-    return encoded["input_ids"], said
-
-
-def _is_chat(value: Any) -> bool:
-    """Return whether a value is a list of messages, each a role and a text."""
-    return isinstance(value, list) and all(
-        isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
-        for message in value
-    )
+    return [tokens[: rows * length] if rows else tokens], [length] * rows
 
 
 def _passages(corpus: TextCorpus, tokenizer: Any, length: int, samples: int) -> Pieces:
     # Each once: a held-out passage must not be one of those trained on.
     unique = islice(_unique(corpus.passages()), samples)
-    pieces: list[Array] = []
+    pieces: list[np.ndarray[Any, Any]] = []
     while texts := list(islice(unique, _TEXTS_AT_ONCE)):
         encoded = tokenizer(texts, truncation=True, max_length=length, **_PLAIN)["input_ids"]
         pieces += [np.asarray(ids, np.int32) for ids in encoded if ids]
-    return pieces, [len(piece) for piece in pieces], []
+    return pieces, [len(piece) for piece in pieces]
 
 
 def _unique(texts: Iterator[str]) -> Iterator[str]:
@@ -353,7 +341,7 @@ def _pieces(text: str) -> Iterator[str]:
 class PackedText(BatchSource):
     """Rows of one length for language models: `input_ids` `[B, L]`, no padding.
 
-    Batches for fine-tuning on chats also have `labels` `[B, L]`, of what the assistant says.
+    Fine-tuning on chats also gets `labels`, -100 for what the assistant does not say.
 
     Args:
         table: The rows; the last of them are held out.
@@ -371,15 +359,16 @@ class PackedText(BatchSource):
         self, table: TokenTable, held_out: int, seed: int = 0, decode: Callable[[list[int]], str] | None = None
     ) -> None:
         super().__init__(seed, table.fingerprint, *last_held_out(len(table), held_out))
-        self.table, self.facts = table, {"length": len(table[0]), "left_out": len(table.skipped)}
+        self.table, self.facts = table, {"length": len(table[0]), "left_out": table.skipped}
         rows = (table[index][1:].tolist() for index in self.held_out_indices)
         self.held_out_bytes = sum(len(decode(row).encode()) for row in rows) if decode is not None else 0
 
     def batch(self, stage: str, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
         indices = self.batch_indices(stage, step, batch_size, rank, world_size)
-        batch = dict(self._make(indices))
-        if stage == "finetune" and self.table.answers is not None:
-            batch["labels"] = torch.stack([self.table.labels(index) for index in indices])
+        batch, learned = {**self._make(indices)}, self.table.learned
+        if stage == "finetune" and learned is not None:
+            rows = learned.view(-1, len(self.table[0]))
+            batch["labels"] = batch["input_ids"].where(rows[list(indices)], -100)
         return batch
 
     def _make(self, indices: Sequence[int]) -> Batch:
@@ -405,7 +394,7 @@ class Passages(BatchSource):
         indices, held_out_indices = drawn_held_out(len(table), held_out)
         self.table, self.padding, self.lengths = table, padding, table.offsets.diff().tolist()
         super().__init__(seed, table.fingerprint, indices, sorted(held_out_indices, key=self.lengths.__getitem__))
-        self.facts = {"length": max(self.lengths), "left_out": len(table.skipped)}
+        self.facts = {"length": max(self.lengths), "left_out": table.skipped}
         self._together = lru_cache(maxsize=4)(self._make_together)
 
     def batch_indices(
@@ -442,7 +431,7 @@ def text_batches(
     samples: int,
     held_out: int = 192,
     length: int | None = None,
-    text_field: str = _DEFAULT_FIELD,
+    text_field: str | None = None,
     seed: int = 0,
 ) -> BatchSource:
     """Open text for a language model or an encoder.
@@ -459,54 +448,42 @@ def text_batches(
         seed: Seed of their order.
 
     Raises:
-        ValueError: If there are no such data, or too few, or the tokenizer does not fit the model or them.
+        ValueError: If there are no such data, the tokenizer does not fit the model, or it takes no texts.
         OSError: From transformers, if there is no tokenizer; it may be a `ValueError`, too.
     """
     packed = any(layer.mhla.config.causal for layer in mhla_layers(model))
-    source: dict[str, Any] = {"packed": packed, "length": length, "text_field": text_field}
-    table, tokenizer = read_texts(model.config, directory, data, samples=samples + held_out, **source)
-    log_problems(table.skipped)
+    table, tokenizer = open_texts(model.config, directory, data, packed, samples + held_out, length, text_field)
     if packed:
         return PackedText(table, held_out, seed, tokenizer.decode)
     return Passages(table, held_out, tokenizer.pad_token_id or 0, seed)
 
 
-def read_texts(
-    config: Any,
-    directory: Path,
-    data: str,
-    *,
-    packed: bool,
-    samples: int = 2,
-    length: int | None = None,
-    text_field: str = _DEFAULT_FIELD,
+def open_texts(
+    config: Any, directory: Path, data: str, packed: bool, samples: int, length: int | None, text_field: str | None
 ) -> tuple[TokenTable, Any]:
-    """Read texts by the tokenizer of a model; other arguments and errors are those of [`text_batches`].
+    """Tokenise texts for a model; other arguments and errors are those of [`text_batches`].
 
     Args:
         config: The model's configuration, converted or not.
-        packed: Whether to make rows, for a language model, or passages.
-        samples: Rows or passages wanted; by default as few as there must be.
+        packed: See [`tokenize`].
+        samples: Rows or passages wanted; two are needed at least, and tell whether the data can be used.
 
     Returns:
         The rows or passages, and the tokenizer.
     """
     from transformers import AutoTokenizer
 
-    corpus = TextCorpus(data, text_field)
     tokenizer = AutoTokenizer.from_pretrained(directory)
+    corpus = TextCorpus(data, text_field, tokenizer if packed else None)
     # Tokenizers without a limit have one of 10**30. Some models count positions from more than 0, and take fewer.
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-    longest = min(positions, tokenizer.model_max_length)
+    text_config = config.get_text_config()
+    longest = min(getattr(text_config, "max_position_embeddings", None) or 1 << 20, tokenizer.model_max_length)
     if length is not None and not 2 <= length <= longest:
         raise ValueError(f"max_length must be from 2 to {longest:,} for this model, got {length}")
     length = length or min(ROW_LENGTH if packed else PASSAGE_LENGTH, longest)
     table = tokenize(corpus, tokenizer, packed=packed, length=length, samples=samples)
-    vocabulary = config.get_text_config().vocab_size
-    if int(table.tokens.max()) >= vocabulary:
-        raise ValueError(
-            f"the tokenizer of {directory} makes token {int(table.tokens.max())}, but the model has {vocabulary}"
-        )
+    if (largest := int(table.tokens.max())) >= (size := text_config.vocab_size):
+        raise ValueError(f"the tokenizer of {directory} makes token {largest}, but the model has {size}")
     return table, tokenizer
 
 
@@ -551,4 +528,4 @@ def generate_text(model: Any, folder: Path, *, rows: int, length: int, seed: int
                 save_file({"tokens": drawn.int().cpu()}, temporary)
         pieces.append(load_file(path)["tokens"])
     tokens = torch.cat(pieces)[:rows].flatten()
-    return TokenTable(tokens, torch.arange(0, rows * length + 1, length), (), fingerprint)
+    return TokenTable(tokens, torch.arange(0, rows * length + 1, length), 0, fingerprint)

@@ -299,8 +299,7 @@ class TransformersObjective:
 
 def token_states(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Hidden states `[B, T, D]` that the head of a language model makes logits of."""
-    given = {name: value for name, value in inputs.items() if name not in ("labels", "use_cache")}
-    return model.get_decoder()(**given, use_cache=False).last_hidden_state
+    return model.get_decoder()(**{**inputs, "use_cache": False}).last_hidden_state
 
 
 def head_of(model: Any) -> Head:

@@ -11,12 +11,12 @@ from PIL import Image
 import mhla_hf
 from mhla_hf.training.data.batches import Latents
 from mhla_hf.training.data.images import image_batches
-from mhla_hf.training.data.texts import TextCorpus, chat_tokens, text_batches
+from mhla_hf.training.data.texts import TextCorpus, text_batches
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import softmax_model
 from tests.training.cases import CASES
 
-from ...recovery.sources import model_directory, text_folder, tokenizer
+from ...recovery.sources import model_directory, text_folder
 
 
 def converted(name: str):
@@ -89,100 +89,11 @@ def test_files_of_records(tmp_path, suffix):
     corpus = TextCorpus(str(path), "body")
     assert list(corpus.passages()) == ["one two", "three"]
     assert corpus.skipped == [f"record 2 of {path} has no text in 'body'"]
-    with pytest.raises(ValueError, match=r"record 1 of .* has no field 'text', but body: name the one with the text"):
+    with pytest.raises(ValueError, match=r"record 1 of .* has no field 'text'; its fields are body: name the one"):
         list(TextCorpus(str(path)).documents())
     path.write_bytes(b'{"text": "one"}\n[1\n')
     with pytest.raises(ValueError, match=f"texts{suffix} cannot be read: "):
         list(TextCorpus(str(path)).documents())
-
-
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
-    "[{{ message.role }}]{{ message.content | trim }}."
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-"""Like those of many models: nothing marks what the assistant says."""
-CHAT = [
-    {"role": "user", "content": "what is it"},
-    {"role": "assistant", "content": " a row"},
-    {"role": "user", "content": "and then"},
-    {"role": "assistant", "content": "a block"},
-]
-
-
-def chat_file(path, *chats, field="messages"):
-    path.write_text("\n".join(json.dumps({field: chat, "id": 1}) for chat in chats), encoding="utf-8")
-    return str(path)
-
-
-def chat_directory(folder, template=TEMPLATE):
-    directory = model_directory("llama", folder)
-    made = tokenizer()
-    made.chat_template = template
-    made.save_pretrained(directory)
-    return directory, made
-
-
-def test_chats_are_read_by_the_template_and_fine_tuned_on_the_assistant(tmp_path):
-    pytest.importorskip("datasets")
-    directory, characters = chat_directory(tmp_path / "llama")
-    data = chat_file(tmp_path / "chats.jsonl", *[CHAT] * 8)
-    source = text_batches(converted("llama"), directory, data, samples=8, length=64, held_out=1)
-    ids = characters.apply_chat_template(CHAT)["input_ids"]
-    tokens = torch.cat([source.table[index] for index in range(len(source.table))])
-    assert tokens.tolist() == (ids * 8)[: len(tokens)]
-    assert "labels" not in source.batch("distill", 0, 2)
-    batch = source.batch("finetune", 0, 2)
-    assert batch["labels"].shape == batch["input_ids"].shape
-    assert torch.equal(batch["labels"] != -100, batch["labels"] == batch["input_ids"])
-    labels = torch.cat([source.table.labels(index) for index in range(len(source.table))])[: len(ids)]
-    assert characters.decode(labels[labels != -100]) == "a row.a block."
-
-
-def test_turns_that_later_ones_change_are_not_learned(tmp_path):
-    """As with templates that leave out the thoughts of earlier turns."""
-    template = TEMPLATE.replace(
-        "{{ message.content | trim }}",
-        "{% if message.role == 'assistant' and loop.last %}~{% endif %}{{ message.content | trim }}",
-    )
-    _, characters = chat_directory(tmp_path / "llama", template)
-    ids, said = chat_tokens(characters, CHAT)
-    assert ids == characters.apply_chat_template(CHAT)["input_ids"]
-    assert characters.decode([token for token, is_answer in zip(ids, said) if is_answer]) == "~a block."
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("messages", [{"from": "human", "value": "hello"}], "list, but not of messages with the texts 'role'"),
-        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "list, but not of messages"),
-        ("body", 3, "no field 'text', but body, id: name the one with the text"),
-        ("text", 3, "'text' of record 1 of .* holds int, not text; its fields are id, text: name"),
-        ("text", {"en": "one"}, "holds dict, not text"),
-        ("text", ["one", "two"], "list, but not of messages"),
-    ],
-)
-def test_other_fields_than_text_are_refused(tmp_path, field, value, message):
-    pytest.importorskip("datasets")
-    directory, _ = chat_directory(tmp_path / "llama")
-    data = chat_file(tmp_path / "chats.jsonl", value, value, field=field)
-    with pytest.raises(ValueError, match=message):
-        text_batches(converted("llama"), directory, data, samples=8, length=16)
-
-
-def test_chats_need_a_template_and_a_language_model(tmp_path, caplog):
-    pytest.importorskip("datasets")
-    data = chat_file(tmp_path / "chats.jsonl", *[CHAT] * 4)
-    directory = model_directory("llama", tmp_path / "llama")
-    with pytest.raises(ValueError, match="need a fast tokenizer with a chat template"):
-        text_batches(converted("llama"), directory, data, samples=8, length=16)
-    with pytest.raises(ValueError, match="holds chats, which are for language models"):
-        text_batches(converted("bert"), model_directory("bert", tmp_path / "bert"), data, samples=8)
-    directory, _ = chat_directory(tmp_path / "other")
-    data = chat_file(tmp_path / "chats.jsonl", CHAT, [{"role": "robot", "content": "no"}], *[CHAT] * 2)
-    source = text_batches(converted("llama"), directory, data, samples=8, length=16, held_out=1)
-    assert source.describe()["left_out"] == 1 and "no robots" in caplog.text
 
 
 def test_data_set_of_the_hub(monkeypatch):
