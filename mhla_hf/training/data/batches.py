@@ -482,6 +482,8 @@ class Latents(BatchSource):
         self.samples: LatentSamples
         self.held_out_samples: LatentSamples
         if isinstance(held_out, int):
+            if len(dataset) < 2:
+                raise ValueError("data: there is 1 sample; at least 2 are needed, since one is held out")
             parts = drawn_held_out(len(dataset), held_out)
             self.samples, self.held_out_samples = (Subset(cast(Any, dataset), part) for part in parts)
         else:

@@ -364,7 +364,9 @@ class Images(BatchSource):
         self.images, self.processor, self.facts = images, processor, {"left_out": left_out}
 
     def _make(self, indices: Sequence[int]) -> Batch:
-        made = self.processor(images=[self.images[index]() for index in indices], return_tensors="pt")
+        # Processors would take the first axis of an array of one or three for its channels.
+        pictures = [Image.fromarray(self.images[index]()) for index in indices]
+        made = self.processor(images=pictures, return_tensors="pt")
         return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
 
 

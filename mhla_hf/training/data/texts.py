@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...utils.files import atomic_file
-from ...utils.locations import is_hub_id
+from ...utils.locations import check_data, is_hub_id
 from ...utils.messages import import_extra, shorten_list, shorten_text
 from ..config import GENERATED
 from ..matching.layers import Batch, mhla_layers
@@ -77,11 +77,11 @@ class TextCorpus:
 
     def __post_init__(self) -> None:
         self.path = Path(self.data).expanduser()
+        if self.path.exists():
+            check_data(self.data)
         self.files: list[Path] = []
         suffix = self.path.suffix.lower()
         if self.path.is_dir():
-            if not any(self.path.iterdir()):
-                raise ValueError(f"data: the folder {shorten_text(self.data)} is empty")
             folder = DataFolder(self.path)
             # Of a large folder only a part is read: it must not be the beginning of the alphabet.
             self.files = sorted(folder.files(TEXT_SUFFIXES), key=self._place)
@@ -142,7 +142,7 @@ class TextCorpus:
             where, name = f"record {number} of {self.data}", self.text_field
             if name == _DEFAULT_FIELD not in row and _CHAT_FIELD in row:
                 name = _CHAT_FIELD
-            fields = f"{shorten_list(map(str, row))}: name the one with the text (--text-field)"
+            fields = f"{shorten_list(map(str, row))}: name the one with the text (--text-field of mhla-hf recover)"
             if name not in row:
                 raise ValueError(f"data: {where} has no field {shorten_text(name)!r}, but {fields}")
             text = row[name]
@@ -228,7 +228,7 @@ def tokenize(corpus: TextCorpus, tokenizer: Any, *, packed: bool, length: int, s
         count = sum(len(piece) for piece in pieces)
         raise ValueError(
             f"data: {corpus.data} has {len(lengths)} {unit} ({count:,} tokens in all); at least 2 are needed"
-            + (": give more text, or shorter rows (--max-length)" if packed else "")
+            + (": give more text, or shorter rows (--max-length of mhla-hf recover)" if packed else "")
             + (f"; left out: {shorten_list(corpus.skipped)}" if corpus.skipped else "")
         )
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -296,7 +296,7 @@ def chat_tokens(tokenizer: Any, chat: Chat) -> tuple[list[int], Array]:
     if tokenizer.chat_template is None or not tokenizer.is_fast:
         raise ValueError(
             "data: the records are chats, which need a fast tokenizer with a chat template, and the model has none: "
-            "name a field of text (--text-field)"
+            "name a field of text (--text-field of mhla-hf recover)"
         )
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     whole = render(chat)
