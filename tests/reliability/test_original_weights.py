@@ -19,8 +19,8 @@ from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery import match_layers
 from mhla_hf.training.matching.teacher import SharedTeacher
 from tests import tiny, tiny_images
-from tests.integrations.transformers.tiny_files import save_softmax
 from tests.integrations.transformers.mhla_models import NEEDS_ADD_ADAPTER
+from tests.integrations.transformers.tiny_files import save_softmax
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 
 
