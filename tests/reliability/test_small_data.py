@@ -119,3 +119,10 @@ def test_images_of_few_rows_keep_their_colours(shape, work):
     red[..., 0] = 200
     (batch,) = Images([lambda: red, lambda: red], processor, 1, "x").held_out(1)
     assert batch["pixel_values"].float().mean((0, 2, 3)).tolist() == [200, 0, 0]
+
+
+def test_a_probe_takes_an_image_of_one_pixel(work):
+    Image.new("RGB", (1, 1), "red").save(work / "pixel.png")
+    line = f"inspect {work / 'vit-mhla'} --quiet --image {work / 'pixel.png'} --device cpu"
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == 0, result.output
