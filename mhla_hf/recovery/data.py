@@ -21,7 +21,7 @@ from ..training.config import DIGITS, CacheConfig, TrainingConfig, parse_sizes
 from ..training.data import probes
 from ..training.data.batches import BatchSource, Latents, RecordedCalls, drawn_held_out, load_calls
 from ..training.data.images import image_batches, open_images
-from ..training.data.latent_cache import CachePlan, LatentDataset, make_cache, read_prompts
+from ..training.data.latent_cache import MANIFEST, CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.order import folder_fingerprint, stable_seed
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
 from ..training.families import objective_for
@@ -151,6 +151,7 @@ class RecoveryData:
             _, cache_config = self._cache_options("cpu")
             plan = CachePlan(self.directory, cache_config)
             drawn_held_out(len(plan.samples), options.held_out)
+            plan.check_samples(2)
             self._check_room(parse_sizes(str(plan.config.sizes))[0])
 
     def _check_room(self, size: Any) -> None:
@@ -375,6 +376,10 @@ def open_data(
         ValueError: If there are no such data, or they do not fit the model.
     """
     if is_mhla_class(type(model).__name__):
+        if not (Path(data).expanduser() / MANIFEST).is_file():
+            raise ValueError(
+                f"data: {data} must be a cache, which mhla-hf train cache makes, for {directory.class_name}"
+            )
         config = TrainingConfig(component=directory.component, seed=seed)
         objective = objective_for(model, None if directory.index is None else directory, config)
         return Latents(LatentDataset(Path(data).expanduser()), objective, model, held_out, seed)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import path_inside
-from .messages import did_you_mean
+from .messages import did_you_mean, shorten_text
 
 
 PIPELINE_INDEX = "model_index.json"
@@ -87,7 +87,7 @@ def check_exists(location: str | os.PathLike[str], argument: str) -> None:
 
 
 def check_data(data: str | None) -> str | None:
-    """Check that data are a file, a folder that is not empty, a data set or made here; return them. `None` passes.
+    """Check that data are a file or folder that is not empty, a data set or made here; return them. `None` passes.
 
     Raises:
         SourceNotFoundError: If they are not.
@@ -95,8 +95,8 @@ def check_data(data: str | None) -> str | None:
     if data is None:
         return None
     path = Path(data).expanduser()
-    if path.is_dir() and next(path.iterdir(), None) is None:
-        raise SourceNotFoundError(f"data: the folder {data} is empty.")
+    if path.is_dir() and next(path.iterdir(), None) is None or path.is_file() and not path.stat().st_size:
+        raise SourceNotFoundError(f"data: the {'folder' if path.is_dir() else 'file'} {shorten_text(data)} is empty.")
     if not (path.exists() or data in _MADE_DATA or is_hub_id(data.partition(":")[0])):
         hint = did_you_mean(data, _MADE_DATA)
         raise SourceNotFoundError(f"data: {data} is neither a file or folder nor a data set (owner/name).{hint}")

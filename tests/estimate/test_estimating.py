@@ -17,6 +17,7 @@ from mhla_hf.cli.main import app
 from mhla_hf.estimate import estimate, find_candidate, find_grid, measure_block
 from mhla_hf.estimate.candidates import on_meta
 from mhla_hf.estimate.estimating import count_operations, training_memory
+from mhla_hf.presets import PRESETS
 from mhla_hf.recovery.recipes import load_recipe, recipe_names
 from tests import ROOT
 from tests.models.cases import (
@@ -338,3 +339,11 @@ def test_the_recipe_for_a_model_of_the_size_comes_first(preset, recommended):
     found = find_candidate(preset)
     rows = estimate(found, (2048,) if "wan" not in preset else (21, 30, 52)).training
     assert [row["recipe"] for row in rows if row["recommended"]] == [rows[0]["recipe"]] == [recommended]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_has_an_estimate_of_its_recovery(preset):
+    rows = estimate(find_candidate(preset)).training
+    # Wan-Animate has no recovery.
+    assert bool(rows) is ("animate" not in preset)

@@ -19,6 +19,7 @@ from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery import match_layers
 from mhla_hf.training.matching.teacher import SharedTeacher
 from tests import tiny, tiny_images
+from tests.integrations.transformers.mhla_models import NEEDS_ADD_ADAPTER
 from tests.integrations.transformers.tiny_files import save_softmax
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 
@@ -522,6 +523,7 @@ def test_a_checkpoint_of_mhla_stays_one_under_another_configuration(softmax, bat
         again.set_attn_implementation("sdpa")
 
 
+@NEEDS_ADD_ADAPTER
 def test_adapters_are_refused(softmax, batches):
     model = mhla_hf.convert(softmax, block_size=4)
     model.add_adapter(LoraConfig(target_modules=["o_proj"], init_lora_weights=False))

@@ -28,7 +28,7 @@ from mhla_hf.training.parameters import load_model
 from tests import tiny
 from tests.models.cases import CASES
 
-from ..integrations.transformers.mhla_models import mhla_model, mhla_modules
+from ..integrations.transformers.mhla_models import NEEDS_ADD_ADAPTER, mhla_model, mhla_modules
 from ..integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
 
 
@@ -207,6 +207,7 @@ def test_a_saved_model_of_transformers_with_adapters_in_it_is_refused_by_name(tm
     assert "merge_and_unload" in str(check_directory(tmp_path))
 
 
+@NEEDS_ADD_ADAPTER
 def test_adapters_that_are_saved_aside_load_as_before(tmp_path):
     mhla_hf.convert(softmax_model("llama"), block_size=4).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
@@ -230,6 +231,7 @@ def test_directories_with_an_adapter_beside_the_model_are_not_written_without_th
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
 
 
+@NEEDS_ADD_ADAPTER
 def test_a_component_of_adapters_alone_is_named(tmp_path):
     tiny.wan_pipeline().save_pretrained(tmp_path / "softmax")
     pipeline = mhla_hf.load_pipeline(tmp_path / "softmax", attn_implementation="mhla", mhla=BLOCKS)

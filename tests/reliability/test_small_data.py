@@ -29,7 +29,7 @@ FEW = "at least 2 are needed"
 TEXTS = {
     "blank.txt": ("", FEW_ROWS, FEW),
     "short.txt": ("one two three four five", FEW_ROWS, FEW),
-    "empty.jsonl": ("", "cannot be read: it is empty", "cannot be read: it is empty"),
+    "empty.jsonl": ("", "the file .* is empty", "the file .* is empty"),
     "lines.jsonl": ("\n\n", "has no records", "has no records"),
     "none.json": ("[]", "has no records", "has no records"),
     "one.jsonl": (json.dumps({"text": "one"}), FEW_ROWS, FEW),
@@ -40,7 +40,7 @@ TEXTS = {
         "a chat in 'messages', which language models with a chat template read alone",
         "a chat in 'messages', which language models with a chat template read alone",
     ),
-    "empty.parquet": ("", "cannot be read: Parquet file size is 0", "cannot be read: Parquet file size is 0"),
+    "empty.parquet": ("", "the file .* is empty", "the file .* is empty"),
 }
 
 
@@ -146,3 +146,35 @@ def test_images_of_few_pixels(height, width, tmp_path):
     found = source.batch("match", 0, 1)["pixel_values"]
     expected = source.processor(images=Image.fromarray(pixels), return_tensors="pt")["pixel_values"]
     assert torch.equal(found, expected)
+
+
+def test_samples_that_cannot_be_used_are_told_before_anything_is_converted_or_loaded(sources, tmp_path, monkeypatch):
+    imageio = pytest.importorskip("imageio")
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for name in ("a", "b"):
+        imageio.mimwrite(folder / f"{name}.mp4", [np.zeros((16, 16, 3), np.uint8)] * 3, fps=16, macro_block_size=1)
+        (folder / f"{name}.txt").write_text("a clip", encoding="utf-8")
+    monkeypatch.setattr("mhla_hf.recovery.recover.convert_pretrained", None)
+    monkeypatch.setattr("mhla_hf.training.data.latent_cache.load_encoders", None)
+    reason = "has 0 of 2 samples that can be used; at least . needed .*a.mp4 has fewer frames that can be read than 5"
+    size, out = ("--height", "16", "--width", "16", "--num-frames", "5"), str(tmp_path / "out")
+    for line in (["recover", str(sources["wan"]), out, *size], ["train", "cache", str(sources["wan"]), out]):
+        sides = [] if line[0] == "recover" else ["--sizes", "16,16,5"]
+        done = CliRunner().invoke(app, [*line, *sides, "--data", str(folder), "-q"])
+        assert done.exit_code == 2 and re.search(reason, done.output.replace("\n", " ")), done.output
+
+
+def test_data_that_are_no_cache(sources, tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.txt").write_text("a clip", encoding="utf-8")
+    line = ["calibrate", str(sources["wan"].parent / "wan-mhla"), str(tmp_path / "out")]
+    done = CliRunner().invoke(app, [*line, "--data", str(tmp_path / "files"), "-q", "--device", "cpu"])
+    assert done.exit_code == 2 and "must be a cache, which mhla-hf train cache makes" in done.output, done.output
+
+
+def test_a_probe_takes_an_image_of_one_pixel(sources, tmp_path):
+    Image.new("RGB", (1, 1), "red").save(tmp_path / "pixel.png")
+    line = f"inspect {sources['vit'].parent / 'vit-mhla'} --quiet --image {tmp_path / 'pixel.png'} --device cpu"
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == 0, result.output

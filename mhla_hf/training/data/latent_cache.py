@@ -298,6 +298,25 @@ class CachePlan:
         self.directory, self.config, self.family, self.seed = directory, config, family, seed
         self.num_classes, self.teacher, self.samples = num_classes, root, samples[: config.num_samples]
 
+    def check_samples(self, least: int) -> None:
+        """Check that so many of the user's samples can be read, before anything is converted or loaded for them.
+
+        Raises:
+            ValueError: If fewer can.
+        """
+        problems: list[str] = []
+        for number, sample in enumerate(self.samples, start=1):
+            try:
+                if self.config.data != GENERATED:
+                    sample.load()
+            except UnusableSampleError as error:
+                problems.append(f" ({error})")
+            if number - len(problems) == least:
+                return
+        usable = f"{len(self.samples) - len(problems)} of {len(self.samples)} samples that can be used"
+        problem = problems[0] if problems else ""
+        raise ValueError(f"data: {self.config.data} has {usable}; at least {least} needed{problem}")
+
     def settings(self) -> dict[str, Any]:
         """Return what the cache depends on besides its samples; encoders are identified by hashes of their files."""
         settings = {**self.config.to_dict(), "num_classes": self.num_classes}
@@ -401,6 +420,7 @@ def make_cache(
                 # Another process may have written it while this one waited.
                 work = [not is_finished(path, settings, samples)]
                 if work[0]:
+                    plan.check_samples(1)
                     write_json(path / MANIFEST, {"settings": settings, "complete": False})
         if broadcast_object_list(work)[0]:
             pipeline = load_encoders(directory)

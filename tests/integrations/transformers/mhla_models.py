@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
+import pytest
 import torch
+from packaging.version import Version
+from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.models.dinov2 import modeling_dinov2
 
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
@@ -20,6 +24,10 @@ IMAGE_OPTIONS: dict[str, Any] = {"blocks": [2, 2], "mixing_heads": "per_head"}
 
 # Older versions of transformers drop keyword arguments on the way to DINOv2's attention.
 UNSERVED = ("dinov2", "dinov2_with_registers") if hasattr(modeling_dinov2, "Dinov2SelfAttention") else ()
+
+NEEDS_ADD_ADAPTER = pytest.mark.skipif(
+    Version(version("peft")) < Version(MIN_PEFT_VERSION), reason="transformers' add_adapter wants a newer peft"
+)
 
 
 def served_names(*kinds: str) -> list[str]:
