@@ -80,31 +80,6 @@ def host_milliseconds(call: Callable[[], Any], rounds: int = 30) -> float:
     return statistics.median(times[1:] or times)
 
 
-def kernel_times(call: Callable[[], Any], rounds: int = 10) -> list[dict[str, Any]]:
-    """The kernels of a call by their time: `kernel`, `launches` and `microseconds` in one call, from empty caches."""
-    if not ON_GPU:
-        return []
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(rounds):
-            empty_cache()
-            call()
-        synchronize()
-    found = [
-        {
-            "kernel": event.key[:120],
-            "launches": event.count / rounds,
-            "microseconds": event.device_time_total / rounds,
-        }
-        for event in profiler.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA and "Memcpy" not in event.key
-    ]
-    return sorted(found, key=lambda row: -row["microseconds"])
-
-
 def copy_rates() -> dict[str, float]:
     """Bytes that copies read and write in a second: of memory, and of a tensor that stays in the L2 cache."""
     if not ON_GPU:

@@ -41,7 +41,7 @@ from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..training.parameters import load_model
 from ..training.processes import TrainingStopped
-from ..utils.destinations import LOCK, atomic_directory, lock_output, remove_directory, remove_leftovers
+from ..utils.destinations import LOCK, MOVED_LAST, atomic_directory, lock_output, remove_directory, remove_leftovers
 from ..utils.files import TEMPORARY_PREFIX, atomic_file, read_json, write_json
 from ..utils.locations import HUB_OPTIONS
 from ..utils.machine import choose_device, machine_facts, parse_dtype
@@ -60,10 +60,8 @@ logger = logging.getLogger(__name__)
 WORK = "work"
 RUN, CONVERTED, MODEL, DATA, RESULT = "run.json", "converted", "model", "data", "result"
 DONE, WEIGHTS = "done.json", "weights.safetensors"
-# What makes a directory loadable comes last.
-_MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
 # Batches that layers are tried on when they are selected.
-_TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 8, 4
+_SELECTION_BATCHES, _SELECTION_BATCH_SIZE = 8, 4
 _SAVE_EVERY = 100
 
 
@@ -105,9 +103,9 @@ def recover(
         data: For diffusion models a folder of videos or images with captions or classes, as for `mhla-hf train`; for
             text a folder of .txt, .md, .rst and .py files, a JSONL file or the id of a data set; for vision models a
             folder of images; `digits` where scikit-learn's scans will do; `generated` for samples that the original
-            makes. `None` is `generated` for DiT, PixArt and language models, and for others with `prompts`. In a
-            program also a function from the converted model to a
-            [`BatchSource`][mhla_hf.training.data.batches.BatchSource].
+            makes. `None` is `generated` for DiT and language models, and for Wan and SANA with `prompts`; families that
+            learn from the activations of their own pipeline need no data. In a program also a function from the
+            converted model to a [`BatchSource`][mhla_hf.training.data.batches.BatchSource].
         prompts: Text file with one prompt per line, for samples of the original; unused if `data` is a function.
         recipe: A YAML file, or the name of a recipe that comes with the package; `fast` is the default with ReLU,
             which is faster and recovers less, `paper` has the settings of arXiv 2601.07832. `None` takes the default
@@ -121,7 +119,7 @@ def recover(
         dtype: Type that the weights are cast to when the model is converted: float32, bfloat16 or float16. By default
             they keep theirs; training is in float32 either way.
         budget: That many times the steps of the recipe in every stage.
-        stages: Only these stages of `calibrate`, `match`, `distill` and `finetune`.
+        stages: Only these stages of `calibrate`, `match`, `blocks`, `distill` and `finetune`.
         changes: Values of the recipe by their path, such as `{"match.steps": 1000}`.
         component: Which transformer of a pipeline; the others are copied.
         resume: Resume the run in `output`.
@@ -338,7 +336,7 @@ class Recovery:
                 if count < len(indices):
                     model = self._load()
                     data = open_data(model)
-                    batches = data.batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
+                    batches = data.batches("layers", _SELECTION_BATCHES, _SELECTION_BATCH_SIZE)
                     selection = select_layers(model, batches, keep=len(indices) - count)
                     chosen, report.fingerprint = selection.mhla_layers, data.fingerprint
                     record = {"selection": {**selection.to_dict(), "calibration": None}}
@@ -539,7 +537,7 @@ class WorkFolder:
         result = self.path / RESULT
         if not result.is_dir():
             return
-        for path in sorted(_entries(result), key=lambda entry: (entry.name in _MOVED_LAST, entry.name)):
+        for path in sorted(_entries(result), key=lambda entry: (entry.name in MOVED_LAST, entry.name)):
             destination = self.output / path.name
             if destination.is_dir():
                 remove_directory(destination)

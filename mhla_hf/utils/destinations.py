@@ -41,7 +41,7 @@ _TEMPORARY = re.compile(
     rf"{re.escape(TEMPORARY_PREFIX)}(?:lock-|(?:old-|moving-)?[0-9a-f]{{8}}-)(?P<name>.+)", re.DOTALL
 )
 # The files that make a directory loadable, where it cannot be renamed.
-_MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
+MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
 # Errors of network file systems without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -259,7 +259,7 @@ def _entries(folder: Path, every: bool) -> list[str]:
     names = os.listdir(folder) if folder.is_dir() else []
     # A new file system has lost+found.
     others = [name for name in names if every or not (name.startswith(TEMPORARY_PREFIX) or name == "lost+found")]
-    return sorted(others, key=lambda name: (name in _MOVED_LAST, name))
+    return sorted(others, key=lambda name: (name in MOVED_LAST, name))
 
 
 def _move_entries(source: Path, target: Path) -> None:

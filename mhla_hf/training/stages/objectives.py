@@ -187,13 +187,11 @@ class Objective(ABC):
     """Training objective of the models of one family; the fields of a subclass are the distribution of its noise.
 
     Attributes:
-        model_class: Name of the diffusers class; its MHLA class is trained in the same way.
         condition_names: Tensors of a sample besides `latents`, and those of the sample for guidance.
         sharded_classes: Modules that sharding gathers separately, besides those that the model names.
         packed: Side of the squares of latents that the model takes as one token each; 0 if it takes latents as such.
     """
 
-    model_class: ClassVar[str]
     condition_names: ClassVar[tuple[str, ...]]
     sharded_classes: ClassVar[tuple[str, ...]] = ()
     packed: ClassVar[int] = 0
@@ -337,7 +335,6 @@ class FlowObjective(Objective):
 class WanObjective(FlowObjective):
     """Flow matching of videos; samples have `latents` `[C, F, H, W]` and `prompt_embeds` `[L, D]`."""
 
-    model_class = "WanTransformer3DModel"
     condition_names = ("prompt_embeds",)
 
     def model_inputs(
@@ -360,8 +357,6 @@ class WanVACEObjective(WanObjective):
         control: Makes the control of no video, `[1, C, F, H, W]`, for the shape of latents `[F, H, W]` and a device;
             None for a model without pipeline, which cannot be called.
     """
-
-    model_class = "WanVACETransformer3DModel"
 
     control: Callable[[tuple[int, ...], torch.device], torch.Tensor] | None = field(default=None, compare=False)
 
@@ -388,7 +383,6 @@ class SanaObjective(FlowObjective):
     Samples have `latents` `[C, H, W]`, `prompt_embeds` `[L, D]` and `prompt_attention_mask` `[L]`.
     """
 
-    model_class = "SanaTransformer2DModel"
     condition_names = ("prompt_embeds", "prompt_attention_mask")
 
     def model_inputs(
@@ -417,7 +411,6 @@ class LTXObjective(FlowObjective):
         frame_rate: Frames per second of the videos; by default the pipeline's.
     """
 
-    model_class = "LTXVideoTransformer3DModel"
     condition_names = ("prompt_embeds", "prompt_attention_mask")
     packed = 1
 
@@ -453,7 +446,6 @@ class HunyuanVideoObjective(FlowObjective):
     `pooled_prompt_embeds` `[P]`. Models are told a guidance scale of 1, as those of Flux.
     """
 
-    model_class = "HunyuanVideoTransformer3DModel"
     condition_names = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
 
     def model_inputs(
@@ -480,7 +472,6 @@ class FluxObjective(FlowObjective):
     a guidance scale are told 1: data have none.
     """
 
-    model_class = "FluxTransformer2DModel"
     condition_names = ("prompt_embeds", "pooled_prompt_embeds")
     packed = 2
 
@@ -516,7 +507,6 @@ class DiTObjective(Objective):
         ValueError: If the scheduler is for another objective; see `noise_prediction.NoiseSchedule`.
     """
 
-    model_class = "DiTTransformer2DModel"
     condition_names = ("class_label",)
     # The last layer of the model reuses the first block's embeddings, after that block was resharded.
     sharded_classes = ("BasicTransformerBlock", "CombinedTimestepLabelEmbeddings")
