@@ -103,9 +103,9 @@ def recover(
         data: For diffusion models a folder of videos or images with captions or classes, as for `mhla-hf train`; for
             text a folder of .txt, .md, .rst and .py files, a JSONL file or the id of a data set; for vision models a
             folder of images; `digits` where scikit-learn's scans will do; `generated` for samples that the original
-            makes. `None` is `generated` for DiT and language models, and for Wan and SANA with `prompts`; families that
-            learn from the activations of their own pipeline need no data. In a program also a function from the
-            converted model to a [`BatchSource`][mhla_hf.training.data.batches.BatchSource].
+            makes. `None` is `generated` for DiT and language models, and for Wan and SANA with `prompts`; families
+            that learn from the activations of their own pipeline need no data. In a program also a function from
+            the converted model to a [`BatchSource`][mhla_hf.training.data.batches.BatchSource].
         prompts: Text file with one prompt per line, for samples of the original; unused if `data` is a function.
         recipe: A YAML file, or the name of a recipe that comes with the package; `fast` is the default with ReLU,
             which is faster and recovers less, `paper` has the settings of arXiv 2601.07832. `None` takes the default
