@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from ..training.data.digits import MovingDigits, stack_videos
 from ..training.families import encode_videos
 from ..training.matching.layers import mhla_layers
 from ..training.processes import TrainingStopped
-from ..utils.destinations import LOCK, lock_output
+from ..utils.destinations import LOCK, differences, lock_output
 from ..utils.figures import save_figure
 from ..utils.files import atomic_file, read_json, write_json
 from ..utils.locations import PIPELINE_INDEX
@@ -309,7 +309,7 @@ def _claimed(config: DemoConfig) -> Iterator[None]:
     output, options = config.directory, config.to_dict()
     if not (config.base_directory / PIPELINE_INDEX).is_file():
         raise ValueError(f"original={str(config.base_directory)!r} is not the directory of a pipeline.")
-    with lock_output(output) or nullcontext():
+    with lock_output(output):
         record = output / _OPTIONS
         before = read_json(record, "the demo's options") if record.is_file() else {}
         # Other programs may call a file like this, too.
@@ -318,11 +318,9 @@ def _claimed(config: DemoConfig) -> Iterator[None]:
             for name in (_DATA, *VARIANTS):
                 shutil.rmtree(output / name, ignore_errors=True)
         elif is_demo:
-            changed = [name for name in options if name not in _FREE and before[name] != options[name]]
-            if changed:
+            if changed := differences(before, options | {name: before[name] for name in _FREE}):
                 raise ValueError(
-                    f"{output} holds a demo with another {', '.join(changed)}; start again with --no-resume or "
-                    "choose another directory"
+                    f"{output} holds a demo with {changed}; start again with --no-resume or choose another directory"
                 )
         elif any(entry.name != LOCK and not entry.name.startswith(".tmp-") for entry in output.iterdir()):
             raise ValueError(f"{output} is not empty and no output of a demo; choose another directory")
