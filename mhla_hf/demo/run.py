@@ -258,12 +258,8 @@ def recover_variant(
     recipe: dict[str, Any] = {"mhla.grid": list(GRID), "mhla.blocks": list(blocks)}
     # Blocks grow with the video: so small ones, many times as many in a long one, would have to be mixed in pairs.
     recipe["mhla.resize"] = "blocks"
-    if config.match_steps is not None:
-        recipe["match.steps"] = config.match_steps
-    if config.blocks_steps is not None:
-        recipe["blocks.steps"] = config.blocks_steps
-    if config.distill_steps is not None:
-        recipe["distill.steps"] = config.distill_steps
+    steps = {f"{stage}.steps": getattr(config, f"{stage}_steps") for stage in ("match", "blocks", "distill")}
+    recipe |= {name: number for name, number in steps.items() if number is not None}
     # A window of neighbours in the frame, and of the same place in all frames.
     options: dict[str, Any] = {
         "window": "cross" if variant == "mhla_window" else None,

@@ -6,11 +6,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from ..utils import machine
 from .cases import DEVICE, ON_GPU
 
 
@@ -23,10 +24,8 @@ _COPY_RATE = 4e12
 _CACHED_BYTES, _MEMORY_BYTES, _COPIES = 16 << 20, 1 << 30, 200
 
 
-def synchronize() -> None:
-    """Waits for the GPU, if there is one."""
-    if ON_GPU:
-        torch.cuda.synchronize()
+synchronize = partial(machine.synchronize, DEVICE)
+"""Waits for the GPU, if there is one."""
 
 
 @cache

@@ -312,6 +312,8 @@ class Objective(ABC):
 class FlowObjective(Objective):
     """Flow matching on logit-normal noise levels; see `sigmas_from_uniform` for the fields."""
 
+    condition_names = ("prompt_embeds",)
+
     logit_mean: float = 0.0
     logit_std: float = 1.0
     flow_shift: float = 1.0
@@ -326,6 +328,17 @@ class FlowObjective(Objective):
         """Return x_t = (1 - sigma) x_0 + sigma eps."""
         return add_noise(latents, noise, levels)
 
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the direction, packed as the model takes it."""
+        return {
+            "hidden_states": self.pack(noisy),
+            "timestep": timesteps_from_sigmas(levels),
+            "encoder_hidden_states": condition["prompt_embeds"],
+            "return_dict": False,
+        }
+
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: LatentBatch) -> torch.Tensor:
         """Return the mean squared error to the direction from data to noise."""
         return flow_matching_losses(prediction, self.pack(batch.latents), self.pack(batch.noise))
@@ -334,19 +347,6 @@ class FlowObjective(Objective):
 @dataclass(frozen=True, kw_only=True)
 class WanObjective(FlowObjective):
     """Flow matching of videos; samples have `latents` `[C, F, H, W]` and `prompt_embeds` `[L, D]`."""
-
-    condition_names = ("prompt_embeds",)
-
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
-        """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
-        return {
-            "hidden_states": noisy,
-            "timestep": timesteps_from_sigmas(levels),
-            "encoder_hidden_states": condition["prompt_embeds"],
-            "return_dict": False,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,12 +390,10 @@ class SanaObjective(FlowObjective):
     ) -> dict[str, Any]:
         """Return the arguments of `forward`, which predicts the direction `[B, C, H, W]`."""
         return {
-            "hidden_states": noisy,
-            "encoder_hidden_states": condition["prompt_embeds"],
+            **super().model_inputs(config, noisy, levels, condition),
             "encoder_attention_mask": condition["prompt_attention_mask"],
             # As the pipeline hands it over.
             "timestep": timesteps_from_sigmas(levels) * config["timestep_scale"],
-            "return_dict": False,
         }
 
 
@@ -424,9 +422,7 @@ class LTXObjective(FlowObjective):
     ) -> dict[str, Any]:
         """Return the arguments of `forward`, which predicts the packed direction `[B, F H W, C]`."""
         return {
-            "hidden_states": self.pack(noisy),
-            "encoder_hidden_states": condition["prompt_embeds"],
-            "timestep": timesteps_from_sigmas(levels),
+            **super().model_inputs(config, noisy, levels, condition),
             "encoder_attention_mask": condition["prompt_attention_mask"].bool(),
             **dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True)),
             "rope_interpolation_scale": (
@@ -434,7 +430,6 @@ class LTXObjective(FlowObjective):
                 self.spatial_factor,
                 self.spatial_factor,
             ),
-            "return_dict": False,
         }
 
 
@@ -453,14 +448,11 @@ class HunyuanVideoObjective(FlowObjective):
     ) -> dict[str, Any]:
         """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
         return {
-            "hidden_states": noisy,
-            "timestep": timesteps_from_sigmas(levels),
-            "encoder_hidden_states": condition["prompt_embeds"],
+            **super().model_inputs(config, noisy, levels, condition),
             "encoder_attention_mask": condition["prompt_attention_mask"].to(noisy.dtype),
             "pooled_projections": condition["pooled_prompt_embeds"],
             # As guidance scales are counted; models without them ignore it.
             "guidance": timesteps_from_sigmas(torch.ones_like(levels)),
-            "return_dict": False,
         }
 
 
@@ -482,14 +474,12 @@ class FluxObjective(FlowObjective):
         text = condition["prompt_embeds"]
         sides = (1, *(side // self.packed for side in noisy.shape[2:]))
         return {
-            "hidden_states": self.pack(noisy),
+            **super().model_inputs(config, noisy, levels, condition),
             "timestep": levels,
             "guidance": torch.ones_like(levels) if config["guidance_embeds"] else None,
             "pooled_projections": condition["pooled_prompt_embeds"],
-            "encoder_hidden_states": text,
             "txt_ids": text.new_zeros(text.shape[1], 3),
             "img_ids": torch.cartesian_prod(*(torch.arange(side).to(noisy) for side in sides)),
-            "return_dict": False,
         }
 
 
