@@ -37,7 +37,7 @@ from ..training.data.digits import MovingDigits, stack_videos
 from ..training.families import encode_videos
 from ..training.matching.layers import mhla_layers
 from ..training.processes import TrainingStopped
-from ..utils.destinations import LOCK, differences, lock_output
+from ..utils.destinations import LOCK, RunFolder, differences, lock_output
 from ..utils.figures import save_figure
 from ..utils.files import atomic_file, read_json, write_json
 from ..utils.locations import PIPELINE_INDEX
@@ -306,8 +306,8 @@ def _claimed(config: DemoConfig) -> Iterator[None]:
     if not (config.base_directory / PIPELINE_INDEX).is_file():
         raise ValueError(f"original={str(config.base_directory)!r} is not the directory of a pipeline.")
     with lock_output(output):
-        record = output / _OPTIONS
-        before = read_json(record, "the demo's options") if record.is_file() else {}
+        folder = RunFolder(output, _OPTIONS)
+        before = folder.identity()
         # Other programs may call a file like this, too.
         is_demo = before.keys() == options.keys()
         if is_demo and not config.resume:
@@ -320,7 +320,7 @@ def _claimed(config: DemoConfig) -> Iterator[None]:
                 )
         elif any(entry.name != LOCK and not entry.name.startswith(".tmp-") for entry in output.iterdir()):
             raise ValueError(f"{output} is not empty and no output of a demo; choose another directory")
-        write_json(record, options)
+        write_json(folder.record, options)
         yield
 
 
