@@ -312,7 +312,7 @@ class Objective(ABC):
 class FlowObjective(Objective):
     """Flow matching on logit-normal noise levels; see `sigmas_from_uniform` for the fields."""
 
-    condition_names = ("prompt_embeds",)
+    condition_names: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
 
     logit_mean: float = 0.0
     logit_std: float = 1.0
