@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+
+import torch
 
 from mhla_hf.bench import failure_reason, peak_memory
 from mhla_hf.gpu.cases import DEVICE, ON_GPU, KernelCase
 from mhla_hf.gpu.report import Report
-from mhla_hf.gpu.timing import copy_rates, device_milliseconds, host_milliseconds, kernel_times, synchronize
+from mhla_hf.gpu.timing import copy_rates, device_milliseconds, empty_cache, host_milliseconds, synchronize
 
 
 def time_cases(cases: Iterable[KernelCase], report: Report) -> None:
@@ -35,7 +37,7 @@ def time_cases(cases: Iterable[KernelCase], report: Report) -> None:
             row["milliseconds"] = device_milliseconds(case.run)
             row["host_milliseconds"] = host_milliseconds(case.run)
             row["torch_host_milliseconds"] = host_milliseconds(partial(case.run, backend="torch"))
-            row["kernels"] = kernel_times(case.run)
+            row["kernels"] = _kernel_times(case.run)
             row["peak_memory_bytes"] = peak_memory(case.run, DEVICE) if ON_GPU else None
         except Exception as error:  # What fails is a result, and others go on.
             row["reason"] = failure_reason(error)
@@ -56,3 +58,28 @@ def _line(row: dict[str, Any]) -> str:
     for kernel in row["kernels"][:10]:
         lines.append(f"    {kernel['microseconds']:9.1f} µs  x{kernel['launches']:g}  {kernel['kernel']}")
     return "\n".join(lines)
+
+
+def _kernel_times(call: Callable[[], Any], rounds: int = 10) -> list[dict[str, Any]]:
+    """The kernels of a call by their time: `kernel`, `launches` and `microseconds` in one call, from empty caches."""
+    if not ON_GPU:
+        return []
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(rounds):
+            empty_cache()
+            call()
+        synchronize()
+    found = [
+        {
+            "kernel": event.key[:120],
+            "launches": event.count / rounds,
+            "microseconds": event.device_time_total / rounds,
+        }
+        for event in profiler.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "Memcpy" not in event.key
+    ]
+    return sorted(found, key=lambda row: -row["microseconds"])

@@ -8,18 +8,17 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from mhla_hf.utils.destinations import atomic_directory, lock_output, remove_leftovers
+from mhla_hf.utils.destinations import RunFolder, atomic_directory
 from mhla_hf.utils.files import atomic_file, read_json, write_json
 from mhla_hf.utils.machine import choose_device, machine_facts, synchronize
 
@@ -98,7 +97,9 @@ def measure_quality(
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1.")
     target = choose_device(device)
-    with _claim(work_directory, options) or nullcontext():
+    # Other seeds may be added to it later.
+    identity = {name: value for name, value in asdict(options).items() if name != "seeds"}
+    with RunFolder(work_directory, _OPTIONS).claimed(identity):
         variants = (*VARIANTS, GATED) if can_scan(target) else VARIANTS
         wanted = [(variant, seed) for seed in options.seeds for variant in variants]
         pending = [pair for pair in wanted if not _directory(work_directory, *pair).is_dir()]
@@ -220,26 +221,6 @@ def _make_reference(options: QualityOptions, work_directory: Path) -> _Reference
     statistics = feature_statistics(classifier, digits.images)
     held_out = load_digits("held_out", options.image_size)
     return _Reference(digits, held_out, classifier, statistics, nearest_distance(held_out.images, digits.images))
-
-
-def _claim(work_directory: Path, options: QualityOptions) -> IO[str] | None:
-    """Locks a work directory and ties it to options; other seeds may be added to it later."""
-    lock = lock_output(work_directory)
-    remove_leftovers(work_directory)
-    wanted = {name: value for name, value in asdict(options).items() if name != "seeds"}
-    file = work_directory / _OPTIONS
-    if not file.is_file():
-        write_json(file, wanted)
-        return lock
-    found = read_json(file, "the options of the trainings:")
-    changed = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
-    if changed:
-        if lock is not None:
-            lock.lock.release()
-        raise ValueError(
-            f"{work_directory} holds trainings with another {', '.join(changed)}; choose a new directory."
-        )
-    return lock
 
 
 def _directory(work_directory: Path, variant: str, seed: int) -> Path:

@@ -26,7 +26,7 @@ from ..training.data.probes import pipeline_batches
 from ..training.matching.layers import Batch, evaluating, find_projections, first_output, mhla_layers, on_device
 from ..training.matching.teacher import shared_teacher
 from ..utils.machine import choose_device, machine_facts
-from ..utils.messages import check_count, pluralize
+from ..utils.messages import StepCounter, check_count, pluralize
 from .matrices import KINDS, LayerTokens
 from .statistics import MixingSummary, mean_and_std, mixing_summary
 from .tracking import AttentionSummary, Sample, attention_modules, observe_batch, query_rows
@@ -262,14 +262,7 @@ def inspect_model(
         raise ValueError(f"layers names none of the MHLA layers of this {type(model).__name__}: {known}.")
     options = next(iter(converted.values())).mhla.config.to_dict()
     report = ModelInspection(component, type(model).__name__, options, found, batches=len(batches))
-    total, done = len(batches) * (1 if base is None else 2), 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
-
+    advance = StepCounter(progress, len(batches) * (1 if base is None else 2))
     notes: dict[str, None] = {}
     observe = partial(_add_sample, wanted=wanted, tokens=tokens, seed=seed, notes=notes)
     for batch in batches:

@@ -22,6 +22,7 @@ from ..layers.fused import HeadNorms
 from ..layers.joint import TextTokens, of_all_tokens
 from ..layers.mhla import MHLA
 from ..layers.mixing import features_and_normalizer, layout_at
+from ..layers.original import LINEAR_EPS
 from ..layers.state import TokenSequence
 from ..layouts.blocks import BlockLayout
 from ..ops.band import StoredMixing, extend_mixing
@@ -40,7 +41,7 @@ Tokens = dict[str, torch.Tensor | None]
 
 _CAUSAL_BLOCK_SIZE = 64
 # SANA's own attention, see `mhla_hf.layers.original`.
-_LINEAR, _LINEAR_EPS = MHLAConfig(feature_map="relu", rope="after_feature_map"), 1e-15
+_LINEAR = MHLAConfig(feature_map="relu", rope="after_feature_map")
 
 
 def mhla_matrix(
@@ -288,7 +289,7 @@ class LayerTokens(SoftmaxTokens):
         elif kind == "linear":
             matrix = linear_matrix(**_of_heads(self.features, heads), **self._options, rows=rows)
         elif self.original is not None:
-            matrix = linear_matrix(**_of_heads(self.original, heads), eps=_LINEAR_EPS, rows=rows)
+            matrix = linear_matrix(**_of_heads(self.original, heads), eps=LINEAR_EPS, rows=rows)
         else:
             return super().matrix(head=head, rows=rows)
         return matrix[0] if head is None else matrix[0, 0]

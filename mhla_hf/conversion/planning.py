@@ -19,8 +19,8 @@ from ..models import limits, weight_files
 from ..models.directory import ModelDirectory
 from ..models.registry import family_for
 from ..utils.compat.diffusers import declared, fp32_parts
-from ..utils.messages import shorten_list, shorten_value
-from ..utils.tensor_files import FLOATS, TensorEntry, check_floats, plan_shards
+from ..utils.messages import shorten_list
+from ..utils.tensor_files import FLOATS, TensorEntry, check_floats, compare, plan_shards
 
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -234,17 +234,13 @@ def compare_tensors(
     Raises:
         ValueError: If tensors are missing, left over or of another shape; the message names them.
     """
-    found = {entry.name: entry.shape for entry in stored.entries}
-    missing = [name for name in expected if name not in found]
-    surplus = [name for name in found if name not in expected and not any(part in name for part in ignored)]
-    shapes = [
-        f"{stored.names.get(name, name)} {shorten_value(found[name])} instead of {shape}"
-        for name, shape in expected.items()
-        if found.get(name, shape) != shape
-    ]
-    kinds = ("lacks", "has tensors that the model does not know:", "has tensors of another shape:")
-    named = (missing, [stored.names.get(name, name) for name in surplus], shapes)
-    problems = [f"{kind} {shorten_list(names)}" for kind, names in zip(kinds, named) if names]
+    missing, surplus, shapes = compare(expected, {entry.name: entry.shape for entry in stored.entries}, ignored)
+    named = {
+        "lacks": missing,
+        "has tensors that the model does not know:": [stored.names.get(name, name) for name in surplus],
+        "has tensors of another shape:": [f"{stored.names.get(name, name)} {x}" for name, x in shapes.items()],
+    }
+    problems = [f"{kind} {shorten_list(names)}" for kind, names in named.items() if names]
     if problems:
         raise ValueError(f"{stored.where} {'; '.join(problems)}.")
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from ..training.data.digits import MovingDigits, stack_videos
 from ..training.families import encode_videos
 from ..training.matching.layers import mhla_layers
 from ..training.processes import TrainingStopped
-from ..utils.destinations import LOCK, lock_output
+from ..utils.destinations import LOCK, RunFolder, differences, lock_output
 from ..utils.figures import save_figure
 from ..utils.files import atomic_file, read_json, write_json
 from ..utils.locations import PIPELINE_INDEX
@@ -258,12 +258,8 @@ def recover_variant(
     recipe: dict[str, Any] = {"mhla.grid": list(GRID), "mhla.blocks": list(blocks)}
     # Blocks grow with the video: so small ones, many times as many in a long one, would have to be mixed in pairs.
     recipe["mhla.resize"] = "blocks"
-    if config.match_steps is not None:
-        recipe["match.steps"] = config.match_steps
-    if config.blocks_steps is not None:
-        recipe["blocks.steps"] = config.blocks_steps
-    if config.distill_steps is not None:
-        recipe["distill.steps"] = config.distill_steps
+    steps = {f"{stage}.steps": getattr(config, f"{stage}_steps") for stage in ("match", "blocks", "distill")}
+    recipe |= {name: number for name, number in steps.items() if number is not None}
     # A window of neighbours in the frame, and of the same place in all frames.
     options: dict[str, Any] = {
         "window": "cross" if variant == "mhla_window" else None,
@@ -309,24 +305,22 @@ def _claimed(config: DemoConfig) -> Iterator[None]:
     output, options = config.directory, config.to_dict()
     if not (config.base_directory / PIPELINE_INDEX).is_file():
         raise ValueError(f"original={str(config.base_directory)!r} is not the directory of a pipeline.")
-    with lock_output(output) or nullcontext():
-        record = output / _OPTIONS
-        before = read_json(record, "the demo's options") if record.is_file() else {}
+    with lock_output(output):
+        folder = RunFolder(output, _OPTIONS)
+        before = folder.identity()
         # Other programs may call a file like this, too.
         is_demo = before.keys() == options.keys()
         if is_demo and not config.resume:
             for name in (_DATA, *VARIANTS):
                 shutil.rmtree(output / name, ignore_errors=True)
         elif is_demo:
-            changed = [name for name in options if name not in _FREE and before[name] != options[name]]
-            if changed:
+            if changed := differences(before, options | {name: before[name] for name in _FREE}):
                 raise ValueError(
-                    f"{output} holds a demo with another {', '.join(changed)}; start again with --no-resume or "
-                    "choose another directory"
+                    f"{output} holds a demo with {changed}; start again with --no-resume or choose another directory"
                 )
         elif any(entry.name != LOCK and not entry.name.startswith(".tmp-") for entry in output.iterdir()):
             raise ValueError(f"{output} is not empty and no output of a demo; choose another directory")
-        write_json(record, options)
+        write_json(folder.record, options)
         yield
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from ..utils import machine
 from .cases import DEVICE, ON_GPU
 
 
@@ -23,10 +24,8 @@ _COPY_RATE = 4e12
 _CACHED_BYTES, _MEMORY_BYTES, _COPIES = 16 << 20, 1 << 30, 200
 
 
-def synchronize() -> None:
-    """Waits for the GPU, if there is one."""
-    if ON_GPU:
-        torch.cuda.synchronize()
+synchronize = partial(machine.synchronize, DEVICE)
+"""Waits for the GPU, if there is one."""
 
 
 @cache
@@ -78,31 +77,6 @@ def host_milliseconds(call: Callable[[], Any], rounds: int = 30) -> float:
             break
     # The first one warms up.
     return statistics.median(times[1:] or times)
-
-
-def kernel_times(call: Callable[[], Any], rounds: int = 10) -> list[dict[str, Any]]:
-    """The kernels of a call by their time: `kernel`, `launches` and `microseconds` in one call, from empty caches."""
-    if not ON_GPU:
-        return []
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(rounds):
-            empty_cache()
-            call()
-        synchronize()
-    found = [
-        {
-            "kernel": event.key[:120],
-            "launches": event.count / rounds,
-            "microseconds": event.device_time_total / rounds,
-        }
-        for event in profiler.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA and "Memcpy" not in event.key
-    ]
-    return sorted(found, key=lambda row: -row["microseconds"])
 
 
 def copy_rates() -> dict[str, float]:

@@ -25,7 +25,7 @@ from ..utils.compat.diffusers import declared
 from ..utils.files import Types, list_files, path_inside, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_list, shorten_text
-from ..utils.tensor_files import FLOATS, count_values
+from ..utils.tensor_files import FLOATS, compare, count_values
 from .card import describe_model
 
 
@@ -245,25 +245,23 @@ class DirectoryCheck:
         optional: set[str] = set()
         if directory.is_transformers:
             names = StoredNames(model, list(tensors))
-            unknown = names.unknown
-            check_layers(model, (), [names.renamed[name] for name in unknown], str(directory.folder))
+            check_layers(model, (), [names.renamed[name] for name in names.unknown], str(directory.folder))
             expected = names.expected
-            found = {key: tensors[name][1] for name, key in names.keys.items()}
+            missing, _, shapes = compare(expected, {key: tensors[name][1] for name, key in names.keys.items()})
+            unknown = names.unknown
             optional = {*names.may_be_missing, *filter(OPTIONAL_WEIGHTS.search, expected)}
             floats = {name for name in names.loaded if names.is_float(name)}
         else:
             expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
-            found = {name: shape for name, (_, shape) in tensors.items()}
             ignored = declared(model, "_keys_to_ignore_on_load_unexpected")
-            unknown = [name for name in tensors if name not in expected and not any(part in name for part in ignored)]
+            stored = {name: shape for name, (_, shape) in tensors.items()}
+            missing, unknown, shapes = compare(expected, stored, ignored)
             floats = {name for name in tensors if name in state and state[name].is_floating_point()}
         wrong = [f"{name} ({tensors[name][0]})" for name in floats if tensors[name][0] not in FLOATS]
         found_problems = {
-            "lacks {}; write or download the weights again.": set(expected) - set(found) - optional,
+            "lacks {}; write or download the weights again.": set(missing) - optional,
             "has tensors of other shapes than config.json describes: {}; the two do not belong together.": [
-                f"{shorten_text(name)} {found[name]} instead of {shape}"
-                for name, shape in expected.items()
-                if found.get(name, shape) != shape
+                f"{shorten_text(name)} {shape}" for name, shape in shapes.items()
             ],
             "has trained MHLA tensors that 'mhla' in config.json leaves out: {}; take config.json from the directory "
             "that the weights were written to.": [name for name in unknown if ".mhla." in name],

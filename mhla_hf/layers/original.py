@@ -21,7 +21,7 @@ from .state import TokenSequence
 
 
 # SANA's, of the attention in diffusers.
-_LINEAR_EPS = 1e-15
+LINEAR_EPS = 1e-15
 
 
 def original_attention(
@@ -102,7 +102,7 @@ def _linear_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> torch.Tensor:
     query, key = torch.relu(query.float()), torch.relu(key.float())
-    normalizer = torch.einsum("bthk,bhk->bth", query, key.sum(1)) + _LINEAR_EPS
+    normalizer = torch.einsum("bthk,bhk->bth", query, key.sum(1)) + LINEAR_EPS
     if rotary is not None:
         query, key = rotary(query), rotary(key)
     summary = torch.einsum("bthk,bthv->bhkv", key, value.float())

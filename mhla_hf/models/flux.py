@@ -61,7 +61,17 @@ class MHLAFluxAttention(MHLAJointAttention, FluxAttention):
         )  # fmt: skip
 
 
-class MHLAFluxTransformer2DModel(JointImageMixin, FluxTransformer2DModel):
+class _FluxMixin(JointImageMixin):
+    """What the models of Flux and Chroma have in common."""
+
+    # 1024 × 1024: latents of 128 × 128 in patches of 2 × 2.
+    default_grid = (64, 64)
+    attention_class = MHLAFluxAttention
+    module_classes = MappingProxyType({"pos_embed": MHLAFluxPosEmbed})
+    layer_counts = ("num_layers", "num_single_layers")
+
+
+class MHLAFluxTransformer2DModel(_FluxMixin, FluxTransformer2DModel):
     """`FluxTransformer2DModel` whose joint attention is MHLA in the chosen layers.
 
     Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
@@ -69,12 +79,6 @@ class MHLAFluxTransformer2DModel(JointImageMixin, FluxTransformer2DModel):
     of `transformer_blocks` come first, and those of `single_transformer_blocks` after them. Reference images
     (Kontext) and IP adapters raise `ValueError`.
     """
-
-    # 1024 × 1024: latents of 128 × 128 in patches of 2 × 2.
-    default_grid = (64, 64)
-    attention_class = MHLAFluxAttention
-    module_classes = MappingProxyType({"pos_embed": MHLAFluxPosEmbed})
-    layer_counts = ("num_layers", "num_single_layers")
 
     def forward(
         self,
@@ -101,18 +105,13 @@ class MHLAFluxTransformer2DModel(JointImageMixin, FluxTransformer2DModel):
         )  # fmt: skip
 
 
-class MHLAChromaTransformer2DModel(JointImageMixin, ChromaTransformer2DModel):
+class MHLAChromaTransformer2DModel(_FluxMixin, ChromaTransformer2DModel):
     """`ChromaTransformer2DModel` whose joint attention is MHLA in the chosen layers.
 
     Takes arguments and checkpoints as `MHLAFluxTransformer2DModel` does. MHLA layers leave out the text that
     `attention_mask` marks with zeros. Pipelines give it as numbers, which softmax layers, as upstream, add to their
     logits.
     """
-
-    default_grid = (64, 64)
-    attention_class = MHLAFluxAttention
-    module_classes = MappingProxyType({"pos_embed": MHLAFluxPosEmbed})
-    layer_counts = ("num_layers", "num_single_layers")
 
     def forward(
         self,

@@ -36,7 +36,7 @@ from ..training.matching.layers import (
 from ..training.matching.ridge import ProjectionFit, ProjectionSolution
 from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, list_files, read_json, write_json
-from ..utils.messages import check_count, did_you_mean, shorten_text
+from ..utils.messages import StepCounter, check_count, did_you_mean, shorten_text
 from ..utils.tensor_files import FLOATS, read_entries
 from .data import open_probe
 from .fits import HeadsCall, TemperatureFit, fit_heads, fit_text
@@ -195,14 +195,6 @@ def calibrate_model(
     batches = check_batches(batches)
     layers = mhla_layers(model)
     report, changes = CalibrationReport(batches=len(batches)), {}
-    done, total = 0, 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, max(done, total))
-
     parameters = base_parameters(model)
     # Starts from the original's values of what an earlier calibration or matching has changed.
     originals: Changes = {
@@ -213,7 +205,9 @@ def calibrate_model(
         layers = find_projections(model, layers, on_device(batches[0], model))
         _check_weights(layers)
         groups, count = _groups(model, layers, batches)
-        probe, total = _Probe(model, layers, batches, advance), len(groups) * count + len(layers) * fit_steps
+        total = len(groups) * count + len(layers) * fit_steps
+        advance = StepCounter(progress, total)
+        probe = _Probe(model, layers, batches, advance)
         for group in groups:
             calls = probe.calls([layer.name for layer in group], count)
             for layer in group:
@@ -221,7 +215,7 @@ def calibrate_model(
                 report.layers.append(solved)
                 changes.update(new)
         # Of layers that had nothing to train.
-        if progress is not None and done < total:
+        if progress is not None and advance.done < total:
             progress(total, total)
         before = {name: parameter.clone() for name, parameter in parameters.items() if parameter in changes}
     new = {**originals, **changes}

@@ -17,7 +17,7 @@ from ..config import automatic_share, parse_layers
 from ..conversion.planning import PlanOptions
 from ..models.directory import ModelDirectory
 from ..models.registry import is_mhla_class, mhla_class_for
-from ..training.config import DIGITS, CacheConfig, TrainingConfig, parse_sizes
+from ..training.config import DIGITS, GENERATED, CacheConfig, TrainingConfig, parse_sizes
 from ..training.data import probes
 from ..training.data.batches import BatchSource, Latents, RecordedCalls, drawn_held_out, load_calls
 from ..training.data.images import image_batches, open_images
@@ -37,7 +37,6 @@ from .recipes import DATA_FREE, TEXT, TRANSFORMERS, VIDEO, WITHOUT_OBJECTIVE, Re
 
 logger = logging.getLogger(__name__)
 
-GENERATED = "generated"
 _TEXTS = "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
 _MEDIA = "a folder of {} with captions, 'digits', or prompts (--prompts FILE) for the original to make"
 _DATA = {

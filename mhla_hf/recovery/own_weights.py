@@ -24,7 +24,7 @@ from .fits import HeadsCall, fit_heads
 
 # Peak rates of feature maps and biases, and of the logarithms of mixing weights; what measured best on the demo's Wan.
 _RATE, _MIXING_RATE = 2e-2, 1e-1
-_WARMUP_STEPS, _ROUNDS = 10, 2
+WARMUP_STEPS, _ROUNDS = 10, 2
 
 
 def trained_weights(layer: AttentionLayer) -> dict[str, nn.Parameter]:
@@ -88,7 +88,7 @@ def _train(
             order = order or torch.randperm(len(calls), generator=generator).tolist()
             number = order.pop()
             call = calls[number]
-            warmup = min(_WARMUP_STEPS, steps)
+            warmup = min(WARMUP_STEPS, steps)
             factor = learning_rate_factor(step, schedule="cosine", warmup_steps=warmup, total_steps=steps)
             set_learning_rate(optimizer, factor)
             attended = mhla.attention_parts(*call.args, **call.kwargs, attended_alone=True).attended

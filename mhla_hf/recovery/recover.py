@@ -12,13 +12,12 @@ OUT/work/result/           the finished directory, on its way into OUT
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,11 @@ from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..training.parameters import load_model
 from ..training.processes import TrainingStopped
-from ..utils.destinations import LOCK, atomic_directory, lock_output, remove_directory, remove_leftovers
-from ..utils.files import TEMPORARY_PREFIX, atomic_file, read_json, write_json
+from ..utils.destinations import LOCK, MOVED_LAST, RunFolder, atomic_directory, differences, remove_directory
+from ..utils.files import TEMPORARY_PREFIX, atomic_file, write_json
 from ..utils.locations import HUB_OPTIONS
 from ..utils.machine import choose_device, machine_facts, parse_dtype
-from ..utils.messages import check_count, shorten_text, shorten_value
+from ..utils.messages import check_count, shorten_text
 from ..utils.options import check_names
 from .calibration import write_models
 from .data import RecoveryData, data_or_default, family_of_transformers, origin_of
@@ -60,10 +59,8 @@ logger = logging.getLogger(__name__)
 WORK = "work"
 RUN, CONVERTED, MODEL, DATA, RESULT = "run.json", "converted", "model", "data", "result"
 DONE, WEIGHTS = "done.json", "weights.safetensors"
-# What makes a directory loadable comes last.
-_MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
 # Batches that layers are tried on when they are selected.
-_TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 8, 4
+_SELECTION_BATCHES, _SELECTION_BATCH_SIZE = 8, 4
 _SAVE_EVERY = 100
 
 
@@ -105,9 +102,9 @@ def recover(
         data: For diffusion models a folder of videos or images with captions or classes, as for `mhla-hf train`; for
             text a folder of .txt, .md, .rst and .py files, a JSONL file or the id of a data set; for vision models a
             folder of images; `digits` where scikit-learn's scans will do; `generated` for samples that the original
-            makes. `None` is `generated` for DiT, PixArt and language models, and for others with `prompts`. In a
-            program also a function from the converted model to a
-            [`BatchSource`][mhla_hf.training.data.batches.BatchSource].
+            makes. `None` is `generated` for DiT and language models, and for Wan and SANA with `prompts`; families
+            that learn from the activations of their own pipeline need no data. In a program also a function from
+            the converted model to a [`BatchSource`][mhla_hf.training.data.batches.BatchSource].
         prompts: Text file with one prompt per line, for samples of the original; unused if `data` is a function.
         recipe: A YAML file, or the name of a recipe that comes with the package; `fast` is the default with ReLU,
             which is faster and recovers less, `paper` has the settings of arXiv 2601.07832. `None` takes the default
@@ -121,7 +118,7 @@ def recover(
         dtype: Type that the weights are cast to when the model is converted: float32, bfloat16 or float16. By default
             they keep theirs; training is in float32 either way.
         budget: That many times the steps of the recipe in every stage.
-        stages: Only these stages of `calibrate`, `match`, `distill` and `finetune`.
+        stages: Only these stages of `calibrate`, `match`, `blocks`, `distill` and `finetune`.
         changes: Values of the recipe by their path, such as `{"match.steps": 1000}`.
         component: Which transformer of a pipeline; the others are copied.
         resume: Resume the run in `output`.
@@ -187,7 +184,7 @@ def recover(
     work = WorkFolder(Path(output).expanduser())
     settings = StageSettings(work.path, save_every, seed, place, progress)
     run = Recovery(part, work, chosen, settings, keep_stages, cast, hub)
-    is_converted = work.is_run_of(identity) and (work.is_done(CONVERTED) or work.has_result)
+    is_converted = not differences(work.identity(), identity) and (work.is_done(CONVERTED) or work.has_result)
     if not is_converted:
         plan_model(part, chosen.mhla, PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast))
     open_data: OpenData | None = data if callable(data) else None
@@ -322,7 +319,7 @@ class Recovery:
                 if count < len(indices):
                     model = self._load()
                     data = open_data(model)
-                    batches = data.batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
+                    batches = data.batches("layers", _SELECTION_BATCHES, _SELECTION_BATCH_SIZE)
                     selection = select_layers(model, batches, keep=len(indices) - count)
                     chosen, report.fingerprint = selection.mhla_layers, data.fingerprint
                     record = {"selection": {**selection.to_dict(), "calibration": None}}
@@ -405,7 +402,7 @@ def _timed() -> Iterator[dict[str, float]]:
     seconds["cpu_seconds"] = round(time.process_time() - cpu, 2)
 
 
-class WorkFolder:
+class WorkFolder(RunFolder):
     """The work folder of an output directory.
 
     Args:
@@ -413,42 +410,18 @@ class WorkFolder:
     """
 
     def __init__(self, output: Path) -> None:
-        self.output = output
-        self.path = output / WORK
+        super().__init__(output / WORK, RUN, output)
 
     @contextmanager
-    def claimed(self, identity: Mapping[str, Any], resume: bool) -> Iterator[None]:
-        """Claim the folder: within the context only this run writes here.
-
-        A run without progress is replaced by one with other options, and resumes without `resume`.
-
-        Args:
-            identity: Options that distinguish this run from others, as plain JSON values.
-            resume: Resume the stored run.
-
-        Raises:
-            ValueError: If there is something else here, a run with progress and `resume` is not asked for, or the
-                run with progress is another one; the message names what differs.
-        """
+    def claimed(self, identity: Mapping[str, Any], resume: bool = True) -> Iterator[None]:
+        """Claim the folder as [`RunFolder.claimed`] does, unless there is something else in the output."""
         others = [entry for entry in _entries(self.output) if entry.name != WORK]
         # A run that was killed while it wrote its record leaves that under a temporary name.
         unfinished = [path.name for path in self.path.glob(f"{TEMPORARY_PREFIX}*-{RUN}")]
         others += [entry for entry in _entries(self.path) if entry.name not in (LOCK, *unfinished)]
-        if self._identity() is None and others:
+        if not self.record.is_file() and others:
             raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
-        with lock_output(self.path) or nullcontext():
-            remove_leftovers(self.path)
-            # Read with the lock: another process may have been here meanwhile.
-            stored = self._identity() or {}
-            different = _differences(stored, identity)
-            if self.has_progress and (different or not resume):
-                problem = f"with {different}; give the same options" if different else "already; --resume resumes it"
-                raise ValueError(f"output {self.output} holds a run {problem}, or choose another output")
-            if different:
-                if stored:
-                    logger.warning("%s: restarted, since a run with %s finished no stage", self.output, different)
-                self.clear()
-                write_json(self.path / RUN, dict(identity))
+        with super().claimed(identity, resume):
             yield
 
     @property
@@ -460,10 +433,6 @@ class WorkFolder:
     def has_result(self) -> bool:
         """Whether the result is complete, published or not."""
         return (self.path / RESULT).is_dir() or (self.output / REPORT).is_file()
-
-    def is_run_of(self, identity: Mapping[str, Any]) -> bool:
-        """Whether the run here has these options."""
-        return not _differences(self._identity() or {}, identity)
 
     def clear(self, *kept: str) -> None:
         """Remove the files of a run, except those named in `kept`."""
@@ -478,9 +447,6 @@ class WorkFolder:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-    def _identity(self) -> dict[str, Any] | None:
-        return read_json(self.path / RUN, "the record") if (self.path / RUN).is_file() else None
 
     def is_done(self, name: str) -> bool:
         """Return whether a stage is finished."""
@@ -523,7 +489,7 @@ class WorkFolder:
         result = self.path / RESULT
         if not result.is_dir():
             return
-        for path in sorted(_entries(result), key=lambda entry: (entry.name in _MOVED_LAST, entry.name)):
+        for path in sorted(_entries(result), key=lambda entry: (entry.name in MOVED_LAST, entry.name)):
             destination = self.output / path.name
             if destination.is_dir():
                 remove_directory(destination)
@@ -535,14 +501,3 @@ class WorkFolder:
 
 def _entries(directory: Path) -> list[Path]:
     return list(directory.iterdir()) if directory.is_dir() else []
-
-
-def _differences(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
-    """Describe the options that differ, with both values; empty if there are none."""
-    # As they are read again: tuples as lists.
-    now = json.loads(json.dumps(identity))
-    return ", ".join(
-        f"{name} {shorten_value(stored.get(name), 60)} (now {shorten_value(now.get(name), 60)})"
-        for name in sorted({*stored, *now})
-        if stored.get(name) != now.get(name)
-    )

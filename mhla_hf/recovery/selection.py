@@ -31,6 +31,7 @@ from ..training.matching.layers import (
 )
 from ..training.matching.teacher import SharedTeacher
 from ..utils.machine import synchronize
+from ..utils.messages import StepCounter
 from .calibration import CalibrationReport, calibrate_model, check_batches
 from .data import open_probe
 from .recipes import check_shares, parse_share
@@ -140,19 +141,12 @@ def select_layers(
     indices = [of_modules.get(layer.mhla, _index(layer.name)) for layer in layers]
     if len(set(indices)) < len(indices):
         raise ValueError("layers of this model have the same numbers (several towers): select them tower by tower.")
-    compared, done = batches[:_COMPARED_BATCHES], 0
-
-    def advance(total: int = 2 * len(batches) + len(layers) * max(1, count)) -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, max(done, total))
-
+    advance = StepCounter(progress, 2 * len(batches) + len(layers) * max(1, count))
     parameters = base_parameters(model)
     for name, original in original_values(model, "select layers").items():
         parameters[name].data.copy_(original)
     with evaluating(model):
-        trial = _Trial(model, SharedTeacher(model), compared)
+        trial = _Trial(model, SharedTeacher(model), batches[:_COMPARED_BATCHES])
         layers = trial.layers
         calibration = calibrate_model(model, batches, fit_steps=0, progress=lambda *_: advance())
         report = SelectionReport(
@@ -191,7 +185,7 @@ def select_layers(
     if len(chosen) == len(layers):
         raise ValueError("latency leaves every layer softmax: MHLA saves nothing at the size of the probe here.")
     if progress is not None:
-        progress(done, done)
+        progress(advance.done, advance.done)
     return report
 
 

@@ -26,11 +26,11 @@ from ..training.matching.matching import match_layers
 from ..training.matching.teacher import SharedTeacher
 from ..utils.files import read_json, write_json
 from .calibration import calibrate_model
+from .own_weights import WARMUP_STEPS
 from .recipes import BlocksOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
 from .selection import importance, steps_by_importance
 
 
-_WARMUP_STEPS = 10
 # What a layer gets at least of the steps of a stage, relative to the average; a block that would get less is left out.
 _LEAST_SHARE = 0.25
 # Batches that tell how much each layer matters.
@@ -167,7 +167,7 @@ def blocks(
         learning_rate=options.learning_rate,
         mhla_learning_rate=options.mhla_learning_rate,
         transfer_optimizer=options.optimizer,
-        warmup_steps=_WARMUP_STEPS,
+        warmup_steps=WARMUP_STEPS,
         lr_schedule="cosine",
         adam_beta2=_SECOND_BETA,
         weight_decay=0.0,
@@ -248,7 +248,7 @@ def _train(
         batch_size=options.batch_size,
         learning_rate=options.learning_rate,
         mhla_learning_rate=options.mhla_learning_rate,
-        warmup_steps=min(_WARMUP_STEPS, options.steps),
+        warmup_steps=min(WARMUP_STEPS, options.steps),
         adam_beta2=_SECOND_BETA,
         weight_decay=0.0,
         condition_dropout=data.condition_dropout if isinstance(data, Latents) else 0.1,

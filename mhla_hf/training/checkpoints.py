@@ -26,7 +26,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..utils.destinations import atomic_directory, remove_directory
+from ..utils.destinations import atomic_directory, differences, remove_directory
 from ..utils.files import atomic_file, clear_write_errors, parse_json, read_json, write_staged_json
 from .config import TrainingConfig
 from .data.order import file_fingerprint
@@ -187,17 +187,16 @@ def check_run(checkpoint: Path, current: Mapping[str, Any]) -> None:
     """
     state = read_state(checkpoint)
     saved, now, made_from = state["config"], current["config"], state["inputs"]
-    changes = [f"{name}={saved.get(name)!r}" for name in IDENTITY if saved.get(name) != now[name]]
+    changes = [differences(*({name: each.get(name) for name in IDENTITY} for each in (saved, now)))]
     option, step = _STEPS[state["stage"]], state["step"]
     # Without its stage the checkpoint would not be read; layers once matched take no further steps.
     if not now[option] or (state["stage"] == "transfer" and now[option] != step):
-        changes.append(f"{option}={saved.get(option, step)}")
+        changes.append(f"{option} {saved.get(option, step)} (now {now[option]})")
     inputs = current["inputs"].items()
     changes += [f"other {name} than this run has" for name, value in inputs if made_from.get(name, value) != value]
-    if changes:
-        raise ValueError(
-            f"resume: {checkpoint} was made with {', '.join(changes)}; go on with the same or choose another output"
-        )
+    if any(changes):
+        made = ", ".join(filter(None, changes))
+        raise ValueError(f"resume: {checkpoint} was made with {made}; go on with the same or choose another output")
 
 
 def save_checkpoint(

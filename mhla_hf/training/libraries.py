@@ -31,7 +31,7 @@ class DiffusionTrainer(Trainer):
     """Trainer of a diffusion transformer with MHLA: layer matching, distillation, then fine-tuning.
 
     Its MHLA layers are matched one by one, then its whole prediction (distillation). The objective of fine-tuning is
-    flow matching for Wan and SANA, and noise prediction for DiT; see `mhla_hf.training.families`.
+    that of the model's family, such as flow matching for Wan; see `mhla_hf.training.families`.
 
     With files, everything comes from `config.model` and `config.cache`. In a program, models and data can be passed
     in; without `config.output` nothing is written.

@@ -219,7 +219,7 @@ class Trainer(ABC):
             return None
         with processes.Processes().together():
             if self.accelerator.is_main_process:
-                self.resources.enter_context(lock_output(self.output) or nullcontext())
+                self.resources.enter_context(lock_output(self.output))
                 found = [checkpoints.find_checkpoint(self.config.resume, self.output / "checkpoints")]
                 for finished in (self.output / "pipeline", self.output / "model"):
                     if self.config.resume is None and finished.exists():

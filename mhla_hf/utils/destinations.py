@@ -15,18 +15,21 @@ destination what a killed one left:
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from .files import TEMPORARY_PREFIX, clear_write_errors, flush_to_disk, temporary_sibling
+from .files import TEMPORARY_PREFIX, clear_write_errors, flush_to_disk, read_json, temporary_sibling, write_json
+from .messages import shorten_value
 
 
 logger = logging.getLogger(__name__)
@@ -41,7 +44,7 @@ _TEMPORARY = re.compile(
     rf"{re.escape(TEMPORARY_PREFIX)}(?:lock-|(?:old-|moving-)?[0-9a-f]{{8}}-)(?P<name>.+)", re.DOTALL
 )
 # The files that make a directory loadable, where it cannot be renamed.
-_MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
+MOVED_LAST = ("config.json", "model_index.json", "conversion.json")
 # Errors of network file systems without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -77,11 +80,76 @@ def take_lock(path: Path, taken: str, patience: float = PATIENCE_SECONDS) -> Acq
         return None
 
 
-def lock_output(directory: Path, patience: float = PATIENCE_SECONDS) -> AcquireReturnProxy | None:
-    """Take the lock of an output directory, which is created if needed; see [`take_lock`]."""
+def lock_output(directory: Path, patience: float = PATIENCE_SECONDS) -> AcquireReturnProxy | nullcontext[None]:
+    """Take the lock of an output directory, which is created if needed, until `with` ends; see [`take_lock`]."""
     directory.mkdir(parents=True, exist_ok=True)
     taken = f"output {directory} is in use by another run; wait for it or choose another"
-    return take_lock(directory / LOCK, taken, patience)
+    return take_lock(directory / LOCK, taken, patience) or nullcontext()
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Describe the options in which two runs differ, with both values; empty if they are the same."""
+    # As they are read again: tuples as lists.
+    now = json.loads(json.dumps(new))
+    return ", ".join(
+        f"{name} {shorten_value(old.get(name), 60)} (now {shorten_value(now.get(name), 60)})"
+        for name in sorted({*old, *now})
+        if old.get(name) != now.get(name)
+    )
+
+
+class RunFolder:
+    """A directory of one run, with a record of the options that distinguish it from others.
+
+    Args:
+        path: The directory.
+        record: Name of the record in it.
+        output: What messages call it; the directory by default.
+    """
+
+    def __init__(self, path: Path, record: str, output: Path | None = None) -> None:
+        self.path, self.record, self.output = path, path / record, output or path
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether there is something that a run with other options must not replace."""
+        return self.record.is_file()
+
+    def identity(self) -> dict[str, Any]:
+        """Return the options of the run here; empty if there is none."""
+        return read_json(self.record, "the record of a run") if self.record.is_file() else {}
+
+    def clear(self) -> None:
+        """Remove the files of the run here."""
+
+    @contextmanager
+    def claimed(self, identity: Mapping[str, Any], resume: bool = True) -> Iterator[None]:
+        """Claim the folder: within the context only this run writes here.
+
+        A run without progress is replaced by one with other options, and resumes without `resume`.
+
+        Args:
+            identity: Options that distinguish this run from others, as plain JSON values.
+            resume: Resume the stored run.
+
+        Raises:
+            ValueError: If a run with progress is here and `resume` is not asked for, or it is another one; the message
+                names what differs.
+        """
+        with lock_output(self.path):
+            remove_leftovers(self.path)
+            # Read with the lock: another process may have been here meanwhile.
+            stored = self.identity()
+            different = differences(stored, identity)
+            if self.has_progress and (different or not resume):
+                problem = f"with {different}; give the same options" if different else "already; --resume resumes it"
+                raise ValueError(f"output {self.output} holds a run {problem}, or choose another output")
+            if different:
+                if stored:
+                    logger.warning("%s: restarted, since a run with %s finished no stage", self.output, different)
+                self.clear()
+                write_json(self.record, dict(identity))
+            yield
 
 
 class Destination:
@@ -259,7 +327,7 @@ def _entries(folder: Path, every: bool) -> list[str]:
     names = os.listdir(folder) if folder.is_dir() else []
     # A new file system has lost+found.
     others = [name for name in names if every or not (name.startswith(TEMPORARY_PREFIX) or name == "lost+found")]
-    return sorted(others, key=lambda name: (name in _MOVED_LAST, name))
+    return sorted(others, key=lambda name: (name in MOVED_LAST, name))
 
 
 def _move_entries(source: Path, target: Path) -> None:

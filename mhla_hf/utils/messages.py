@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -123,3 +123,21 @@ def check_count(name: str, value: Any, minimum: int = 1, maximum: int | None = N
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or value < minimum or (maximum is not None and value > maximum):
         raise ValueError(f"{name}={shorten_value(value, 40)} must be a whole number of at least {minimum}{limit}.")
+
+
+class StepCounter:
+    """Counts its calls, and tells them and the total to a function, if there is one.
+
+    Args:
+        progress: Called with the number of calls so far and the total, which is never less.
+        total: Calls to expect.
+    """
+
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0
+
+    def __call__(self) -> None:
+        """Count a step."""
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, max(self.done, self.total))

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .files import write_staged_json
-from .messages import how_to_install, shorten_text
+from .messages import how_to_install, shorten_text, shorten_value
 
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -109,6 +109,25 @@ def read_entries(path: Path) -> list[TensorEntry]:
         )
         for name, entry in header.items()
     ]
+
+
+def compare(
+    expected: Mapping[str, Any], found: Mapping[str, Any], ignored: Iterable[str] = ()
+) -> tuple[list[str], list[str], dict[str, str]]:
+    """Compare the shapes of tensors with those that a model expects.
+
+    Args:
+        expected: The model's shapes by name.
+        found: Those of the tensors.
+        ignored: Parts of names that may be left over.
+
+    Returns:
+        Names of missing tensors, names that the model does not know, and by name what differs in shape, as text.
+    """
+    missing = [name for name in expected if name not in found]
+    surplus = [name for name in found if name not in expected and not any(part in name for part in ignored)]
+    wrong = {name: shape for name, shape in expected.items() if found.get(name, shape) != shape}
+    return missing, surplus, {name: f"{shorten_value(found[name])} instead of {wrong[name]}" for name in wrong}
 
 
 def check_floats(entries: Iterable[TensorEntry | torch.Tensor], where: Any) -> None:

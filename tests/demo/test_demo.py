@@ -145,7 +145,7 @@ def test_a_finished_demo_runs_again_in_no_time(finished, base):
 
 def test_other_options_are_not_mixed_into_old_work(finished, base):
     output, _ = finished
-    with pytest.raises(ValueError, match="another seed, blocks_steps; start again with --no-resume"):
+    with pytest.raises(ValueError, match=r"blocks_steps 3 \(now 4\), seed 0 \(now 1\); start again with"):
         run_demo(DemoConfig(output=str(output), base=str(base), **{**TINY_DEMO, "blocks_steps": 4, "seed": 1}))
 
 

@@ -270,7 +270,7 @@ class TestResuming:
         with pytest.raises(ValueError, match="already holds the run"):
             trainer().run()
         for change in ({"train": "mhla"}, {"max_steps": 0, "distill_steps": 1}):
-            with pytest.raises(ValueError, match=f"was made with {next(iter(change))}="):
+            with pytest.raises(ValueError, match=f"was made with {next(iter(change))} "):
                 trainer(resume="latest", **change).run()
         result = trainer(resume="finetune-00000002", max_steps=6).run()
         assert len(result.losses["finetune"]) == 6

@@ -15,7 +15,9 @@ import pytest
 from mhla_hf.conversion.writing import check_apart
 from mhla_hf.utils.destinations import (
     LOCK,
+    RunFolder,
     claim_destination,
+    differences,
     lock_output,
     remove_leftovers,
 )
@@ -127,6 +129,31 @@ def test_a_lock_dies_with_its_process(tmp_path):
     lock_output(tmp_path, patience=0).lock.release()
 
 
+def test_differences_have_both_values_of_what_differs():
+    assert differences({"seed": 0, "grid": [1, 2], "old": 1}, {"seed": 1, "grid": (1, 2)}) == (
+        "old 1 (now None), seed 0 (now 1)"
+    )
+    assert differences({"grid": [1, 2]}, {"grid": (1, 2)}) == differences({}, {}) == ""
+
+
+def test_a_run_claims_its_folder_and_no_other_run_does(tmp_path):
+    folder = RunFolder(tmp_path, "run.json")
+    with folder.claimed({"seed": 0, "grid": (1, 2)}):
+        assert folder.identity() == {"seed": 0, "grid": [1, 2]}
+        with pytest.raises(ValueError, match="in use by another run"):
+            lock_output(tmp_path, patience=0)
+    (leftover,) = leave(tmp_path, "")
+    with folder.claimed({"seed": 0, "grid": (1, 2)}):
+        assert not leftover.exists()
+    with pytest.raises(ValueError, match="holds a run already; --resume resumes it"):
+        with folder.claimed({"seed": 0, "grid": (1, 2)}, resume=False):
+            pass
+    with pytest.raises(ValueError, match=r"holds a run with seed 0 \(now 1\); give the same options"):
+        with folder.claimed({"seed": 1, "grid": (1, 2)}):
+            pass
+    assert folder.identity()["seed"] == 0
+
+
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_a_file_system_without_locks_works(number, tmp_path, monkeypatch):
     def no_locks(*_):
@@ -134,7 +161,7 @@ def test_a_file_system_without_locks_works(number, tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     (leftover,) = leave(tmp_path, "")
-    assert lock_output(tmp_path) is None
+    assert isinstance(lock_output(tmp_path), contextlib.nullcontext)
     write(tmp_path / "out", "new")
     # Without a lock, leftovers could be a living process's.
     assert names(tmp_path) == [LOCK, leftover.name, "out"] and content(tmp_path / "out") == complete("new")

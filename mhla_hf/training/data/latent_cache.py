@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
 from ...models.directory import ModelDirectory
-from ...utils.destinations import lock_output, remove_leftovers
+from ...utils.destinations import differences, lock_output, remove_leftovers
 from ...utils.files import atomic_file, check_fields, path_inside, read_json, write_json
 from ...utils.locations import download_pipeline
 from ...utils.messages import check_count, shorten_text, shorten_value
@@ -348,10 +348,8 @@ def is_finished(directory: Path, settings: dict[str, Any], samples: Sequence[Dat
     old = manifest["settings"]
     if old is None:
         return False
-    different = sorted(name for name in {*settings, *old} if settings.get(name) != old.get(name))
-    if different:
-        changes = ", ".join(f"{name} {old.get(name)!r} not {settings.get(name)!r}" for name in different)
-        raise ValueError(f"cache {directory} was made with {changes}; remove it or choose another cache")
+    if different := differences(old, settings):
+        raise ValueError(f"cache {directory} was made with {different}; remove it or choose another cache")
     return manifest["complete"] and manifest.get("samples_digest") == _digest(samples)
 
 
@@ -416,7 +414,7 @@ def make_cache(
         with Processes().together():
             # A finished cache is not locked: several runs can train on it.
             if accelerator.is_main_process and not is_finished(path, settings, samples):
-                locks.enter_context(lock_output(path) or nullcontext())
+                locks.enter_context(lock_output(path))
                 # Another process may have written it while this one waited.
                 work = [not is_finished(path, settings, samples)]
                 if work[0]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ...layers.weight_record import original_name, record_step
-from ...utils.destinations import lock_output, remove_directory, remove_leftovers
-from ...utils.files import read_json, write_json
+from ...utils.destinations import RunFolder, remove_directory, remove_leftovers
 from ...utils.machine import parse_dtype
 from ...utils.messages import check_choice, check_count, format_bytes
 from ..config import TRANSFER_CACHES, TrainingConfig
@@ -155,8 +154,8 @@ class Matching:
                 identity = self._identity()
                 with self.processes.together():
                     if self.processes.rank == 0:
-                        stack.enter_context(lock_output(self.output) or nullcontext())
-                        self._claim_output(self.output, identity)
+                        stack.enter_context(RunFolder(self.output, "matching.json").claimed(identity))
+                        remove_leftovers(self.output / "layers")
                         # What a run that was killed has left, and what this one will.
                         self._remove_records()
                         stack.callback(self._remove_records)
@@ -317,26 +316,6 @@ class Matching:
                 (model_fingerprint(self.model), model_fingerprint(self.teacher), samples_fingerprint(self.data, 16))
             ),
         }
-
-    def _claim_output(self, output: Path, identity: Mapping[str, Any]) -> None:
-        """Record the identity of this run, or compare it with the recorded one.
-
-        Raises:
-            ValueError: If the output holds another run.
-        """
-        record = output / "matching.json"
-        for folder in (output, output / "layers"):
-            remove_leftovers(folder)
-        if not record.is_file():
-            write_json(record, dict(identity))
-            return
-        before = read_json(record, "the record of a matching run")
-        changed = sorted(name for name in identity if before.get(name) != identity[name])
-        if changed:
-            raise ValueError(
-                f"output {output} holds a matching run with another {', '.join(changed)}; use the same, or choose "
-                "another output."
-            )
 
 
 def _count_tokens(batch: Mapping[str, Any]) -> int:

@@ -187,13 +187,11 @@ class Objective(ABC):
     """Training objective of the models of one family; the fields of a subclass are the distribution of its noise.
 
     Attributes:
-        model_class: Name of the diffusers class; its MHLA class is trained in the same way.
         condition_names: Tensors of a sample besides `latents`, and those of the sample for guidance.
         sharded_classes: Modules that sharding gathers separately, besides those that the model names.
         packed: Side of the squares of latents that the model takes as one token each; 0 if it takes latents as such.
     """
 
-    model_class: ClassVar[str]
     condition_names: ClassVar[tuple[str, ...]]
     sharded_classes: ClassVar[tuple[str, ...]] = ()
     packed: ClassVar[int] = 0
@@ -314,6 +312,8 @@ class Objective(ABC):
 class FlowObjective(Objective):
     """Flow matching on logit-normal noise levels; see `sigmas_from_uniform` for the fields."""
 
+    condition_names: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+
     logit_mean: float = 0.0
     logit_std: float = 1.0
     flow_shift: float = 1.0
@@ -328,6 +328,17 @@ class FlowObjective(Objective):
         """Return x_t = (1 - sigma) x_0 + sigma eps."""
         return add_noise(latents, noise, levels)
 
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the direction, packed as the model takes it."""
+        return {
+            "hidden_states": self.pack(noisy),
+            "timestep": timesteps_from_sigmas(levels),
+            "encoder_hidden_states": condition["prompt_embeds"],
+            "return_dict": False,
+        }
+
     def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: LatentBatch) -> torch.Tensor:
         """Return the mean squared error to the direction from data to noise."""
         return flow_matching_losses(prediction, self.pack(batch.latents), self.pack(batch.noise))
@@ -336,20 +347,6 @@ class FlowObjective(Objective):
 @dataclass(frozen=True, kw_only=True)
 class WanObjective(FlowObjective):
     """Flow matching of videos; samples have `latents` `[C, F, H, W]` and `prompt_embeds` `[L, D]`."""
-
-    model_class = "WanTransformer3DModel"
-    condition_names = ("prompt_embeds",)
-
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
-        """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
-        return {
-            "hidden_states": noisy,
-            "timestep": timesteps_from_sigmas(levels),
-            "encoder_hidden_states": condition["prompt_embeds"],
-            "return_dict": False,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,8 +357,6 @@ class WanVACEObjective(WanObjective):
         control: Makes the control of no video, `[1, C, F, H, W]`, for the shape of latents `[F, H, W]` and a device;
             None for a model without pipeline, which cannot be called.
     """
-
-    model_class = "WanVACETransformer3DModel"
 
     control: Callable[[tuple[int, ...], torch.device], torch.Tensor] | None = field(default=None, compare=False)
 
@@ -388,7 +383,6 @@ class SanaObjective(FlowObjective):
     Samples have `latents` `[C, H, W]`, `prompt_embeds` `[L, D]` and `prompt_attention_mask` `[L]`.
     """
 
-    model_class = "SanaTransformer2DModel"
     condition_names = ("prompt_embeds", "prompt_attention_mask")
 
     def model_inputs(
@@ -396,12 +390,10 @@ class SanaObjective(FlowObjective):
     ) -> dict[str, Any]:
         """Return the arguments of `forward`, which predicts the direction `[B, C, H, W]`."""
         return {
-            "hidden_states": noisy,
-            "encoder_hidden_states": condition["prompt_embeds"],
+            **super().model_inputs(config, noisy, levels, condition),
             "encoder_attention_mask": condition["prompt_attention_mask"],
             # As the pipeline hands it over.
             "timestep": timesteps_from_sigmas(levels) * config["timestep_scale"],
-            "return_dict": False,
         }
 
 
@@ -417,7 +409,6 @@ class LTXObjective(FlowObjective):
         frame_rate: Frames per second of the videos; by default the pipeline's.
     """
 
-    model_class = "LTXVideoTransformer3DModel"
     condition_names = ("prompt_embeds", "prompt_attention_mask")
     packed = 1
 
@@ -431,9 +422,7 @@ class LTXObjective(FlowObjective):
     ) -> dict[str, Any]:
         """Return the arguments of `forward`, which predicts the packed direction `[B, F H W, C]`."""
         return {
-            "hidden_states": self.pack(noisy),
-            "encoder_hidden_states": condition["prompt_embeds"],
-            "timestep": timesteps_from_sigmas(levels),
+            **super().model_inputs(config, noisy, levels, condition),
             "encoder_attention_mask": condition["prompt_attention_mask"].bool(),
             **dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True)),
             "rope_interpolation_scale": (
@@ -441,7 +430,6 @@ class LTXObjective(FlowObjective):
                 self.spatial_factor,
                 self.spatial_factor,
             ),
-            "return_dict": False,
         }
 
 
@@ -453,7 +441,6 @@ class HunyuanVideoObjective(FlowObjective):
     `pooled_prompt_embeds` `[P]`. Models are told a guidance scale of 1, as those of Flux.
     """
 
-    model_class = "HunyuanVideoTransformer3DModel"
     condition_names = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
 
     def model_inputs(
@@ -461,14 +448,11 @@ class HunyuanVideoObjective(FlowObjective):
     ) -> dict[str, Any]:
         """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
         return {
-            "hidden_states": noisy,
-            "timestep": timesteps_from_sigmas(levels),
-            "encoder_hidden_states": condition["prompt_embeds"],
+            **super().model_inputs(config, noisy, levels, condition),
             "encoder_attention_mask": condition["prompt_attention_mask"].to(noisy.dtype),
             "pooled_projections": condition["pooled_prompt_embeds"],
             # As guidance scales are counted; models without them ignore it.
             "guidance": timesteps_from_sigmas(torch.ones_like(levels)),
-            "return_dict": False,
         }
 
 
@@ -480,7 +464,6 @@ class FluxObjective(FlowObjective):
     a guidance scale are told 1: data have none.
     """
 
-    model_class = "FluxTransformer2DModel"
     condition_names = ("prompt_embeds", "pooled_prompt_embeds")
     packed = 2
 
@@ -491,14 +474,12 @@ class FluxObjective(FlowObjective):
         text = condition["prompt_embeds"]
         sides = (1, *(side // self.packed for side in noisy.shape[2:]))
         return {
-            "hidden_states": self.pack(noisy),
+            **super().model_inputs(config, noisy, levels, condition),
             "timestep": levels,
             "guidance": torch.ones_like(levels) if config["guidance_embeds"] else None,
             "pooled_projections": condition["pooled_prompt_embeds"],
-            "encoder_hidden_states": text,
             "txt_ids": text.new_zeros(text.shape[1], 3),
             "img_ids": torch.cartesian_prod(*(torch.arange(side).to(noisy) for side in sides)),
-            "return_dict": False,
         }
 
 
@@ -516,7 +497,6 @@ class DiTObjective(Objective):
         ValueError: If the scheduler is for another objective; see `noise_prediction.NoiseSchedule`.
     """
 
-    model_class = "DiTTransformer2DModel"
     condition_names = ("class_label",)
     # The last layer of the model reuses the first block's embeddings, after that block was resharded.
     sharded_classes = ("BasicTransformerBlock", "CombinedTimestepLabelEmbeddings")

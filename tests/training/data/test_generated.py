@@ -83,7 +83,7 @@ def test_latents_are_those_the_original_pipeline_ends_with(wan, tmp_path, monkey
     again = cached(tmp_path / "cache", wan / "converted", **options)
     assert drawn == [1] and again.fingerprint() == fingerprint
     torch.testing.assert_close(again[1]["latents"], dataset[1]["latents"])
-    with pytest.raises(ValueError, match="was made with sizes '32,32,5' not '32,32,9'"):
+    with pytest.raises(ValueError, match=r"was made with sizes '32,32,5' \(now '32,32,9'\)"):
         cached(tmp_path / "cache", wan / "converted", **{**options, "sizes": "32,32,9"})
     # And they are data like any other.
     config = TrainingConfig(

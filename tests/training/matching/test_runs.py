@@ -76,6 +76,12 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_loss(cache, tmp_path):
     assert killed >= 4
 
 
+def test_another_run_in_the_output_is_refused_with_both_values(tmp_path):
+    run(tmp_path, steps=1)
+    with pytest.raises(ValueError, match=r"holds a run with seed 0 \(now 1\), steps \[1, 1, 1\] \(now \[2, 2, 2\]\)"):
+        run(tmp_path, steps=2, seed=1)
+
+
 @pytest.mark.parametrize("cache", ["memory"])
 def test_a_signal_stops_after_the_step_and_the_same_call_goes_on(cache, tmp_path):
     whole = run(tmp_path / "whole", cache=cache)
