@@ -324,8 +324,8 @@ def _training_command(family: str) -> Callable[..., None]:
             )
         accelerator.end_training()
 
-    script = f"accelerate launch conversion/train_{family.replace('-', '_')}.py MODEL OUTPUT ..."
-    command.__doc__ = f"{FAMILIES[family]}\n\nOn several GPUs: {script}"
+    launch = f"accelerate launch -m mhla_hf train {family} MODEL OUTPUT ..."
+    command.__doc__ = f"{FAMILIES[family]}\n\nOn several GPUs: {launch}"
     return command
 
 

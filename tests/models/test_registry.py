@@ -9,7 +9,7 @@ from mhla_hf.recovery import recipes
 from mhla_hf.recovery.data import data_or_default
 from mhla_hf.training import config
 from mhla_hf.training.families import FAMILIES as ENCODED
-from tests.test_readme import ROOT
+from tests import ROOT
 
 
 def test_lists_of_families_follow_from_the_facts():
