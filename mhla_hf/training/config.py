@@ -19,13 +19,6 @@ from ..utils.messages import shorten_value
 from ..utils.options import DEVICE_HELP, Options, option
 
 
-FAMILIES = {
-    name: f"Fine-tune {family.title} pipelines by {family.objective}.\n\nWith --match-steps, layers that do not start "
-    "as the original's are first matched to them."
-    for name, family in TRAINED.items()
-}
-"""Families of diffusion models that can be trained, with the help of their commands."""
-
 TRANSFORMERS = "transformers"
 """Name in messages of the models of transformers, which have no command."""
 
@@ -77,7 +70,7 @@ class TrainingConfig(Options):
     lora_alpha: float | None = option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
 
     transfer_steps: int = option(
-        0, "Steps that first match each MHLA layer's output to the original's.", minimum=0, families=tuple(FAMILIES)
+        0, "Steps that first match each MHLA layer's output to the original's.", minimum=0, families=tuple(TRAINED)
     )
     transfer_cache: str = option(
         "auto",
@@ -152,7 +145,7 @@ class TrainingConfig(Options):
     report_to: str = option("none", "Tracker to report to.", choices=TRACKERS)
 
     validation_prompts: tuple[str, ...] = option(
-        (), "Caption or class of a validation sample; may be repeated.", families=tuple(FAMILIES)
+        (), "Caption or class of a validation sample; may be repeated.", families=tuple(TRAINED)
     )
     validation_steps: int = option(500, "Make validation samples every N fine-tuning steps.", minimum=1)
     validation_inference_steps: int = option(20, "Denoising steps of a validation sample.", minimum=1, advanced=True)
@@ -283,7 +276,7 @@ def option_families(name: str) -> tuple[str, ...]:
         name: Name of a field of `TrainingConfig` or `CacheConfig`.
     """
     options = {item.name: item.metadata for cls in (TrainingConfig, CacheConfig) for item in fields(cls)}
-    return options[name].get("families", (*FAMILIES, TRANSFORMERS))
+    return options[name].get("families", (*TRAINED, TRANSFORMERS))
 
 
 def check_options(config: TrainingConfig | CacheConfig, family: str) -> None:
@@ -291,7 +284,7 @@ def check_options(config: TrainingConfig | CacheConfig, family: str) -> None:
 
     Args:
         config: The options.
-        family: A name in `FAMILIES`, or `TRANSFORMERS`.
+        family: A name in [`TRAINED`][mhla_hf.models.registry.TRAINED], or `TRANSFORMERS`.
 
     Raises:
         ValueError: If one is not; the message names it.
