@@ -29,9 +29,10 @@ from torch.utils.benchmark import Measurement, Timer
 from .config import MHLAConfig
 from .layers.mixing import initial_mixing
 from .layouts.blocks import BlockLayout, choose_blocks
+from .models.registry import mhla_class_for
 from .ops import mhla_attention, triton_obstacle
 from .ops.backends import ENVIRONMENT_VARIABLE, kernels_pass
-from .presets import from_preset
+from .presets import PRESETS, from_preset
 from .training.data.probes import diffusion_inputs
 from .utils.compat.diffusers import fp32_parts
 from .utils.machine import choose_device, machine_facts, parse_dtype
@@ -138,7 +139,8 @@ class ModelCase:
     @property
     def attention(self) -> str:
         """Kind of its own self-attention."""
-        return "linear" if self.preset.startswith("sana") else "softmax"
+        is_linear = mhla_class_for(PRESETS[self.preset].model).upstream_is_linear
+        return "linear" if is_linear else "softmax"
 
     def inputs(self, model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
         """Random arguments of the model's `forward`."""

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..config import MHLAConfig
+from ..models.registry import TRAINED
 from ..recovery.recipes import STAGES, DataOptions, check_arguments, check_shares, recipe_names
-from ..training.config import FAMILIES, CacheConfig, TrainingConfig, check_options, option_families
+from ..training.config import CacheConfig, TrainingConfig, check_options, option_families
 from ..utils.files import read_json
 from ..utils.locations import check_data
 from ..utils.options import check_names
@@ -324,8 +325,11 @@ def _training_command(family: str) -> Callable[..., None]:
             )
         accelerator.end_training()
 
-    script = f"accelerate launch conversion/train_{family.replace('-', '_')}.py MODEL OUTPUT ..."
-    command.__doc__ = f"{FAMILIES[family]}\n\nOn several GPUs: {script}"
+    command.__doc__ = (
+        f"Fine-tune {TRAINED[family].title} pipelines by {TRAINED[family].objective}.\n\nWith --match-steps, layers "
+        "that do not start as the original's are first matched to them.\n\nOn several GPUs: accelerate launch -m "
+        f"mhla_hf train {family} MODEL OUTPUT ..."
+    )
     return command
 
 
@@ -346,7 +350,7 @@ def cache_command(
     _open(run, cache, None, model=run.model, output=run.cache, data=cache.data)
 
 
-TRAINING = {**{family: _training_command(family) for family in FAMILIES}, "cache": cache_command}
+TRAINING = {**{family: _training_command(family) for family in TRAINED}, "cache": cache_command}
 """The commands of `mhla-hf train`."""
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,44 @@ size and compares it with itself. The tests of the same name keep the file up to
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One supported architecture of diffusers.
+    """Everything that is known of one supported architecture of diffusers without importing it.
 
     Attributes:
-        name: Short name used on the command line.
-        upstream: Name of the diffusers class.
+        name: Short name, in commands and recipes too.
+        title: Name of its models in texts.
+        kind: Kind of output, `"video"` or `"image"`.
         module: Module in this folder that defines the MHLA class.
+        upstream: Name of the diffusers class.
         pipelines: Diffusers pipelines that the family was tested in.
-        kind: Kind of output, such as `"video"`.
+        refused_pipelines: Those that call the transformer with more than a text, and cannot be recovered or trained.
         note: Remarks for users, or an empty string.
         trained_as: Name of the family whose objective and recipes it takes, if not its own.
+        objective: What it is trained by, or an empty string without an objective.
+        recipe: Name of its block in `recovery/defaults.yaml`, or an empty string if `recover` does not take it.
+        data_free: Whether it is calibrated and matched on the inputs of its model while the pipeline makes samples.
+        call_samples: Samples in one call of its model, on average; above 1 where the pipeline computes a sample with
+            its prompt and without in one call.
+        text_tokens: Tokens that captions are padded to in training; 0 without text or an objective.
+        negative_prompts: Whether validation samples take a negative prompt.
+        two_transformers: Whether pipelines may have a `transformer_2`.
     """
 
     name: str
-    upstream: str
-    module: str
-    pipelines: tuple[str, ...]
+    title: str
     kind: str
+    module: str
+    upstream: str
+    pipelines: tuple[str, ...]
+    refused_pipelines: tuple[str, ...] = ()
     note: str = ""
     trained_as: str = ""
+    objective: str = ""
+    recipe: str = ""
+    data_free: bool = False
+    call_samples: float = 1
+    text_tokens: int = 0
+    negative_prompts: bool = False
+    two_transformers: bool = False
 
     @property
     def training(self) -> str:
@@ -87,38 +106,62 @@ def _read_transformers(status: str) -> dict[str, TransformersFamily]:
     }
 
 
-_PIXART, _SANA = ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), ("SanaPipeline", "SanaSprintPipeline")
-_WAN = ("WanPipeline", "WanImageToVideoPipeline")
-_LTX = ("LTXPipeline", "LTXImageToVideoPipeline")
-_LTX2 = ("LTX2Pipeline", "LTX2ImageToVideoPipeline")
 _KEYFRAMES = "no keyframes beside the grid"
-_SKYREELS = ("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline", "SkyReelsV2DiffusionForcingPipeline")
-_HUNYUAN = ("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline")
-_HUNYUAN_15 = ("HunyuanVideo15Pipeline",)
 _LINEAR = "linear already: the same {} until fine-tuned"
+_FLOW = "flow matching"
+# fmt: off
+_WAN = ModelFamily(
+    "wan", "Wan", "video", "wan", "WanTransformer3DModel", ("WanPipeline", "WanImageToVideoPipeline"),
+    recipe="wan", objective=_FLOW, text_tokens=512, negative_prompts=True, two_transformers=True)
+_FLUX = ModelFamily(
+    "flux", "Flux.1", "image", "flux", "FluxTransformer2DModel", ("FluxPipeline",),
+    ("FluxKontextPipeline", "FluxKontextInpaintPipeline"), "no reference images",
+    recipe="joint", objective=_FLOW, data_free=True, text_tokens=512)
 _FAMILIES = (
-    ModelFamily("wan", "WanTransformer3DModel", "wan", _WAN, "video"),
-    ModelFamily("wan-vace", "WanVACETransformer3DModel", "wan", ("WanVACEPipeline",), "video"),
-    ModelFamily("wan-animate", "WanAnimateTransformer3DModel", "wan", ("WanAnimatePipeline",), "video"),
+    _WAN,
+    replace(
+        _WAN, name="wan-vace", title="Wan-VACE", upstream="WanVACETransformer3DModel", pipelines=("WanVACEPipeline",),
+        recipe="video", objective=f"{_FLOW}, from text alone", data_free=True),
+    ModelFamily("wan-animate", "Wan-Animate", "video", "wan", "WanAnimateTransformer3DModel", ("WanAnimatePipeline",)),
+    replace(
+        _WAN, name="skyreels-v2", title="SkyReels-V2", upstream="SkyReelsV2Transformer3DModel", trained_as="wan",
+        pipelines=("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline", "SkyReelsV2DiffusionForcingPipeline"),
+        note="no causal blocks"),
     ModelFamily(
-        "skyreels-v2", "SkyReelsV2Transformer3DModel", "wan", _SKYREELS, "video", "no causal blocks", trained_as="wan"
-    ),
-    ModelFamily("ltx", "LTXVideoTransformer3DModel", "ltx", _LTX, "video", _KEYFRAMES),
-    ModelFamily("ltx2", "LTX2VideoTransformer3DModel", "ltx", _LTX2, "video", f"softmax for audio, {_KEYFRAMES}"),
-    ModelFamily("hunyuan-video", "HunyuanVideoTransformer3DModel", "hunyuan_video", _HUNYUAN, "video"),
-    ModelFamily("hunyuan-video-1.5", "HunyuanVideo15Transformer3DModel", "hunyuan_video", _HUNYUAN_15, "video"),
+        "ltx", "LTX-Video", "video", "ltx", "LTXVideoTransformer3DModel", ("LTXPipeline", "LTXImageToVideoPipeline"),
+        ("LTXConditionPipeline", "LTXImageToVideoPipeline", "LTXI2VLongMultiPromptPipeline"), _KEYFRAMES,
+        recipe="video", objective=_FLOW, data_free=True, call_samples=2, text_tokens=128, negative_prompts=True),
     ModelFamily(
-        "qwen-image", "QwenImageTransformer2DModel", "qwen_image", ("QwenImagePipeline",), "image", "no images to edit"
-    ),
-    ModelFamily("flux", "FluxTransformer2DModel", "flux", ("FluxPipeline",), "image", "no reference images"),
-    ModelFamily("chroma", "ChromaTransformer2DModel", "flux", ("ChromaPipeline",), "image"),
-    ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
-    ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
-    ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),
+        "ltx2", "LTX-2", "video", "ltx", "LTX2VideoTransformer3DModel", ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+        note=f"softmax for audio, {_KEYFRAMES}", recipe="video", data_free=True, call_samples=1.5),
     ModelFamily(
-        "sana-video", "SanaVideoTransformer3DModel", "sana", ("SanaVideoPipeline",), "video", _LINEAR.format("videos")
-    ),
+        "hunyuan-video", "HunyuanVideo", "video", "hunyuan_video", "HunyuanVideoTransformer3DModel",
+        ("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"),
+        recipe="joint", objective=_FLOW, data_free=True, text_tokens=256),
+    ModelFamily(
+        "hunyuan-video-1.5", "HunyuanVideo-1.5", "video", "hunyuan_video", "HunyuanVideo15Transformer3DModel",
+        ("HunyuanVideo15Pipeline",), recipe="joint", data_free=True),
+    ModelFamily(
+        "qwen-image", "Qwen-Image", "image", "qwen_image", "QwenImageTransformer2DModel", ("QwenImagePipeline",),
+        note="no images to edit", recipe="joint", data_free=True),
+    _FLUX,
+    replace(
+        _FLUX, name="chroma", title="Chroma", upstream="ChromaTransformer2DModel", pipelines=("ChromaPipeline",),
+        refused_pipelines=(), note="", objective="", text_tokens=0),
+    ModelFamily(
+        "dit", "DiT", "image", "image", "DiTTransformer2DModel", ("DiTPipeline",),
+        recipe="dit", objective="noise prediction"),
+    ModelFamily(
+        "pixart", "PixArt", "image", "image", "PixArtTransformer2DModel",
+        ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), recipe="pixart", data_free=True, call_samples=2),
+    ModelFamily(
+        "sana", "SANA", "image", "sana", "SanaTransformer2DModel", ("SanaPipeline", "SanaSprintPipeline"),
+        note=_LINEAR.format("images"), recipe="sana", objective=_FLOW, text_tokens=300, negative_prompts=True),
+    ModelFamily(
+        "sana-video", "SANA-Video", "video", "sana", "SanaVideoTransformer3DModel", ("SanaVideoPipeline",),
+        note=_LINEAR.format("videos"), recipe="sana-video"),
 )
+# fmt: on
 
 FAMILIES: dict[str, ModelFamily] = {family.upstream: family for family in _FAMILIES}
 MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in _FAMILIES}
@@ -126,8 +169,11 @@ MHLA_CLASSES: dict[str, ModelFamily] = {family.mhla_class: family for family in 
 TRANSFORMERS_FAMILIES = _read_transformers("works")
 """The tested architectures of transformers, by `model_type`."""
 
-NOT_RECOVERED = ("wan-animate",)
-"""Families of diffusers that `mhla_hf.recover` does not take."""
+RECOVERED = {family.name: family for family in _FAMILIES if family.recipe and not family.trained_as}
+"""The families of diffusers with recipes of their own, by name."""
+
+TRAINED = {name: family for name, family in RECOVERED.items() if family.objective}
+"""Those with an objective of training."""
 
 LEGACY_CLASS = "Transformer2DModel"
 """Former class in diffusers of several image models."""
@@ -144,6 +190,11 @@ class SupportedModels(dict[str, ModelFamily | TransformersFamily]):
         return "\n".join(rows)
 
     __repr__ = __str__
+
+
+def names_of(families: Mapping[str, ModelFamily], **facts: Any) -> tuple[str, ...]:
+    """Return the names of those families that have some facts: `names_of(TRAINED, kind="video")`."""
+    return tuple(name for name, family in families.items() if facts.items() <= vars(family).items())
 
 
 def describe(family: ModelFamily | TransformersFamily) -> str:
@@ -224,7 +275,7 @@ def recovery_advice(class_name: str, *, is_same: bool = False, has_towers: bool 
     family = FAMILIES.get(class_name) or MHLA_CLASSES.get(class_name)
     if is_same:
         return "They leave the model's output as it was until they are fine-tuned."
-    if has_towers or (family is not None and family.name in NOT_RECOVERED):
+    if has_towers or (family is not None and not family.recipe):
         return (
             "Recover the model before you use it: by mhla_hf.calibrate and mhla_hf.recovery.match_layers in Python, "
             "since mhla_hf.recover does not take it yet."

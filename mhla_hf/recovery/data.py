@@ -16,7 +16,7 @@ from torch import nn
 from ..config import automatic_share, parse_layers
 from ..conversion.planning import PlanOptions
 from ..models.directory import ModelDirectory
-from ..models.registry import is_mhla_class, mhla_class_for
+from ..models.registry import TRAINED, is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, GENERATED, CacheConfig, TrainingConfig, parse_sizes
 from ..training.data import probes
 from ..training.data.batches import BatchSource, Latents, RecordedCalls, drawn_held_out, load_calls
@@ -53,8 +53,8 @@ def data_or_default(data: Any, family: str, has_prompts: bool) -> Any:
     Raises:
         ValueError: If data are needed and the original cannot make them.
     """
-    can_generate = family in ("dit", "causal") or (has_prompts and family in ("wan", "sana"))
-    if data == "" or (data is None and not can_generate and family not in DATA_FREE):
+    makes_data = family == "causal" or (family in TRAINED and (has_prompts or not TRAINED[family].text_tokens))
+    if data == "" or (data is None and not makes_data and family not in DATA_FREE):
         raise ValueError(f"data must be given: {_DATA.get(family, _MEDIA.format('images'))}")
     return GENERATED if data is None and family not in DATA_FREE else data
 

@@ -20,13 +20,14 @@ from typing import Any
 import yaml
 
 from ..config import MHLAConfig, automatic_share
+from ..models.registry import RECOVERED, names_of
 from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
 from ..utils.messages import check_choice, did_you_mean, shorten_text
 from ..utils.options import Options, check_names, option
 
 
-VIDEO = ("wan", "sana-video", "wan-vace", "ltx", "ltx2", "hunyuan-video", "hunyuan-video-1.5")
-IMAGES = ("dit", "pixart", "sana", "qwen-image", "flux", "chroma")
+VIDEO = names_of(RECOVERED, kind="video")
+IMAGES = names_of(RECOVERED, kind="image")
 TEXT = ("causal", "encoder")
 FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 """The diffusion models by the names that `mhla-hf models` gives; `causal` language models, `encoder`s of text, and
@@ -34,14 +35,12 @@ FAMILIES = (*VIDEO, *IMAGES, *TEXT, "vision")
 
 TRANSFORMERS = (*TEXT, "vision")
 _CALLED = {"causal": "language models", "encoder": "text encoders", "vision": "vision models"}
-DATA_FREE = tuple(name for name in VIDEO + IMAGES if name not in ("wan", "dit", "sana", "sana-video"))
+DATA_FREE = names_of(RECOVERED, data_free=True)
 """Families that need no data: the inputs of their model while the pipeline makes samples are enough to calibrate and
 match on."""
 
-WITHOUT_OBJECTIVE = ("sana-video", "ltx2", "hunyuan-video-1.5", "pixart", "qwen-image", "chroma")
+WITHOUT_OBJECTIVE = names_of(RECOVERED, objective="")
 """Families without an objective of training, that data could be used for."""
-CALL_SAMPLES = {"ltx": 2, "ltx2": 1.5, "pixart": 2}
-"""Samples in a call, on average, of pipelines that compute a sample with its prompt and without in one call."""
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the same."
@@ -75,7 +74,7 @@ class DataOptions(Options):
         "Tokens per row, or at most per passage or prompt. Default: 512 for language models, 128 for encoders.",
         minimum=2,
         maximum=LONGEST_TEXT,
-        families=(*TEXT, "sana-video", *DATA_FREE),
+        families=(*TEXT, *dict.fromkeys(WITHOUT_OBJECTIVE + DATA_FREE)),
     )
     text_field: str | None = option(None, "Field of texts or chats. Default: messages, else text.", families=TEXT)
     height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos.")
@@ -205,7 +204,7 @@ class Recipe:
         sizes = []
         for stage, size in ((self.match, of_layers), (self.blocks, of_blocks)):
             kept = 0 if stage is None or getattr(stage, "cache", "") == "none" else min(stage.batches, stage.steps)
-            samples = CALL_SAMPLES.get(self.family, 1) if from_calls or stage is None else stage.batch_size
+            samples = RECOVERED[self.family].call_samples if from_calls else getattr(stage, "batch_size", 0)
             sizes.append(round(size * samples * kept))
         return sizes[0], sizes[1]
 
@@ -372,8 +371,13 @@ _Loader.add_implicit_resolver(
 
 @functools.cache
 def default_settings() -> dict[str, Any]:
-    """Return the recipes by family under `defaults`, by variant and family under `variants`, and sizes of models."""
-    return _read_yaml(Path(__file__).with_name("defaults.yaml"))
+    """Return the recipes by family under `defaults`, `window` and each of [`VARIANTS`], and sizes of models."""
+    settings = _read_yaml(Path(__file__).with_name("defaults.yaml"))
+    blocks = {name: family.recipe for name, family in RECOVERED.items()} | {name: name for name in TRANSFORMERS}
+    return settings | {
+        part: {name: settings[part][block] for name, block in blocks.items() if block in settings[part]}
+        for part in ("defaults", "window", *VARIANTS)
+    }
 
 
 def default_recipe(family: str, variant: str | None = None, window: str | None = None) -> Recipe:
@@ -389,14 +393,13 @@ def default_recipe(family: str, variant: str | None = None, window: str | None =
         ValueError: If the variant has no settings for the family.
     """
     settings = default_settings()
-    variants = settings["variants"]
-    if variant is not None and family not in variants[variant]:
+    if variant is not None and family not in settings[variant]:
         raise ValueError(
-            f"recipe {variant} has no setting for {models_of(family)}, only for {models_of(*variants[variant])}"
+            f"recipe {variant} has no setting for {models_of(family)}, only for {models_of(*settings[variant])}"
         )
     content = {} if variant not in (None, "fast") else settings["defaults"][family]
     if variant is not None:
-        content = _merged(content, variants[variant][family])
+        content = _merged(content, settings[variant][family])
     if window is not None:
         if variant in (None, "fast"):
             content = _merged(content, settings["window"].get(family, {}))
@@ -482,7 +485,7 @@ def _mhla_options(options: Any, family: str) -> dict[str, Any]:
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Problems between parts of a recipe that are valid by themselves."""
     # Converted, SANA-Video computes what it did, and there is no objective to fine-tune it by.
-    if not recipe.stages() and recipe.family != "sana-video":
+    if not recipe.stages() and STAGES.keys() & default_settings()["defaults"][recipe.family].keys():
         yield f"it has no stage; give one of {', '.join(STAGES)}"
     if recipe.finetune is not None and recipe.family in ("encoder", "vision"):
         yield f"finetune: {models_of(recipe.family)} have no objective to be fine-tuned by; use distill"

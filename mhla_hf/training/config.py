@@ -13,28 +13,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..models.registry import TRAINED, names_of
 from ..utils.files import check_fields, parse_json, read_json
 from ..utils.messages import shorten_value
 from ..utils.options import DEVICE_HELP, Options, option
 
-
-FAMILIES = {
-    "wan": "Fine-tune a Wan pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
-    "softmax model.",
-    "wan-vace": "Fine-tune a Wan-VACE pipeline by flow matching, from text alone.\n\nWith --match-steps, its layers "
-    "are first matched to the softmax model.",
-    "ltx": "Fine-tune an LTX-Video pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to "
-    "the softmax model.",
-    "hunyuan-video": "Fine-tune a HunyuanVideo pipeline by flow matching.\n\nWith --match-steps, its layers are first "
-    "matched to the softmax model.",
-    "sana": "Fine-tune a SANA pipeline by flow matching.\n\nWith --match-steps, layers that do not start from SANA's "
-    "linear attention are first matched to it.",
-    "flux": "Fine-tune a Flux pipeline by flow matching.\n\nWith --match-steps, its layers are first matched to the "
-    "softmax model.",
-    "dit": "Fine-tune a DiT pipeline by noise prediction.\n\nWith --match-steps, its layers are first matched to the "
-    "softmax model.",
-}
-"""Families of diffusion models that can be trained, with the help of their commands."""
 
 TRANSFORMERS = "transformers"
 """Name in messages of the models of transformers, which have no command."""
@@ -56,11 +39,8 @@ LONGEST_SIDE = 16_384
 MOST_FRAMES = 16_384
 LONGEST_TEXT = 65_536
 MOST_SAMPLES = 10**7
-# Families with negative prompts, those that are conditioned on text, all with flow matching, and those of videos.
-_WAN = ("wan", "wan-vace")
-_NEGATIVE = (*_WAN, "ltx", "sana")
-_TEXT = (*_NEGATIVE, "hunyuan-video", "flux")
-_VIDEO = (*_WAN, "ltx", "hunyuan-video")
+# Families that are conditioned on text; all of them are trained by flow matching.
+_TEXT = tuple(name for name, family in TRAINED.items() if family.text_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +57,9 @@ class TrainingConfig(Options):
     model: str | None = option(None, "Pipeline to train: a directory or a Hub id, MHLA or ordinary.")
     output: str | None = option(None, "Directory of the run: checkpoints, metrics, validation samples, pipeline.")
     cache: str | None = option(None, "Directory of the cached latents. Default: OUTPUT/cache.")
-    component: str = option("transformer", "Transformer to train.", choices=COMPONENTS, families=_WAN)
+    component: str = option(
+        "transformer", "Transformer to train.", choices=COMPONENTS, families=names_of(TRAINED, two_transformers=True)
+    )
     mhla: dict | str | None = option(
         None, "MHLA options (JSON or a JSON file) to convert an ordinary pipeline with; 'none' leaves it unconverted."
     )
@@ -88,7 +70,7 @@ class TrainingConfig(Options):
     lora_alpha: float | None = option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
 
     transfer_steps: int = option(
-        0, "Steps that first match each MHLA layer's output to the original's.", minimum=0, families=tuple(FAMILIES)
+        0, "Steps that first match each MHLA layer's output to the original's.", minimum=0, families=tuple(TRAINED)
     )
     transfer_cache: str = option(
         "auto",
@@ -163,12 +145,14 @@ class TrainingConfig(Options):
     report_to: str = option("none", "Tracker to report to.", choices=TRACKERS)
 
     validation_prompts: tuple[str, ...] = option(
-        (), "Caption or class of a validation sample; may be repeated.", families=tuple(FAMILIES)
+        (), "Caption or class of a validation sample; may be repeated.", families=tuple(TRAINED)
     )
     validation_steps: int = option(500, "Make validation samples every N fine-tuning steps.", minimum=1)
     validation_inference_steps: int = option(20, "Denoising steps of a validation sample.", minimum=1, advanced=True)
     validation_guidance: float = option(4.0, "Guidance scale of validation samples.", minimum=0, advanced=True)
-    validation_negative_prompt: str = option("", "Negative prompt of the samples.", advanced=True, families=_NEGATIVE)
+    validation_negative_prompt: str = option(
+        "", "Negative prompt of the samples.", advanced=True, families=names_of(TRAINED, negative_prompts=True)
+    )
 
     progress: bool = option(True, "Show a progress bar.")
 
@@ -244,7 +228,7 @@ class CacheConfig(Options):
         "16 for Wan, 24 for Wan 2.2 5B, SkyReels-V2 and HunyuanVideo, 25 for LTX-Video, which is told them.",
         minimum=0,
         maximum=1000,
-        families=_VIDEO,
+        families=names_of(TRAINED, kind="video"),
     )
     background: str | None = option(
         None, "Colour behind transparent parts of images and videos, such as 'black' or '#808080'. Default: white."
@@ -292,7 +276,7 @@ def option_families(name: str) -> tuple[str, ...]:
         name: Name of a field of `TrainingConfig` or `CacheConfig`.
     """
     options = {item.name: item.metadata for cls in (TrainingConfig, CacheConfig) for item in fields(cls)}
-    return options[name].get("families", (*FAMILIES, TRANSFORMERS))
+    return options[name].get("families", (*TRAINED, TRANSFORMERS))
 
 
 def check_options(config: TrainingConfig | CacheConfig, family: str) -> None:
@@ -300,7 +284,7 @@ def check_options(config: TrainingConfig | CacheConfig, family: str) -> None:
 
     Args:
         config: The options.
-        family: A name in `FAMILIES`, or `TRANSFORMERS`.
+        family: A name in [`TRAINED`][mhla_hf.models.registry.TRAINED], or `TRANSFORMERS`.
 
     Raises:
         ValueError: If one is not; the message names it.

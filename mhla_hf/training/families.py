@@ -19,7 +19,7 @@ from accelerate import init_empty_weights
 
 from ..models.directory import ModelDirectory, find_pipeline
 from ..models.registry import FAMILIES as MODEL_FAMILIES
-from ..models.registry import MHLA_CLASSES, mhla_class_for
+from ..models.registry import MHLA_CLASSES, TRAINED, mhla_class_for
 from ..models.weight_files import check_weights, damage_named
 from ..utils.compat.diffusers import call_default
 from ..utils.files import Types, check_fields, read_json
@@ -111,26 +111,22 @@ class Family:
     Attributes:
         objective: Class of the objective.
         encoders: Parts of the pipeline that encode samples.
-        text_length: Default number of tokens that captions are padded to; 0 for models of classes.
         video_size: Default height, width and number of frames; empty for models of images.
         encoded_names: Arguments of the pipeline's call for what its `encode_prompt` returns, those of negative prompts
             last.
         call_options: Further arguments of the pipeline's call.
         out_channels: Number that configurations without it stand for; None for as many as go in.
         fixed_config: Entries that replace those of the transformer's configuration in `sizes`.
-        other_pipelines: Classes of pipelines that call such a transformer in another way.
     """
 
     name: ClassVar[str]
     objective: ClassVar[type[Objective]]
     encoders: ClassVar[tuple[str, ...]] = TWO_ENCODERS[:3]
-    text_length: ClassVar[int] = 0
     video_size: ClassVar[str] = ""
     encoded_names: ClassVar[tuple[str, ...]] = ()
     call_options: ClassVar[dict[str, Any]] = {}
     out_channels: ClassVar[int | None] = None
     fixed_config: ClassVar[dict[str, int]] = {}
-    other_pipelines: ClassVar[tuple[str, ...]] = ()
 
     @property
     def prompt_encoders(self) -> tuple[str, ...]:
@@ -166,7 +162,7 @@ class Family:
         """
         self.check_model(directory.config)
         class_name = (directory.index or {}).get("_class_name")
-        if class_name in self.other_pipelines:
+        if class_name in TRAINED[self.name].refused_pipelines:
             raise ValueError(
                 f"model: a {class_name} calls its transformer with more than a text, and cannot be recovered or "
                 "trained here; save its parts as the pipeline from text"
@@ -201,7 +197,7 @@ class Family:
         factor = 2 ** (len(stages) - 1)
         model_path = directory.folder / "config.json"
         patch, own_size = (_count(config, name, model_path) for name in ("patch_size", "sample_size"))
-        num_classes = 0 if self.text_length else _count(config, "num_embeds_ada_norm", model_path, 10**9)
+        num_classes = 0 if TRAINED[self.name].text_tokens else _count(config, "num_embeds_ada_norm", model_path, 10**9)
         return SampleSizes(factor, 0, (patch, patch), own_size * factor, num_classes)
 
     def complete(self, config: CacheConfig, sizes: SampleSizes) -> tuple[CacheConfig, tuple[Bucket, ...]]:
@@ -222,7 +218,7 @@ class Family:
         sizes.check(buckets)
         # Written out: a text without frames means the default.
         text = ";".join(f"{each.height},{each.width}" + f",{each.num_frames}" * bool(default) for each in buckets)
-        length = config.max_sequence_length or self.text_length or None
+        length = config.max_sequence_length or TRAINED[self.name].text_tokens or None
         return config.replace(sizes=text, max_sequence_length=length), buckets
 
     def frame_rate(self, directory: ModelDirectory) -> float:
@@ -331,7 +327,6 @@ class Wan(Video):
 
     name = "wan"
     objective: ClassVar[type[Objective]] = WanObjective
-    text_length = 512
     encoded_names = ("prompt_embeds", "negative_prompt_embeds")
     out_channels = 16
 
@@ -384,8 +379,6 @@ class LTX(Video):
 
     name = "ltx"
     objective = LTXObjective
-    text_length = 128
-    other_pipelines = ("LTXConditionPipeline", "LTXImageToVideoPipeline", "LTXI2VLongMultiPromptPipeline")
     encoded_names = MASKED_NAMES
 
     def frame_rate(self, directory: ModelDirectory) -> float:
@@ -422,7 +415,6 @@ class HunyuanVideo(Video):
     name = "hunyuan-video"
     objective = HunyuanVideoObjective
     encoders = TWO_ENCODERS
-    text_length = 256
     encoded_names = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
 
     encode_media = Family.encode_media
@@ -437,7 +429,6 @@ class Sana(Family):
 
     name = "sana"
     objective = SanaObjective
-    text_length = 300
     encoded_names = MASKED_NAMES
     # By default the negative prompt is an empty text, which the pipeline refuses beside embeddings.
     call_options = {"negative_prompt": None, "use_resolution_binning": False}
@@ -469,11 +460,9 @@ class Flux(Family):
     name = "flux"
     objective = FluxObjective
     encoders = TWO_ENCODERS
-    text_length = 512
     encoded_names = ("prompt_embeds", "pooled_prompt_embeds")
     # Of images of 1024x1024 pixels; entries of the same name mean something else to Flux, or are not there.
     fixed_config = {"patch_size": FluxObjective.packed, "sample_size": 128}
-    other_pipelines = ("FluxKontextPipeline", "FluxKontextInpaintPipeline")
 
 
 class DiT(Family):

@@ -99,7 +99,7 @@ def test_a_folder_of_videos(wan, tmp_path):
         ),
         (
             ["dit", "--config", "{folder}/flow.json"],
-            "flow_shift is not an option of dit models, only of wan, wan-vace, ltx, sana",
+            "flow_shift is not an option of dit models, only of wan, wan-vace, ltx, hunyuan-video",
         ),
         (["wan", "--config", "{folder}/list.json"], "is not a JSON object but list"),
         (["wan", "--config", "{folder}/bad.json"], "is not valid JSON"),
@@ -162,7 +162,7 @@ def test_two_processes_killed_and_resumed_end_at_the_same_loss(wan, tmp_path):
     assert cached.exit_code == 0, cached.output
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-        str(ROOT / "conversion" / "train_wan.py"), str(wan), "{output}", "--cache", str(tmp_path / "cache"),
+        "-m", "mhla_hf", "train", "wan", str(wan), "{output}", "--cache", str(tmp_path / "cache"),
         "--mhla", '{"blocks": [1, 1, 1]}', "--match-steps", "10", "--max-steps", "30", "--batch-size", "2",
         "--learning-rate", "1e-3", "--checkpointing-steps", "5", "--resume", "latest", "--quiet",
         "--device", "cpu",

@@ -11,6 +11,7 @@ import mhla_hf
 from mhla_hf.config import parse_layers
 from mhla_hf.recovery.recipes import (
     FAMILIES,
+    VARIANTS,
     default_recipe,
     default_settings,
     load_recipe,
@@ -71,7 +72,6 @@ LAYERS = {
     "wan-1.3b-hybrid": 20, "wan-1.3b": 30, "wan-14b": 40, "ltx-2": 48, "hunyuan-video-1.5": 54, "qwen-image": 60,
     "qwen3-0.6b": 21, "minilm": 6,
 }  # fmt: skip
-VARIANTS = default_settings()["variants"]
 MINIMAL = {"family": "wan", "match": {"steps": 600}}
 
 
@@ -114,7 +114,7 @@ def test_default_recipes(family):
     assert recipe.family == family and bool(recipe.stages()) == (family != "sana-video")
     assert parse_recipe(recipe.to_dict(), "again") == recipe
     for variant in VARIANTS:
-        if family in VARIANTS[variant]:
+        if family in default_settings()[variant]:
             shared = default_recipe(family, variant).mhla.get("mixing_heads") == "shared"
             assert shared == (variant == "paper")
         else:
@@ -135,7 +135,7 @@ def test_default_recipes(family):
         ({"match": {"steps": "many"}}, r"match.steps must be a whole number \(at least 1 and at most .*, got 'many'"),
         ({"match": {"steps": 0}}, "match.steps must be at least 1, got 0"),
         ({"match": 600}, "match options must be a dict"),
-        ({"family": "mochi"}, "family='mochi' is not one of 'wan', 'sana-video'"),
+        ({"family": "mochi"}, "family='mochi' is not one of 'wan', 'wan-vace'"),
         ({"mhla": {"feature_maps": "relu"}}, "Unknown mhla option feature_maps. Known options: feature_map, rope"),
         ({"mhla": {"layers": [1]}}, "mhla.layers: give layers at the top of the recipe instead"),
         ({"mhla": {"causal": True}}, "mhla.causal: wan models decide that themselves"),
@@ -145,7 +145,7 @@ def test_default_recipes(family):
         ),
         (
             {"data": {"max_length": 128}},
-            "data.max_length is not an option of wan models, only of sana-video, wan-vace",
+            "data.max_length is not an option of wan models, only of ltx2, hunyuan-video-1.5",
         ),
         (
             {"distill": {"temperature": 2.0}},

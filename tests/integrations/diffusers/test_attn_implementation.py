@@ -22,7 +22,7 @@ from diffusers.loaders.single_file import FromSingleFileMixin
 import mhla_hf
 from mhla_hf import MHLAPixArtTransformer2DModel, MHLAWanTransformer3DModel, load_pipeline
 from mhla_hf.models import registry
-from mhla_hf.models.registry import FAMILIES, NOT_RECOVERED, recovery_advice
+from mhla_hf.models.registry import FAMILIES, recovery_advice
 from mhla_hf.recovery import recipes
 from tests import tiny, tiny_images
 from tests.models.cases import WanCase
@@ -219,7 +219,7 @@ def test_indices_name_the_package_and_earlier_ones_load(mhla_dir, tmp_path):
 
 def test_advice_names_what_recovers_a_model():
     recovered = {name for name, family in FAMILIES.items() if family.training in recipes.FAMILIES}
-    assert {name for name, family in FAMILIES.items() if family.name not in NOT_RECOVERED} == recovered
+    assert {name for name, family in FAMILIES.items() if family.recipe} == recovered
     expected = "Recover the model before you use it: mhla-hf recover MODEL OUTPUT, or mhla_hf.recover in Python."
     assert recovery_advice("LlamaForCausalLM") == recovery_advice("MHLAWanTransformer3DModel") == expected
     assert "since mhla_hf.recover does not take it yet" in recovery_advice("MHLAWanAnimateTransformer3DModel")
