@@ -184,8 +184,7 @@ def operator_shape(model: nn.Module) -> OperatorShape:
         grid, chunk = (config.max_position_embeddings,), layer.config.block_size
     else:
         if hasattr(model, "patch_sizes"):
-            patches = model.patch_sizes(config)
-            sides = map(operator.floordiv, _latents(model), (patches,) * 2 if isinstance(patches, int) else patches)
+            sides = map(operator.floordiv, _latents(model), model.patch_sizes(config))
             return OperatorShape(1, layer.num_heads, layer.head_dim, tuple(sides), layer.blocks)
         grid, chunk = ((config.image_size // config.patch_size) ** 2 + layer.num_prefix_tokens,), None
     blocks = None if chunk else (layer.mixing.shape[-1],)

@@ -157,7 +157,7 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
         ValueError: If the size of its samples is not known, or the model cannot be run without weights.
     """
     softmax = on_meta(candidate)
-    grid = tuple(grid or candidate.grid(softmax))
+    grid = tuple(grid or candidate.grid())
     count = count_operations(candidate, softmax, grid)
     if not (count["mixing"] or candidate.is_linear):
         raise ValueError(
@@ -187,7 +187,7 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
     near = [name for name, size in sizes.items() if abs(found.parameters / 1e9 / size - 1) <= _TOLERANCE]
     best = near[0] if near else "default" if family in _TEXT_ROWS else None
     training = [
-        {"recipe": name, "recommended": name == best, **training_memory(candidate, softmax, recipes[name])}
+        {"recipe": name, "recommended": name == best, **training_memory(candidate, recipes[name])}
         for name in sorted(recipes, key=lambda name: name != best)
     ]
     return replace(found, mhla_operations=count["operations"], state_bytes=count["cache_bytes"], training=training)
@@ -296,12 +296,11 @@ def count_parameters(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[str, Any]:
+def training_memory(candidate: Candidate, recipe: Recipe) -> dict[str, Any]:
     """Memory of a recovery, in bytes, without the activations of forward and backward passes.
 
     Args:
         candidate: The model.
-        softmax: The softmax model, on the meta device.
         recipe: The recipe.
 
     Returns:
@@ -321,7 +320,7 @@ def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[
     rows = _TEXT_ROWS.get(recipe.family)
     size = {"tokens": rows and (recipe.data.max_length or rows)}
     size |= {name: getattr(recipe.data, name) for name in ("height", "width", "num_frames")}
-    grid = candidate.grid(softmax, **{name: value for name, value in size.items() if value is not None})
+    grid = candidate.grid(**{name: value for name, value in size.items() if value is not None})
     batch = candidate.inputs(model, grid, torch.float32, torch.device("meta"), recipe.data.max_length or 0)
     batch |= {"attention_mask": torch.ones(1, *grid)} if recipe.family == "causal" else {}
     kept = record_bytes(model, batch, {layer.name for layer in converted}, blocks=recipe.blocks is not None)

@@ -121,11 +121,6 @@ class JointImageMixin(MHLAJointModelMixin):
     block_streams = ("encoder_hidden_states", "hidden_states")
 
     @classmethod
-    def patch_sizes(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Height and width of a token, in latents: pipelines pack them, whatever the configuration says."""
-        return (2, 2)
-
-    @classmethod
     def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
         """The grid of the images that the pipelines make by default, whatever the VAE."""
         return cls.default_grid

@@ -34,6 +34,7 @@ class ModelFamily:
         kind: Kind of output, such as `"video"`.
         note: Remarks for users, or an empty string.
         trained_as: Name of the family whose objective and recipes it takes, if not its own.
+        vae: Frames, and pixels of a side, per latent of the usual VAE.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ModelFamily:
     kind: str
     note: str = ""
     trained_as: str = ""
+    vae: tuple[int, int] = (4, 8)
 
     @property
     def training(self) -> str:
@@ -103,10 +105,14 @@ _FAMILIES = (
     ModelFamily(
         "skyreels-v2", "SkyReelsV2Transformer3DModel", "wan", _SKYREELS, "video", "no causal blocks", trained_as="wan"
     ),
-    ModelFamily("ltx", "LTXVideoTransformer3DModel", "ltx", _LTX, "video", _KEYFRAMES),
-    ModelFamily("ltx2", "LTX2VideoTransformer3DModel", "ltx", _LTX2, "video", f"softmax for audio, {_KEYFRAMES}"),
+    ModelFamily("ltx", "LTXVideoTransformer3DModel", "ltx", _LTX, "video", _KEYFRAMES, vae=(8, 32)),
+    ModelFamily(
+        "ltx2", "LTX2VideoTransformer3DModel", "ltx", _LTX2, "video", f"softmax for audio, {_KEYFRAMES}", vae=(8, 32)
+    ),
     ModelFamily("hunyuan-video", "HunyuanVideoTransformer3DModel", "hunyuan_video", _HUNYUAN, "video"),
-    ModelFamily("hunyuan-video-1.5", "HunyuanVideo15Transformer3DModel", "hunyuan_video", _HUNYUAN_15, "video"),
+    ModelFamily(
+        "hunyuan-video-1.5", "HunyuanVideo15Transformer3DModel", "hunyuan_video", _HUNYUAN_15, "video", vae=(4, 16)
+    ),
     ModelFamily(
         "qwen-image", "QwenImageTransformer2DModel", "qwen_image", ("QwenImagePipeline",), "image", "no images to edit"
     ),
@@ -114,7 +120,7 @@ _FAMILIES = (
     ModelFamily("chroma", "ChromaTransformer2DModel", "flux", ("ChromaPipeline",), "image"),
     ModelFamily("dit", "DiTTransformer2DModel", "image", ("DiTPipeline",), "image"),
     ModelFamily("pixart", "PixArtTransformer2DModel", "image", _PIXART, "image"),
-    ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images")),
+    ModelFamily("sana", "SanaTransformer2DModel", "sana", _SANA, "image", _LINEAR.format("images"), vae=(4, 32)),
     ModelFamily(
         "sana-video", "SanaVideoTransformer3DModel", "sana", ("SanaVideoPipeline",), "video", _LINEAR.format("videos")
     ),

@@ -146,7 +146,7 @@ class RecoveryData:
         layers, share = mhla_layers(model), automatic_share(recipe.layers)
         chosen = parse_layers(recipe.layers if share is None else str(share), len(layers))
         names = None if chosen is None else {layers[index].name for index in chosen}
-        grid = probes.sample_grid(self.directory, model, **given)
+        grid = self.directory.sample_grid(**given)
         batch = probes.inputs_at(model, grid, torch.float32, torch.device("meta"), recipe.data.max_length or 0)
         kept, from_calls = record_bytes(model, batch, names), self.data is None
         of_layers, of_blocks = recipe.record_bytes(*kept, from_calls)

@@ -218,7 +218,7 @@ def test_recipes_say_what_they_take(name, candidate):
     else:
         config = TRANSFORMERS[name][1]().to_dict()
     subject = candidate(config)
-    row = training_memory(subject, on_meta(subject), load_recipe(name))
+    row = training_memory(subject, load_recipe(name))
     text = " ".join((ROOT / "mhla_hf" / "recipes" / f"{name}.yaml").read_text(encoding="utf-8").split("\n# "))
     stated = [float(figure) for figure in re.findall(r"([\d.]+) GB", text)]
     counted = [row[key] / 1e9 for key in ("weights", "training", "records", "block_records") if row[key]]
@@ -237,7 +237,7 @@ def test_recipes_say_what_they_take(name, candidate):
         ({"model_type": "vit"}, {"tokens": 64}, "^vit sees images: give height and width"),
         ({"_class_name": "NoTransformer2DModel"}, {}, "^NoTransformer2DModel is not in diffusers"),
         ({"_class_name": "MHLADiTTransformer2DModel"}, {}, "is MHLA already: give the model that it was converted"),
-        ({}, {}, "names no class of diffusers and no model_type of transformers"),
+        ({}, {}, "names neither its class in diffusers"),
         ({"_class_name": "WanTransformer3DModel", **WAN, "image_dim": 2.5}, {}, _UNBUILT + "TypeError: 'float'"),
         ({**LLAMA, "hidden_act": "x"}, {}, _UNBUILT + "KeyError: 'x'.*: correct its values"),
         ({**LLAMA, "rope_theta": "x"}, {}, _UNBUILT + "TypeError"),
