@@ -22,7 +22,7 @@ from ..models.directory import ModelDirectory
 from ..models.limits import check_model_config
 from ..models.registry import FAMILIES, family_for
 from ..presets import PRESETS, from_preset, is_preset
-from ..training.data.probes import inputs_at
+from ..training.data.probes import diffusion_inputs
 from ..utils import locations
 from ..utils.compat.transformers import set_attention
 from ..utils.messages import check_count, shorten_list, shorten_text
@@ -77,14 +77,12 @@ class Candidate(ABC):
         """
 
     @abstractmethod
-    def inputs(
-        self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0
-    ) -> dict[str, Any]:
+    def inputs(self, model: Any, grid: Sequence[int], dtype: Any, device: Any, text: int = 0) -> dict[str, Any]:
         """Random arguments of the model's `forward`; `text` counts tokens of prompts."""
 
-    @abstractmethod
     def options(self, grid: Sequence[int]) -> dict[str, Any]:
-        """Options of MHLA for samples of a size, beside the defaults."""
+        """Options of MHLA for samples of a size, beside the defaults; none for text."""
+        return {"grid": list(grid)} if len(grid) > 1 else {}
 
     @abstractmethod
     def family(self, model: Any) -> str | None:
@@ -136,13 +134,8 @@ class DiffusionModel(Candidate):
     def grid(self, **given: int) -> tuple[int, ...]:
         return self.directory.sample_grid(**given)
 
-    def inputs(
-        self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0
-    ) -> dict[str, Any]:
-        return inputs_at(model, grid, dtype, device, text)
-
-    def options(self, grid: Sequence[int]) -> dict[str, Any]:
-        return {"grid": list(grid)}
+    def inputs(self, model: Any, grid: Sequence[int], dtype: Any, device: Any, text: int = 0) -> dict[str, Any]:
+        return diffusion_inputs(model, grid, dtype, device, text=text)
 
     def family(self, model: Any) -> str | None:
         return family_for(self.class_name).training
@@ -189,9 +182,7 @@ class TransformersModel(Candidate):
             raise ValueError("tokens must be given: the configuration does not tell the longest text.")
         return (length,)
 
-    def inputs(
-        self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0
-    ) -> dict[str, Any]:
+    def inputs(self, model: Any, grid: Sequence[int], dtype: Any, device: Any, text: int = 0) -> dict[str, Any]:
         taken = inspect.signature(model.forward).parameters
         if is_image_model(self.config):
             patch = self.config.patch_size
@@ -207,9 +198,6 @@ class TransformersModel(Candidate):
         if "logits_to_keep" in taken:
             inputs["logits_to_keep"] = 1
         return inputs
-
-    def options(self, grid: Sequence[int]) -> dict[str, Any]:
-        return {"grid": list(grid)} if is_image_model(self.config) else {}
 
     def family(self, model: Any) -> str | None:
         options = model.config.mhla

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..bench import ORDINARY, BenchOptions, cast_model, compare
-from ..config import automatic_share, parse_layers
 from ..integrations.transformers.cache import cache_layer_bytes
-from ..recovery.recipes import DATA_FREE, Recipe, default_recipe, default_settings, packaged_recipes
+from ..recovery.recipes import DATA_FREE, Recipe, choose_layers, default_recipe, default_settings, packaged_recipes
 from ..recovery.recipes import FAMILIES as RECOVERED
 from ..training.matching.blocks import OnMeta, record_bytes
 from ..training.matching.layers import AttentionLayer, base_model, mhla_layers, run
@@ -285,12 +284,6 @@ def count_operations(candidate: Candidate, model: Any, grid: Sequence[int]) -> d
     }
 
 
-def choose_layers(layers: str, count: int) -> list[int]:
-    """Return the indices of a choice of layers, of a model with a single one always that."""
-    chosen = parse_layers(layers, count) if count > 1 else None
-    return list(range(count)) if chosen is None else chosen
-
-
 def count_parameters(module: Any) -> int:
     """Return the number of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
@@ -310,8 +303,8 @@ def training_memory(candidate: Candidate, recipe: Recipe) -> dict[str, Any]:
     """
     # Experts are computed in bfloat16 alone on the meta device.
     model = on_meta(candidate, recipe.mhla, torch.bfloat16 if recipe.family == "causal" else None)
-    all_layers, share = mhla_layers(model), automatic_share(recipe.layers)
-    chosen = choose_layers(recipe.layers if share is None else str(share), len(all_layers))
+    all_layers = mhla_layers(model)
+    chosen = choose_layers(recipe.layers, len(all_layers))
     converted = [all_layers[index] for index in chosen]
     # Layers that stay softmax do not have what MHLA adds.
     parameters = count_parameters(model) - sum(

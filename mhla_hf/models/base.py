@@ -257,7 +257,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
                 those of Wan 2.1 by default.
         """
         grid = cls.config_grid(config)
-        if grid is not None or compression is None:
+        # Pipelines of images make the same grid, whatever the VAE.
+        if grid is not None or compression is None or len(cls.default_grid) == 2:
             return grid or cls.default_grid
         # The pixels that pipelines make by default, with another VAE or other patches.
         usual = sizes.SampleSize(family_for(cls._upstream_class().__name__).vae, cls.patch_sizes({}))

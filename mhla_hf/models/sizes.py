@@ -68,25 +68,23 @@ def vae_factors(config: Mapping[str, Any], where: str) -> tuple[int | None, int 
     Raises:
         ValueError: If an entry is not a number that VAEs have.
     """
-    found: list[int | None] = []
+    computed: tuple[int | None, int | None] = (None, None)
     stages = config.get("encoder_block_out_channels") or config.get("block_out_channels")
-    scaling = config.get("spatio_temporal_scaling")
-    for axis, suffix, least in (("temporal", "_t", 1), ("spatial", "", 4)):
-        names = (f"scale_factor_{axis}", f"{axis}_compression_ratio")
-        name = next((name for name in names if config.get(name) is not None), None)
-        if name is not None:
-            found.append(check_size(config[name], name, where))
-        elif isinstance(scaling, list):
-            # The VAEs of LTX compute what their configurations leave open.
-            name = f"patch_size{suffix}"
-            patch = check_size(config.get(name) or least, name, where)
-            found.append(patch * 2 ** sum(map(bool, scaling[:_MOST_STAGES])))
-        elif axis == "temporal" or stages is None:
-            found.append(None)
-        elif isinstance(stages, list) and len(stages) <= _MOST_STAGES:
-            found.append(2 ** (len(stages) - 1))
-        else:
+    if isinstance(scaling := config.get("spatio_temporal_scaling"), list):
+        # The VAEs of LTX compute what their configurations leave open.
+        sides = (("patch_size_t", 1), ("patch_size", 4))
+        frames, pixels = (check_size(config.get(name) or least, name, where) for name, least in sides)
+        factor = 2 ** sum(map(bool, scaling[:_MOST_STAGES]))
+        computed = (frames * factor, pixels * factor)
+    elif stages is not None:
+        if not isinstance(stages, list) or len(stages) > _MOST_STAGES:
             raise ValueError(f"{where}: 'block_out_channels' must be a list of 1 to {_MOST_STAGES} numbers.")
+        computed = (None, 2 ** (len(stages) - 1))
+    found = []
+    for axis, own in zip(("temporal", "spatial"), computed):
+        names = (f"scale_factor_{axis}", f"{axis}_compression_ratio")
+        stated = (check_size(config[name], name, where) for name in names if config.get(name) is not None)
+        found.append(next(stated, own))
     return found[0], found[1]
 
 
@@ -104,14 +102,15 @@ def patch_sizes(model_class: Any, config: Mapping[str, Any], where: str) -> tupl
     if packs_latents(model_class):
         return (2, 2)
     parameters = inspect.signature(model_class.__init__).parameters
-    stock = {name: parameters[name].default for name in ("patch_size", "patch_size_t") if name in parameters}
-    known = {**stock, **{name: config[name] for name in stock if config.get(name) is not None}}
-    patch: Any = 1 if known.get("patch_size") is None else known["patch_size"]
-    if "patch_size_t" in known or "3D" in model_class.__name__:
-        patch = patch if isinstance(patch, (list, tuple)) else (known.get("patch_size_t") or 1, patch, patch)
-    else:
-        patch = patch if isinstance(stock.get("patch_size"), (list, tuple)) else (patch, patch)
-    return tuple(check_size(side, "patch_size", where) for side in patch)
+    patch: Any
+    patch, frames = (
+        config[name] if config.get(name) is not None else parameters[name].default if name in parameters else 1
+        for name in ("patch_size", "patch_size_t")
+    )
+    axes = 3 if "patch_size_t" in parameters or "3D" in model_class.__name__ else 2
+    is_list = isinstance(patch, (list, tuple)) and len(patch) == axes
+    sides = patch if is_list else (frames or 1, patch, patch)[-axes:]
+    return tuple(check_size(side, "patch_size", where) for side in sides)
 
 
 def packs_latents(model_class: Any) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import automatic_share, parse_layers
 from ..models.directory import ModelDirectory
 from ..models.registry import is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, CacheConfig, TrainingConfig, parse_sizes
@@ -31,7 +30,17 @@ from ..training.parameters import load_model
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes
-from .recipes import DATA_FREE, TEXT, TRANSFORMERS, VIDEO, WITHOUT_OBJECTIVE, Recipe, models_of, packaged_recipes
+from .recipes import (
+    DATA_FREE,
+    TEXT,
+    TRANSFORMERS,
+    VIDEO,
+    WITHOUT_OBJECTIVE,
+    Recipe,
+    choose_layers,
+    models_of,
+    packaged_recipes,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -143,11 +152,12 @@ class RecoveryData:
         with torch.device("meta"):
             config = {**self.directory.config, "mhla": dict(recipe.mhla)}
             model = mhla_class_for(self.directory.class_name).from_config(config)
-        layers, share = mhla_layers(model), automatic_share(recipe.layers)
-        chosen = parse_layers(recipe.layers if share is None else str(share), len(layers))
-        names = None if chosen is None else {layers[index].name for index in chosen}
+        layers = mhla_layers(model)
+        names = {layers[index].name for index in choose_layers(recipe.layers, len(layers))}
         grid = self.directory.sample_grid(**given)
-        batch = probes.inputs_at(model, grid, torch.float32, torch.device("meta"), recipe.data.max_length or 0)
+        batch = probes.diffusion_inputs(
+            model, grid, torch.float32, torch.device("meta"), text=recipe.data.max_length or 0
+        )
         kept, from_calls = record_bytes(model, batch, names), self.data is None
         of_layers, of_blocks = recipe.record_bytes(*kept, from_calls)
         smaller = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -199,30 +200,13 @@ def _drawn(calls: Sequence[Sequence[Batch]], samples: int, seed: int) -> list[Ba
     return [own[picks[turn]] for turn in range(each) for own, picks in zip(calls, chosen)]
 
 
-def inputs_at(model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0) -> dict[str, Any]:
-    """Return random arguments of a diffusion transformer for a token grid; see [`diffusion_inputs`].
-
-    Args:
-        model: The model.
-        grid: Tokens along each axis.
-        dtype: dtype of the arguments.
-        device: Their device.
-        text: Tokens of the text; 0 for 512, or as many as the configuration says.
-    """
-    text = text or model.config.get("max_text_seq_length") or _TEXT_TOKENS
-    patch = patch_sizes(type(model), model.config, type(model).__name__)
-    latents = [size * side for size, side in zip(grid, patch)]
-    # As many queries as keys would count as self-attention.
-    return diffusion_inputs(model, latents, dtype, device, text=text - (text == math.prod(grid)))
-
-
 def diffusion_inputs(
     model: Any,
-    latents: Sequence[int],
+    grid: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
     *,
-    text: int,
+    text: int = 0,
     batch: int = 1,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -230,20 +214,23 @@ def diffusion_inputs(
 
     Args:
         model: A model of diffusers, supported or not; its configuration tells the widths.
-        latents: Size of the latents, channels left out. Those of a model that [`packs_latents`] are of 2 × 2.
+        grid: Tokens along each axis.
         dtype: dtype of all but labels and masks.
         device: Their device. What a model asks for its values is on the CPU in place of the meta device.
-        text: Tokens of the text.
+        text: Tokens of the text; 0 for 512, or as many as the configuration says.
         batch: B.
         seed: Seed of the numbers, ignored on the meta device.
     """
     config, taken = model.config, inspect.signature(model.forward).parameters
+    text = text or config.get("max_text_seq_length") or _TEXT_TOKENS
+    # As many queries as keys would count as self-attention.
+    text -= text == math.prod(grid)
+    is_packed = packs_latents(type(model))
+    patch = patch_sizes(type(model), config, type(model).__name__)
+    grid = tuple(grid if is_packed else map(operator.mul, grid, patch))
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    grid = tuple(latents)
-    if packs_latents(type(model)):
-        grid = (*grid[:-2], grid[-2] // 2, grid[-1] // 2)
-    if packs_latents(type(model)) or {"num_frames", "height"} <= taken.keys():
+    if is_packed or {"num_frames", "height"} <= taken.keys():
         hidden_states = random(batch, math.prod(grid), config.in_channels)
     else:
         hidden_states = random(batch, config.in_channels, *grid)
