@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -33,7 +32,7 @@ from mhla_hf.presets import PRESETS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
 
-WAN_LATENTS = (21, 60, 100)
+WAN_GRID = (21, 30, 50)
 """Latent frames, height and width of 81 frames of 480 × 800."""
 
 _WAN_FAMILY = [f"{name}Transformer3DModel" for name in ("Wan", "WanVACE", "WanAnimate", "SkyReelsV2")]
@@ -56,14 +55,14 @@ def make_model(name: str, mhla: Any = None, **overrides: Any) -> nn.Module:
 
 
 def example_inputs(
-    model: Any, *, tokens: int | None = None, latents: tuple[int, int, int] | None = None
+    model: Any, *, tokens: int | None = None, grid: tuple[int, int, int] | None = None
 ) -> dict[str, Any]:
     """Random arguments of `forward` for one text, image or video, on the model's device.
 
     Args:
         model: The model of a preset.
         tokens: Length of a text; the longest by default.
-        latents: Latent frames, height and width of a video; by default those of its pipeline.
+        grid: Tokens of a video along each axis; by default those of its pipeline.
     """
     config, kind = model.config, type(model).__name__.removeprefix("MHLA")
     if kind.endswith("ForCausalLM"):
@@ -72,8 +71,8 @@ def example_inputs(
     if kind == "DeiTForImageClassification":
         size = (1, config.num_channels, config.image_size, config.image_size)
         return {"pixel_values": torch.randn(size, device=model.device, dtype=model.dtype)}
-    size = _latents(model)
-    size = size if latents is None or "sample_size" in config else latents[-len(size) :]
+    own = _grid(model)
+    size = own if grid is None or "sample_size" in config else grid[-len(own) :]
     inputs = diffusion_inputs(model, size, model.dtype, model.device, text=_TEXT_TOKENS.get(kind, 0))
     return {**inputs, **further_text(model)}
 
@@ -89,15 +88,10 @@ def further_text(model: Any) -> dict[str, Any]:
     return {**inputs, "encoder_attention_mask_2": torch.ones(1, _GLYPHS, dtype=torch.long, device=model.device)}
 
 
-def _latents(model: Any) -> tuple[int, ...]:
-    """Size of the latents that a pipeline makes without being asked for one, those of Wan as in the paper."""
-    config, kind = model.config, type(model).__name__.removeprefix("MHLA")
-    if kind in _WAN_FAMILY:
-        return WAN_LATENTS
-    if (side := config.get("sample_size")) is not None:
-        return (side, side)
-    mhla_class = mhla_class_for(kind)
-    return tuple(map(operator.mul, mhla_class.default_grid, mhla_class.patch_sizes(config)))
+def _grid(model: Any) -> tuple[int, ...]:
+    """Token grid of what a pipeline makes without being asked for a size, those of Wan as in the paper."""
+    kind = type(model).__name__.removeprefix("MHLA")
+    return WAN_GRID if kind in _WAN_FAMILY else mhla_class_for(kind).reference_grid(model.config)
 
 
 class TextWithoutValues(TorchFunctionMode):
@@ -184,9 +178,7 @@ def operator_shape(model: nn.Module) -> OperatorShape:
         grid, chunk = (config.max_position_embeddings,), layer.config.block_size
     else:
         if hasattr(model, "patch_sizes"):
-            patches = model.patch_sizes(config)
-            sides = map(operator.floordiv, _latents(model), (patches,) * 2 if isinstance(patches, int) else patches)
-            return OperatorShape(1, layer.num_heads, layer.head_dim, tuple(sides), layer.blocks)
+            return OperatorShape(1, layer.num_heads, layer.head_dim, _grid(model), layer.blocks)
         grid, chunk = ((config.image_size // config.patch_size) ** 2 + layer.num_prefix_tokens,), None
     blocks = None if chunk else (layer.mixing.shape[-1],)
     return OperatorShape(1, layer.num_heads, layer.head_dim, grid, blocks, chunk[0] if chunk else None)

@@ -38,9 +38,8 @@ from .models.stub import TAGS
 from .pipelines import load_pipeline
 from .recovery.calibration import calibrate_directory
 from .recovery.recipes import default_recipe
-from .training.data.probes import PROMPTS, sample_size
+from .training.data.probes import PROMPTS, pipeline_size, sample_size
 from .training.matching.layers import mhla_layers
-from .utils.compat.diffusers import vae_factor
 from .utils.destinations import claim_destination
 from .utils.figures import figure_svg
 from .utils.locations import PIPELINE_INDEX, local_directory
@@ -250,7 +249,7 @@ def request_inputs(comparison: Comparison) -> dict[str, Any]:
     if known & {"image", "video"} or not known & {"prompt", "class_labels"}:
         raise ValueError(f"{comparison.name} is a {type(pipeline).__name__}, which needs more than a prompt or class.")
     model: Any = next(iter(comparison.models.values()))
-    size = sample_size(pipeline, comparison.models)
+    size, scale = sample_size(pipeline, comparison.models), pipeline_size(pipeline, model)
     inputs: dict[str, Any] = {}
     if "prompt" in known:
         is_demo = comparison.location == base_pipeline_directory().name
@@ -262,14 +261,12 @@ def request_inputs(comparison: Comparison) -> dict[str, Any]:
     if "guidance_scale" in known:
         inputs["guidance_scale"] = _slider("Guidance", 0, 30, 4, 0.1)
     if "height" in known:
-        factor: Any = vae_factor(pipeline, "spatial") or getattr(pipeline, "vae_scale_factor", 8)
-        patch = model.config.patch_size
-        unit = math.lcm(16, int(factor * (patch if isinstance(patch, int) else patch[-1])))
+        unit = math.lcm(16, *(scale.token if scale else ()))
         for name in ("height", "width"):
             side = size.get(name, _USUAL_SIDE)
             inputs[name] = _slider(name.capitalize(), unit, max(side, _USUAL_SIDE), side, unit)
     for name in {"num_frames", "frames"} & known:
-        frames, every = size.get("num_frames", _USUAL_FRAMES), vae_factor(pipeline, "temporal") or 1
+        frames, every = size.get("num_frames", _USUAL_FRAMES), scale.vae[0] if scale else 1
         inputs[name] = _slider("Frames", 1, max(frames, _USUAL_FRAMES), frames, every)
     return inputs
 

@@ -120,21 +120,21 @@ class ModelCase:
     Args:
         preset: Name of the preset.
         sizes: Arguments of the model's constructor in place of the preset's.
-        latents: `[C, ...]` of one input.
+        grid: Tokens of one input along each axis.
         text: Tokens of the text, for models that have one.
         batch: B.
     """
 
     preset: str
     sizes: Mapping[str, Any]
-    latents: tuple[int, ...]
+    grid: tuple[int, ...]
     text: int = 0
     batch: int = 1
 
     @property
     def tokens(self) -> int:
-        """Tokens of its self-attention: patches are of 2 × 2 in all but SANA."""
-        return math.prod(self.latents[1:]) // (1 if self.attention == "linear" else 4)
+        """Tokens of its self-attention."""
+        return math.prod(self.grid)
 
     @property
     def attention(self) -> str:
@@ -144,23 +144,23 @@ class ModelCase:
 
     def inputs(self, model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
         """Random arguments of the model's `forward`."""
-        return diffusion_inputs(model, self.latents[1:], dtype, device, text=self.text, batch=self.batch, seed=seed)
+        return diffusion_inputs(model, self.grid, dtype, device, text=self.text, batch=self.batch, seed=seed)
 
 
 _SMALL_SIZES = {"num_layers": 2, "num_attention_heads": 2}
 
 MODEL_CASES: dict[str, ModelCase] = {
-    "wan": ModelCase("wan2.1-1.3b", {}, (16, 21, 60, 100), text=512),
-    "dit-256": ModelCase("dit-xl-2-256", {}, (4, 32, 32), batch=16),
-    "dit-512": ModelCase("dit-xl-2-512", {}, (4, 64, 64), batch=16),
-    "sana-1024": ModelCase("sana-0.6b", {"sample_size": 32}, (32, 32, 32), text=300, batch=4),
-    "sana-2048": ModelCase("sana-0.6b", {"sample_size": 64}, (32, 64, 64), text=300, batch=4),
-    "wan-small": ModelCase("wan2.1-1.3b", {**_SMALL_SIZES, "ffn_dim": 256}, (16, 5, 32, 40), text=64),
-    "dit-512-small": ModelCase("dit-xl-2-512", _SMALL_SIZES, (4, 64, 64)),
+    "wan": ModelCase("wan2.1-1.3b", {}, (21, 30, 50), text=512),
+    "dit-256": ModelCase("dit-xl-2-256", {}, (16, 16), batch=16),
+    "dit-512": ModelCase("dit-xl-2-512", {}, (32, 32), batch=16),
+    "sana-1024": ModelCase("sana-0.6b", {"sample_size": 32}, (32, 32), text=300, batch=4),
+    "sana-2048": ModelCase("sana-0.6b", {"sample_size": 64}, (64, 64), text=300, batch=4),
+    "wan-small": ModelCase("wan2.1-1.3b", {**_SMALL_SIZES, "ffn_dim": 256}, (5, 16, 20), text=64),
+    "dit-512-small": ModelCase("dit-xl-2-512", _SMALL_SIZES, (32, 32)),
     "sana-1024-small": ModelCase(
         "sana-0.6b",
         {**_SMALL_SIZES, "num_cross_attention_heads": 1, "cross_attention_dim": 64, "sample_size": 32},
-        (32, 32, 32),
+        (32, 32),
         text=64,
     ),
 }

@@ -11,6 +11,7 @@ from .config import MHLAConfig, merge_options
 from .integrations.diffusers import NO_VERSION, options_by_component
 from .models.registry import FAMILIES, MHLA_CLASSES, check_attention
 from .utils.compat import check_version
+from .utils.compat.diffusers import vae_factor
 from .utils.messages import shorten_value
 
 
@@ -108,7 +109,7 @@ def convert(model_or_pipeline: Any, mhla: MHLAConfig | Mapping[str, Any] | None 
     }
     if not found:
         raise ValueError(f"No component of this {type(model_or_pipeline).__name__} {NO_VERSION}")
-    factors = [getattr(model_or_pipeline, f"vae_scale_factor_{axis}", None) for axis in ("temporal", "spatial")]
+    factors = [vae_factor(model_or_pipeline, axis) for axis in ("temporal", "spatial")]
     compression: Any = None if None in factors else tuple(factors)
     chosen = {
         name: check_convertible(found[name], own, name, compression)

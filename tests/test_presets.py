@@ -166,7 +166,7 @@ def test_forward_and_backward_at_full_size(name):
 @pytest.mark.parametrize("name", BY_SPEED)
 def test_a_shallow_one_runs_saves_and_reloads(name, tmp_path):
     model = shallow(name)
-    inputs = example_inputs(model, tokens=100, latents=(3, 10, 20))
+    inputs = example_inputs(model, tokens=100, grid=(3, 5, 10))
     output = forward_and_backward(model, inputs)
     assert output.isfinite().all()
     assert not without_gradient(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,14 +18,13 @@ from ..integrations.transformers.limits import check_sizes
 from ..integrations.transformers.modules import is_image_model, patch_grid
 from ..integrations.transformers.towers import towers_of
 from ..layouts import MAX_TOKENS
-from ..models.directory import ModelDirectory, read_config
+from ..models.directory import ModelDirectory
 from ..models.limits import check_model_config
 from ..models.registry import FAMILIES, family_for
 from ..presets import PRESETS, from_preset, is_preset
-from ..training.data.probes import inputs_at, sample_grid
+from ..training.data.probes import diffusion_inputs
 from ..utils import locations
 from ..utils.compat.transformers import set_attention
-from ..utils.files import path_inside, read_json
 from ..utils.messages import check_count, shorten_list, shorten_text
 
 
@@ -67,11 +65,10 @@ class Candidate(ABC):
         """
 
     @abstractmethod
-    def grid(self, model: Any, **given: int) -> tuple[int, ...]:
+    def grid(self, **given: int) -> tuple[int, ...]:
         """Return the tokens along each axis of a sample; what is not given is the model's own.
 
         Args:
-            model: The softmax model.
             **given: `tokens` (the length of a text, or tokens of an image or video), or `height` and `width` in pixels
                 and `num_frames`.
 
@@ -80,14 +77,12 @@ class Candidate(ABC):
         """
 
     @abstractmethod
-    def inputs(
-        self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0
-    ) -> dict[str, Any]:
+    def inputs(self, model: Any, grid: Sequence[int], dtype: Any, device: Any, text: int = 0) -> dict[str, Any]:
         """Random arguments of the model's `forward`; `text` counts tokens of prompts."""
 
-    @abstractmethod
     def options(self, grid: Sequence[int]) -> dict[str, Any]:
-        """Options of MHLA for samples of a size, beside the defaults."""
+        """Options of MHLA for samples of a size, beside the defaults; none for text."""
+        return {"grid": list(grid)} if len(grid) > 1 else {}
 
     @abstractmethod
     def family(self, model: Any) -> str | None:
@@ -125,11 +120,7 @@ class DiffusionModel(Candidate):
         self.is_linear = self.class_name in FAMILIES and directory.original_attention == "linear"
 
     def build(self, mhla: Mapping[str, Any] | None = None, *, one_block: bool = False) -> Any:
-        import diffusers
-
-        upstream = getattr(diffusers, self.class_name, None)
-        if upstream is None:
-            raise ValueError(f"{self.class_name} is not in diffusers {diffusers.__version__}.")
+        upstream = self.directory.load_class()
         check_model_config(upstream, self.config, self.name)
         config = dict(self.config)
         if one_block:
@@ -140,16 +131,11 @@ class DiffusionModel(Candidate):
             upstream, config["mhla"] = family_for(self.class_name).load_class(), dict(mhla)
         return upstream.from_config(config).eval()
 
-    def grid(self, model: Any, **given: int) -> tuple[int, ...]:
-        return sample_grid(self.directory, model, **given)
+    def grid(self, **given: int) -> tuple[int, ...]:
+        return self.directory.sample_grid(**given)
 
-    def inputs(
-        self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0
-    ) -> dict[str, Any]:
-        return inputs_at(model, grid, dtype, device, text)
-
-    def options(self, grid: Sequence[int]) -> dict[str, Any]:
-        return {"grid": list(grid)}
+    def inputs(self, model: Any, grid: Sequence[int], dtype: Any, device: Any, text: int = 0) -> dict[str, Any]:
+        return diffusion_inputs(model, grid, dtype, device, text=text)
 
     def family(self, model: Any) -> str | None:
         return family_for(self.class_name).training
@@ -184,7 +170,7 @@ class TransformersModel(Candidate):
             set_attention(part, "sdpa")
         return model
 
-    def grid(self, model: Any, **given: int) -> tuple[int, ...]:
+    def grid(self, **given: int) -> tuple[int, ...]:
         if is_image_model(self.config):
             if not given.keys() <= {"height", "width"}:
                 raise ValueError(f"{self.class_name} sees images: give height and width.")
@@ -196,9 +182,7 @@ class TransformersModel(Candidate):
             raise ValueError("tokens must be given: the configuration does not tell the longest text.")
         return (length,)
 
-    def inputs(
-        self, model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0
-    ) -> dict[str, Any]:
+    def inputs(self, model: Any, grid: Sequence[int], dtype: Any, device: Any, text: int = 0) -> dict[str, Any]:
         taken = inspect.signature(model.forward).parameters
         if is_image_model(self.config):
             patch = self.config.patch_size
@@ -214,9 +198,6 @@ class TransformersModel(Candidate):
         if "logits_to_keep" in taken:
             inputs["logits_to_keep"] = 1
         return inputs
-
-    def options(self, grid: Sequence[int]) -> dict[str, Any]:
-        return {"grid": list(grid)} if is_image_model(self.config) else {}
 
     def family(self, model: Any) -> str | None:
         options = model.config.mhla
@@ -253,21 +234,7 @@ def find_candidate(location: str | Path, component: str | None = None, **hub: An
             for same in (preset for preset, content in PRESETS.items() if content.repository == name):
                 error.args = (f"{error} The preset {same} is the same model, and needs no download.",)
             raise
-    index, configs = None, {}
-    if (root / locations.PIPELINE_INDEX).is_file():
-        index = read_json(root / locations.PIPELINE_INDEX, "the pipeline's index")
-        for part, entry in index.items():
-            if isinstance(entry, list) and entry and re.search("Transformer|UNet", str(entry[-1])):
-                path = path_inside(root, part, locations.PIPELINE_INDEX) / "config.json"
-                configs[part] = {"_class_name": entry[-1], **read_config(path)}
-        if not configs:
-            raise ValueError(f"{name} has no transformer; it has {shorten_list(index)}.")
-    else:
-        config = read_config(root / "config.json")
-        if "_class_name" not in config and "model_type" not in config:
-            raise ValueError(f"{root / 'config.json'} names no class of diffusers and no model_type of transformers.")
-        configs = {"transformer" if "_class_name" in config else "model": config}
-    directory = ModelDirectory(name, root, index, configs, next(iter(configs))).select(component)
+    directory = ModelDirectory.read(root, component, location=name, require_supported=False)
     if directory.is_mhla:
         raise ValueError(f"{name} is MHLA already: give the model that it was converted from.")
     if directory.is_transformers:
@@ -288,4 +255,6 @@ def find_grid(candidate: Candidate, **size: int | None) -> tuple[int, ...]:
         check_count(name, value, maximum=MAX_TOKENS)
     if "tokens" in given and len(given) > 1:
         raise ValueError(f"tokens cannot be given with {shorten_list(name for name in given if name != 'tokens')}.")
-    return candidate.grid(on_meta(candidate), **given)
+    # A configuration that no model can be built of is reported here.
+    on_meta(candidate)
+    return candidate.grid(**given)

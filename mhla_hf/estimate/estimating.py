@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..bench import ORDINARY, BenchOptions, cast_model, compare
-from ..config import automatic_share, parse_layers
 from ..integrations.transformers.cache import cache_layer_bytes
-from ..recovery.recipes import DATA_FREE, Recipe, default_recipe, default_settings, packaged_recipes
+from ..recovery.recipes import DATA_FREE, Recipe, choose_layers, default_recipe, default_settings, packaged_recipes
 from ..recovery.recipes import FAMILIES as RECOVERED
 from ..training.matching.blocks import OnMeta, record_bytes
 from ..training.matching.layers import AttentionLayer, base_model, mhla_layers, run
@@ -157,7 +156,7 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
         ValueError: If the size of its samples is not known, or the model cannot be run without weights.
     """
     softmax = on_meta(candidate)
-    grid = tuple(grid or candidate.grid(softmax))
+    grid = tuple(grid or candidate.grid())
     count = count_operations(candidate, softmax, grid)
     if not (count["mixing"] or candidate.is_linear):
         raise ValueError(
@@ -187,7 +186,7 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
     near = [name for name, size in sizes.items() if abs(found.parameters / 1e9 / size - 1) <= _TOLERANCE]
     best = near[0] if near else "default" if family in _TEXT_ROWS else None
     training = [
-        {"recipe": name, "recommended": name == best, **training_memory(candidate, softmax, recipes[name])}
+        {"recipe": name, "recommended": name == best, **training_memory(candidate, recipes[name])}
         for name in sorted(recipes, key=lambda name: name != best)
     ]
     return replace(found, mhla_operations=count["operations"], state_bytes=count["cache_bytes"], training=training)
@@ -285,23 +284,16 @@ def count_operations(candidate: Candidate, model: Any, grid: Sequence[int]) -> d
     }
 
 
-def choose_layers(layers: str, count: int) -> list[int]:
-    """Return the indices of a choice of layers, of a model with a single one always that."""
-    chosen = parse_layers(layers, count) if count > 1 else None
-    return list(range(count)) if chosen is None else chosen
-
-
 def count_parameters(module: Any) -> int:
     """Return the number of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[str, Any]:
+def training_memory(candidate: Candidate, recipe: Recipe) -> dict[str, Any]:
     """Memory of a recovery, in bytes, without the activations of forward and backward passes.
 
     Args:
         candidate: The model.
-        softmax: The softmax model, on the meta device.
         recipe: The recipe.
 
     Returns:
@@ -311,8 +303,8 @@ def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[
     """
     # Experts are computed in bfloat16 alone on the meta device.
     model = on_meta(candidate, recipe.mhla, torch.bfloat16 if recipe.family == "causal" else None)
-    all_layers, share = mhla_layers(model), automatic_share(recipe.layers)
-    chosen = choose_layers(recipe.layers if share is None else str(share), len(all_layers))
+    all_layers = mhla_layers(model)
+    chosen = choose_layers(recipe.layers, len(all_layers))
     converted = [all_layers[index] for index in chosen]
     # Layers that stay softmax do not have what MHLA adds.
     parameters = count_parameters(model) - sum(
@@ -321,7 +313,7 @@ def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[
     rows = _TEXT_ROWS.get(recipe.family)
     size = {"tokens": rows and (recipe.data.max_length or rows)}
     size |= {name: getattr(recipe.data, name) for name in ("height", "width", "num_frames")}
-    grid = candidate.grid(softmax, **{name: value for name, value in size.items() if value is not None})
+    grid = candidate.grid(**{name: value for name, value in size.items() if value is not None})
     batch = candidate.inputs(model, grid, torch.float32, torch.device("meta"), recipe.data.max_length or 0)
     batch |= {"attention_mask": torch.ones(1, *grid)} if recipe.family == "causal" else {}
     kept = record_bytes(model, batch, {layer.name for layer in converted}, blocks=recipe.blocks is not None)

@@ -26,8 +26,8 @@ from ..utils.compat import note_unchecked
 from ..utils.locations import LOCATION_OPTIONS, find_file
 from ..utils.messages import shorten_list
 from ..utils.tensor_files import check_floats, read_entries
-from . import limits, loading, weight_files
-from .registry import attention_request
+from . import limits, loading, sizes, weight_files
+from .registry import attention_request, family_for
 from .single_file import own_weights, softmax_names
 
 
@@ -128,8 +128,6 @@ class MHLAModelMixin(MHLAAdapterMixin):
 
     # The token grid that block counts are derived from when the options give neither blocks nor grid.
     default_grid: ClassVar[tuple[int, ...]]
-    # Frames, height and width of what a pipeline of videos makes without being asked for a size.
-    video_size: ClassVar[tuple[int, int, int]] = (81, 480, 832)
     # Defaults in place of those of `MHLAConfig`; options given as a dict are laid over them.
     default_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     # Whether upstream's own attention equals MHLA under `default_options` with equal mixing weights.
@@ -230,10 +228,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
     @classmethod
     def patch_sizes(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the number of latents that a token stands for along each axis."""
-        size = cls.config_value(config, "patch_size")
-        if "patch_size_t" not in inspect.signature(cls.__init__).parameters:
-            return size
-        return (cls.config_value(config, "patch_size_t"), size, size)
+        return sizes.patch_sizes(cls, config, f"the configuration of this {cls.__name__}")
 
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
@@ -262,11 +257,13 @@ class MHLAModelMixin(MHLAAdapterMixin):
                 those of Wan 2.1 by default.
         """
         grid = cls.config_grid(config)
-        if grid is not None or compression is None:
+        # Pipelines of images make the same grid, whatever the VAE.
+        if grid is not None or compression is None or len(cls.default_grid) == 2:
             return grid or cls.default_grid
-        frames, *sides = cls.video_size
-        latents = ((frames - 1) // compression[0] + 1, *(side // compression[1] for side in sides))
-        return tuple(max(1, length // side) for length, side in zip(latents, cls.patch_sizes(config)))
+        # The pixels that pipelines make by default, with another VAE or other patches.
+        usual = sizes.SampleSize(family_for(cls._upstream_class().__name__).vae, cls.patch_sizes({}))
+        grid = sizes.SampleSize(compression, cls.patch_sizes(config)).grid(**usual.pixels(cls.default_grid))
+        return tuple(max(1, length) for length in grid)
 
     @classmethod
     def resolve_options(

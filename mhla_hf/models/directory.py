@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import nn
 from ..utils import locations
 from ..utils.files import list_files, path_inside, read_json
 from ..utils.messages import shorten_list, shorten_text
+from . import sizes
 from .registry import FAMILIES, LEGACY_CLASS, MHLA_CLASSES, current_class, family_for, is_mhla_class
 from .weight_files import DIFFUSERS_FILES, TRANSFORMERS_FILES, FileNames, WeightSet, check_weights, damage_named
 
@@ -24,7 +27,8 @@ CONVERSION_RECORD, TRAINING_RECORD = "conversion.json", "training.json"
 
 # Links in a chain of records: pipelines that were made from one another.
 _MOST_RECORDS = 8
-_MOST_COMPRESSION = 1024
+# Frames, and pixels of a side, per latent where neither a VAE nor the family tells.
+_USUAL_VAE = (4, 8)
 # What a search for the original of a pipeline's component reads of a Hub repository: a pipeline, or the model alone.
 _ORIGINAL_FILES = (
     *(locations.PIPELINE_INDEX, CONVERSION_RECORD, TRAINING_RECORD),
@@ -78,6 +82,7 @@ class ModelDirectory:
         *,
         location: str | None = None,
         origin: dict[str, Any] | None = None,
+        require_supported: bool = True,
     ) -> ModelDirectory:
         """Read a directory that was found or downloaded before.
 
@@ -86,16 +91,17 @@ class ModelDirectory:
             component: See [`open`][mhla_hf.models.directory.ModelDirectory.open].
             location: Name of the directory in errors, its path by default.
             origin: See the class.
+            require_supported: Refuse models that cannot be MHLA, and those that are quantised.
 
         Raises:
-            ValueError: If it is neither a pipeline nor a model, has no supported model, is quantised, or links and
-                names in it lead out of it.
+            ValueError: If it is neither a pipeline nor a model, has no such model, or links and names in it lead out
+                of it.
         """
         location = str(root) if location is None else location
         list_files(root)
         index = None
         if (root / locations.PIPELINE_INDEX).is_file():
-            index, configs = read_pipeline(root)
+            index, configs = read_pipeline(root, require_supported=require_supported)
             models = [f"{name} ({entry[1]})" for name, entry in index.items() if isinstance(entry, list) and entry[1:]]
             problem = f"has no model that can be converted; it has {shorten_list(models)}"
         else:
@@ -107,12 +113,12 @@ class ModelDirectory:
                 )
             configs = {"transformer" if "_class_name" in config else "model": config}
             class_name = current_class(config.get("_class_name", ""), config)
-            if class_name and class_name not in {**FAMILIES, **MHLA_CLASSES}:
+            if require_supported and class_name and class_name not in {**FAMILIES, **MHLA_CLASSES}:
                 configs = {}
             problem = f"is a {shorten_text(class_name)}, which cannot be converted"
         if not configs:
             raise ValueError(f"{location} {problem}. Supported: {', '.join(sorted(FAMILIES))}.")
-        for name, config in configs.items():
+        for name, config in configs.items() if require_supported else ():
             # The weights of one tower of several may be quantised.
             for part in [config, *(entry for entry in config.values() if isinstance(entry, dict))]:
                 quantization = part.get("quantization_config") or part.get("compression_config")
@@ -171,19 +177,19 @@ class ModelDirectory:
         origins = [record.get("source", {}) for record in found]
         return [origin for origin in origins if origin.get("location") and isinstance(origin["location"], str)]
 
+    def _vae_factors(self) -> tuple[int | None, int | None]:
+        path = self.root / "vae" / "config.json"
+        config = read_json(path, "the VAE's configuration") if self.index is not None and path.is_file() else {}
+        return sizes.vae_factors(config, f"the configuration {path}")
+
     @property
     def vae_compression(self) -> tuple[int, int] | None:
         """How many frames, and how many pixels of a side, one latent of the pipeline's video VAE stands for.
 
-        `None` without a pipeline, and where the VAE's configuration does not have them.
+        `None` without a pipeline, and where the VAE's configuration does not tell them.
         """
-        path = self.root / "vae" / "config.json"
-        config = read_json(path, "the VAE's configuration") if self.index is not None and path.is_file() else {}
-        temporal: Any = config.get("scale_factor_temporal", config.get("temporal_compression_ratio"))
-        spatial: Any = config.get("scale_factor_spatial", config.get("spatial_compression_ratio"))
-        if not all(type(value) is int and 1 <= value <= _MOST_COMPRESSION for value in (temporal, spatial)):
-            return None
-        return temporal, spatial
+        frames, pixels = self._vae_factors()
+        return None if frames is None or pixels is None else (frames, pixels)
 
     # The model.
 
@@ -236,6 +242,53 @@ class ModelDirectory:
         return any(part.get("mhla") is not None or part.get("attn_implementation") == "mhla" for part in parts)
 
     @property
+    def sample_size(self) -> sizes.SampleSize:
+        """What turns the size of a sample into the token grid of a diffusion transformer, supported or not.
+
+        Raises:
+            ValueError: If a configuration is damaged.
+        """
+        family = FAMILIES.get(self.class_name) or MHLA_CLASSES.get(self.class_name)
+        frames, pixels = self._vae_factors()
+        usual = _USUAL_VAE if family is None else family.vae
+        patch = sizes.patch_sizes(self.load_class(), self.config, f"the configuration {self.folder / 'config.json'}")
+        return sizes.SampleSize((frames or usual[0], pixels or usual[1]), patch)
+
+    def sample_grid(self, **given: int) -> tuple[int, ...]:
+        """Return the tokens along each axis of a sample; what is not given is the model's own.
+
+        Args:
+            **given: `tokens`, or `height` and `width` in pixels and `num_frames`.
+
+        Raises:
+            ValueError: If the model does not have what is given, or nothing tells the size.
+        """
+        size = self.sample_size
+        is_video = len(size.patch) == 3
+        if tokens := given.get("tokens"):
+            side = next(side for side in range(math.isqrt(tokens), 0, -1) if tokens % side == 0)
+            return (*(1,) * is_video, side, tokens // side)
+        if "num_frames" in given and not is_video:
+            raise ValueError(f"num_frames is for videos, and {self.class_name} makes images.")
+        if len(given) < len(size.patch):
+            given = {**size.pixels(self._own_grid(size.patch)), **given}
+        found = size.grid(**given)
+        if 0 in found:
+            raise ValueError(f"height must be at least {size.token[0]}, the side of one token, as must width.")
+        return found
+
+    def _own_grid(self, patch: tuple[int, ...]) -> tuple[int, ...]:
+        if self.class_name in {**FAMILIES, **MHLA_CLASSES}:
+            return family_for(self.class_name).load_class().reference_grid(self.config, self.vae_compression)
+        side = self.config.get("sample_size")
+        if len(patch) == 3 or not isinstance(side, int):
+            others = "width and num_frames" if len(patch) == 3 else "width"
+            raise ValueError(
+                f"height must be given with {others}, or tokens: the configuration does not tell the size of samples."
+            )
+        return (side // patch[0], side // patch[1])
+
+    @property
     def original_attention(self) -> str:
         """Attention of the softmax or linear model behind it: `"linear"` for SANA's, else `"softmax"`."""
         is_linear = not self.is_transformers and family_for(self.class_name).load_class().upstream_is_linear
@@ -261,6 +314,8 @@ class ModelDirectory:
                 return family_for(self.class_name).load_class()
             import diffusers
 
+            if not hasattr(diffusers, self.class_name):
+                raise ValueError(f"{self.class_name} is not in diffusers {diffusers.__version__}.")
             return getattr(diffusers, self.class_name)
         import transformers
 
@@ -404,12 +459,15 @@ def find_pipeline(location: str | os.PathLike[str], **options: Any) -> Path:
     return directory if directory.is_dir() else locations.download_pipeline(os.fspath(location), **options)
 
 
-def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def read_pipeline(
+    root: Path, given: Collection[str] = (), *, require_supported: bool = True
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Read the index of a pipeline and the configurations of the models in it that are or can be MHLA.
 
     Args:
         root: The pipeline's directory.
         given: Components that need not be there.
+        require_supported: Leave out other denoisers.
 
     Returns:
         The index, and the configurations by component.
@@ -424,7 +482,10 @@ def read_pipeline(root: Path, given: Collection[str] = ()) -> tuple[dict[str, An
             continue
         folder = path_inside(root, name, str(root / locations.PIPELINE_INDEX))
         class_name = entry[-1] if entry else None
-        if isinstance(class_name, str) and class_name in {**FAMILIES, **MHLA_CLASSES, LEGACY_CLASS: None}:
+        if not isinstance(class_name, str):
+            continue
+        is_denoiser = not require_supported and re.search("Transformer|UNet", class_name)
+        if is_denoiser or class_name in {**FAMILIES, **MHLA_CLASSES, LEGACY_CLASS: None}:
             path = folder / "config.json"
             stored = {} if name in given and not path.exists() else read_config(path)
             configs[name] = {"_class_name": class_name, **stored}

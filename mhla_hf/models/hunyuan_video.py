@@ -84,7 +84,6 @@ class MHLAHunyuanVideoTransformer3DModel(MHLAJointModelMixin, HunyuanVideoTransf
     of `transformer_blocks` come first, and those of `single_transformer_blocks` after them.
     """
 
-    video_size = (129, 720, 1280)
     default_grid = (33, 45, 80)
     attention_class = MHLAHunyuanVideoAttention
     module_classes = MappingProxyType({"rope": MHLAHunyuanVideoRotaryPosEmbed})
@@ -98,7 +97,6 @@ class MHLAHunyuanVideo15Transformer3DModel(MHLAJointModelMixin, HunyuanVideo15Tr
     count as text.
     """
 
-    video_size = (121, 480, 832)
     default_grid = (31, 30, 52)
     attention_class = MHLAHunyuanVideoAttention
     module_classes = MappingProxyType({"rope": MHLAHunyuanVideo15RotaryPosEmbed})

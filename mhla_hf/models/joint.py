@@ -8,7 +8,7 @@ of a call. All of them are arguments, so nothing is remembered between calls, as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -119,13 +119,3 @@ class JointImageMixin(MHLAJointModelMixin):
     """For models of images, whose configurations tell no size."""
 
     block_streams = ("encoder_hidden_states", "hidden_states")
-
-    @classmethod
-    def patch_sizes(cls, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Height and width of a token, in latents: pipelines pack them, whatever the configuration says."""
-        return (2, 2)
-
-    @classmethod
-    def reference_grid(cls, config: Mapping[str, Any], compression: tuple[int, int] | None = None) -> tuple[int, ...]:
-        """The grid of the images that the pipelines make by default, whatever the VAE."""
-        return cls.default_grid

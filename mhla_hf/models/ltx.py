@@ -102,7 +102,6 @@ class MHLALTXVideoTransformer3DModel(KeepsMHLAProcessors, LTXVideoTransformer3DM
     _no_split_modules = ["LTXVideoTransformerBlock"]
 
     # 161 frames of 512 × 704: (161 - 1) / 8 + 1 latent frames, and a latent for 32 × 32 pixels.
-    video_size = (161, 512, 704)
     default_grid = (21, 16, 22)
     attention_class = MHLALTXAttention
     module_classes = MappingProxyType({"rope": MHLALTXVideoRotaryPosEmbed})
@@ -188,7 +187,6 @@ class MHLALTX2VideoTransformer3DModel(KeepsMHLAProcessors, LTX2VideoTransformer3
     """
 
     # 121 frames of 512 × 768.
-    video_size = (121, 512, 768)
     default_grid = (16, 16, 24)
     attention_class = MHLALTX2Attention
     module_classes = MappingProxyType({"rope": MHLALTX2RotaryPosEmbed, "cross_attn_rope": MHLALTX2CrossRotaryPosEmbed})

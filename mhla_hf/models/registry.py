@@ -44,6 +44,7 @@ class ModelFamily:
         text_tokens: Tokens that captions are padded to in training; 0 without text or an objective.
         negative_prompts: Whether validation samples take a negative prompt.
         two_transformers: Whether pipelines may have a `transformer_2`.
+        vae: Frames, and pixels of a side, per latent of the usual VAE.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ModelFamily:
     text_tokens: int = 0
     negative_prompts: bool = False
     two_transformers: bool = False
+    vae: tuple[int, int] = (4, 8)
 
     @property
     def training(self) -> str:
@@ -130,17 +132,18 @@ _FAMILIES = (
     ModelFamily(
         "ltx", "LTX-Video", "video", "ltx", "LTXVideoTransformer3DModel", ("LTXPipeline", "LTXImageToVideoPipeline"),
         ("LTXConditionPipeline", "LTXImageToVideoPipeline", "LTXI2VLongMultiPromptPipeline"), _KEYFRAMES,
-        recipe="video", objective=_FLOW, data_free=True, call_samples=2, text_tokens=128, negative_prompts=True),
+        recipe="video", objective=_FLOW, data_free=True, call_samples=2, text_tokens=128, negative_prompts=True,
+        vae=(8, 32)),
     ModelFamily(
         "ltx2", "LTX-2", "video", "ltx", "LTX2VideoTransformer3DModel", ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
-        note=f"softmax for audio, {_KEYFRAMES}", recipe="video", data_free=True, call_samples=1.5),
+        note=f"softmax for audio, {_KEYFRAMES}", recipe="video", data_free=True, call_samples=1.5, vae=(8, 32)),
     ModelFamily(
         "hunyuan-video", "HunyuanVideo", "video", "hunyuan_video", "HunyuanVideoTransformer3DModel",
         ("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"),
         recipe="joint", objective=_FLOW, data_free=True, text_tokens=256),
     ModelFamily(
         "hunyuan-video-1.5", "HunyuanVideo-1.5", "video", "hunyuan_video", "HunyuanVideo15Transformer3DModel",
-        ("HunyuanVideo15Pipeline",), recipe="joint", data_free=True),
+        ("HunyuanVideo15Pipeline",), recipe="joint", data_free=True, vae=(4, 16)),
     ModelFamily(
         "qwen-image", "Qwen-Image", "image", "qwen_image", "QwenImageTransformer2DModel", ("QwenImagePipeline",),
         note="no images to edit", recipe="joint", data_free=True),
@@ -156,7 +159,8 @@ _FAMILIES = (
         ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), recipe="pixart", data_free=True, call_samples=2),
     ModelFamily(
         "sana", "SANA", "image", "sana", "SanaTransformer2DModel", ("SanaPipeline", "SanaSprintPipeline"),
-        note=_LINEAR.format("images"), recipe="sana", objective=_FLOW, text_tokens=300, negative_prompts=True),
+        note=_LINEAR.format("images"), recipe="sana", objective=_FLOW, text_tokens=300, negative_prompts=True,
+        vae=(4, 32)),
     ModelFamily(
         "sana-video", "SANA-Video", "video", "sana", "SanaVideoTransformer3DModel", ("SanaVideoPipeline",),
         note=_LINEAR.format("videos"), recipe="sana-video"),

@@ -142,7 +142,6 @@ class MHLAWanAnimateTransformer3DModel(WanFamilyMixin, animate.WanAnimateTransfo
     """
 
     # 77 frames of 720 × 1280, and the reference image as a latent frame before theirs.
-    video_size = (81, 720, 1280)
     default_grid = (21, 45, 80)
     attention_class = MHLAWanAnimateAttention
     module_classes = MappingProxyType({"rope": MHLAWanAnimateRotaryPosEmbed})
@@ -155,7 +154,6 @@ class MHLASkyReelsV2Transformer3DModel(WanFamilyMixin, SkyReelsV2Transformer3DMo
     all others; causal blocks of frames raise `ValueError`.
     """
 
-    video_size = (97, 544, 960)
     default_grid = (25, 34, 60)
     attention_class = MHLASkyReelsV2Attention
     module_classes = MappingProxyType({"rope": MHLASkyReelsV2RotaryPosEmbed})

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import automatic_share, parse_layers
 from ..conversion.planning import PlanOptions
 from ..models.directory import ModelDirectory
 from ..models.registry import TRAINED, is_mhla_class, mhla_class_for
@@ -32,7 +31,17 @@ from ..training.parameters import load_model
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes
-from .recipes import DATA_FREE, TEXT, TRANSFORMERS, VIDEO, WITHOUT_OBJECTIVE, Recipe, models_of, packaged_recipes
+from .recipes import (
+    DATA_FREE,
+    TEXT,
+    TRANSFORMERS,
+    VIDEO,
+    WITHOUT_OBJECTIVE,
+    Recipe,
+    choose_layers,
+    models_of,
+    packaged_recipes,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -169,11 +178,12 @@ class RecoveryData:
         with torch.device("meta"):
             config = {**self.directory.config, "mhla": dict(recipe.mhla)}
             model = mhla_class_for(self.directory.class_name).from_config(config)
-        layers, share = mhla_layers(model), automatic_share(recipe.layers)
-        chosen = parse_layers(recipe.layers if share is None else str(share), len(layers))
-        names = None if chosen is None else {layers[index].name for index in chosen}
-        grid = probes.sample_grid(self.directory, model, **given)
-        batch = probes.inputs_at(model, grid, torch.float32, torch.device("meta"), recipe.data.max_length or 0)
+        layers = mhla_layers(model)
+        names = {layers[index].name for index in choose_layers(recipe.layers, len(layers))}
+        grid = self.directory.sample_grid(**given)
+        batch = probes.diffusion_inputs(
+            model, grid, torch.float32, torch.device("meta"), text=recipe.data.max_length or 0
+        )
         kept, from_calls = record_bytes(model, batch, names), self.data is None
         of_layers, of_blocks = recipe.record_bytes(*kept, from_calls)
         smaller = [

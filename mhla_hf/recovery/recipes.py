@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from ..config import MHLAConfig, automatic_share
+from ..config import MHLAConfig, automatic_share, parse_layers
 from ..models.registry import RECOVERED, names_of
 from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
 from ..utils.messages import check_choice, did_you_mean, shorten_text
@@ -156,6 +156,13 @@ STAGES: dict[str, type[Options]] = {
 """The stages in their order. Those that a recipe does not name are left out."""
 
 _SECTIONS: dict[str, type[Options]] = {"data": DataOptions, **STAGES}
+
+
+def choose_layers(layers: str, count: int) -> list[int]:
+    """Return the indices of a choice of layers, see [`Recipe`]; of a model with a single one always that."""
+    share = automatic_share(layers)
+    chosen = parse_layers(layers if share is None else str(share), count) if count > 1 else None
+    return list(range(count)) if chosen is None else chosen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of diffusion models that can be trained: how each encodes its data, its objective and its sizes.
+"""Families of diffusion models that can be trained: how each encodes its data, and its objective.
 
 Shapes: C channels, F frames (videos only), H height and W width, of media in pixels and with a prime of latents.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,11 +16,13 @@ import torch
 from accelerate import init_empty_weights
 
 from ..models.directory import ModelDirectory, find_pipeline
+from ..models.limits import check_model_config
 from ..models.registry import FAMILIES as MODEL_FAMILIES
 from ..models.registry import MHLA_CLASSES, TRAINED, mhla_class_for
+from ..models.sizes import SampleSize, check_size
 from ..models.weight_files import check_weights, damage_named
 from ..utils.compat.diffusers import call_default
-from ..utils.files import Types, check_fields, read_json
+from ..utils.files import Types, read_json
 from .config import COMPONENTS, DIGITS, UNCONVERTED, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
 from .data.images import find_label, pipeline_labels
 from .parameters import check_conversion, check_takes_adapters
@@ -38,9 +38,6 @@ from .stages.objectives import (
 )
 
 
-# The factor of a VAE or a patch, or the side of an image in latents, is far below.
-_MOST = 4096
-_MOST_STAGES = 12
 _MOST_TIMESTEPS = 100_000
 _SCHEDULER_FIELDS: dict[str, Types] = {"_class_name": str, "num_train_timesteps": int}
 _LAYER_COUNTS = ("num_layers", "num_hidden_layers", "num_decoder_layers", "layers_per_block")
@@ -58,55 +55,12 @@ TWO_ENCODERS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer
 # Tensors of text that are stored without padding.
 PADDED = ("prompt_embeds", "prompt_attention_mask")
 MASKED_NAMES = (*PADDED, *(f"negative_{name}" for name in PADDED))
-_PATCH = (int, type(None))
-_VAE_FIELDS: dict[str, Types] = {"spatio_temporal_scaling": list, "patch_size": _PATCH, "patch_size_t": _PATCH}
 # The label without class that diffusers' DiTPipeline has built in.
 GUIDANCE_LABEL = 1000
 
 
-@dataclass(frozen=True)
-class SampleSizes:
-    """Constraints of a pipeline on the sizes of its samples.
-
-    Attributes:
-        spatial_factor: Pixels of height or width per latent.
-        temporal_factor: Frames per latent, of which the first frame is one; 0 for images.
-        patch_size: Height and width of a token, in latents.
-        own_size: Height and width that an image model was made for, in pixels; 0 for video models.
-        num_classes: Number of classes of the model; 0 if it is conditioned on text.
-    """
-
-    spatial_factor: int
-    temporal_factor: int
-    patch_size: tuple[int, int]
-    own_size: int
-    num_classes: int
-
-    def grid(self, size: Bucket) -> tuple[int, ...]:
-        """Return the number of tokens of a sample along each axis, frames first."""
-        frames = ((size.num_frames - 1) // self.temporal_factor + 1,) if self.temporal_factor else ()
-        rows, columns = (self.spatial_factor * side for side in self.patch_size)
-        return (*frames, size.height // rows, size.width // columns)
-
-    def check(self, buckets: tuple[Bucket, ...]) -> None:
-        """Check that the VAE and the transformer's patches divide the wanted sizes.
-
-        Raises:
-            ValueError: If they do not; the message names the size.
-        """
-        rows, columns = (self.spatial_factor * side for side in self.patch_size)
-        for bucket in buckets:
-            fits = not bucket.height % rows and not bucket.width % columns
-            frames = f", frames a multiple of {self.temporal_factor} plus 1" if self.temporal_factor else ""
-            if not fits or (bucket.num_frames - 1) % (self.temporal_factor or _MOST):
-                raise ValueError(
-                    f"sizes: for this pipeline height must be a multiple of {rows}, width of {columns}{frames}; got "
-                    f"{bucket.height},{bucket.width},{bucket.num_frames}"
-                )
-
-
 class Family:
-    """A family of diffusion models: its encoding of data and prompts, its objective and the sizes of its samples.
+    """A family of diffusion models: its encoding of data and prompts, and its objective.
 
     Attributes:
         objective: Class of the objective.
@@ -116,7 +70,6 @@ class Family:
             last.
         call_options: Further arguments of the pipeline's call.
         out_channels: Number that configurations without it stand for; None for as many as go in.
-        fixed_config: Entries that replace those of the transformer's configuration in `sizes`.
     """
 
     name: ClassVar[str]
@@ -126,7 +79,6 @@ class Family:
     encoded_names: ClassVar[tuple[str, ...]] = ()
     call_options: ClassVar[dict[str, Any]] = {}
     out_channels: ClassVar[int | None] = None
-    fixed_config: ClassVar[dict[str, int]] = {}
 
     @property
     def prompt_encoders(self) -> tuple[str, ...]:
@@ -181,43 +133,37 @@ class Family:
             kind = "video" if self.video_size else "image"
             raise ValueError(f"model: this is an image-to-{kind} model, which cannot be recovered or trained here yet")
 
-    def sizes(self, directory: ModelDirectory) -> SampleSizes:
-        """Read the sizes of samples that a pipeline takes; those of images by default.
+    def num_classes(self, directory: ModelDirectory) -> int:
+        """Return the number of classes of a pipeline's model; 0 for those that are conditioned on text."""
+        if TRAINED[self.name].text_tokens:
+            return 0
+        name, path = "num_embeds_ada_norm", directory.folder / "config.json"
+        return check_size(directory.config.get(name), name, f"the configuration {path}", 10**9)
 
-        Raises:
-            ValueError: If a configuration is damaged.
-        """
-        path, config = directory.root / "vae" / "config.json", {**directory.config, **self.fixed_config}
-        vae = read_json(path, "the VAE's configuration")
-        stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
-        if not isinstance(stages, list) or not 1 <= len(stages) <= _MOST_STAGES:
-            raise ValueError(
-                f"the VAE's configuration {path}: 'block_out_channels' must be a list of 1 to {_MOST_STAGES} numbers."
-            )
-        factor = 2 ** (len(stages) - 1)
-        model_path = directory.folder / "config.json"
-        patch, own_size = (_count(config, name, model_path) for name in ("patch_size", "sample_size"))
-        num_classes = 0 if TRAINED[self.name].text_tokens else _count(config, "num_embeds_ada_norm", model_path, 10**9)
-        return SampleSizes(factor, 0, (patch, patch), own_size * factor, num_classes)
-
-    def complete(self, config: CacheConfig, sizes: SampleSizes) -> tuple[CacheConfig, tuple[Bucket, ...]]:
-        """Fill in the options that were not given, and return them with the sizes.
+    def complete(self, config: CacheConfig, directory: ModelDirectory) -> tuple[CacheConfig, tuple[Bucket, ...]]:
+        """Fill in the options that were not given, and return them with the sizes that samples of a pipeline have.
 
         Videos are 480x832 with 81 frames, moving digits 64x64 with 17. Images have the size that the model was made
         for; digits at most 64x64, except for DiT, whose pipeline makes images of one size only.
 
         Raises:
-            ValueError: If a size does not fit the pipeline; the message names it.
+            ValueError: If a size does not fit the pipeline, or a configuration is damaged; the message names it.
         """
-        side = sizes.own_size
-        if config.data == DIGITS and not sizes.num_classes:
-            side = min(side, _DIGIT_IMAGE_SIDE)
-        default = self.video_size and (_DIGIT_VIDEO if config.data == DIGITS else self.video_size)
+        size, default = directory.sample_size, self.video_size
+        check_model_config(directory.load_class(), directory.config, str(directory.folder / "config.json"))
+        if default and config.data == DIGITS:
+            default = _DIGIT_VIDEO
         frames = parse_sizes(default)[0].num_frames if default else 1
-        buckets = parse_sizes(config.sizes or default or f"{side},{side}", frames)
-        sizes.check(buckets)
+        if not (config.sizes or default):
+            own = size.pixels(mhla_class_for(directory.class_name).reference_grid(directory.config))["height"]
+            side = min(own, _DIGIT_IMAGE_SIDE) if config.data == DIGITS and TRAINED[self.name].text_tokens else own
+            default = f"{side},{side}"
+        buckets = parse_sizes(config.sizes or default, frames)
+        for bucket in buckets:
+            size.check(**vars(bucket))
         # Written out: a text without frames means the default.
-        text = ";".join(f"{each.height},{each.width}" + f",{each.num_frames}" * bool(default) for each in buckets)
+        names = ("height", "width", "num_frames")[: len(size.patch)]
+        text = ";".join(",".join(str(getattr(each, name)) for name in names) for each in buckets)
         length = config.max_sequence_length or TRAINED[self.name].text_tokens or None
         return config.replace(sizes=text, max_sequence_length=length), buckets
 
@@ -302,22 +248,6 @@ class Video(Family):
 
     video_size = "480,832,81"
 
-    def compression(self, vae: dict[str, Any]) -> dict[str, int]:
-        """Return frames and pixels of a side per latent where a VAE's configuration does not say, by their entries."""
-        return {"temporal_compression_ratio": 4, "spatial_compression_ratio": 8}
-
-    def sizes(self, directory: ModelDirectory) -> SampleSizes:
-        path, vae_path = directory.folder / "config.json", directory.root / "vae" / "config.json"
-        config = check_fields(directory.config, f"the configuration {path}", required={"patch_size": (list, int)})
-        patch = config["patch_size"]
-        sides = patch[-2:] if isinstance(patch, list) else [patch, patch]
-        height, width = (_count({"patch_size": side}, "patch_size", path) for side in sides)
-        vae = read_json(vae_path, "the VAE's configuration", optional=_VAE_FIELDS)
-        defaults = self.compression(vae)
-        vae = {**defaults, **{name: value for name, value in vae.items() if value is not None}}
-        temporal, spatial = (_count(vae, name, vae_path) for name in defaults)
-        return SampleSizes(spatial, temporal, (height, width), 0, 0)
-
     def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
         return encode_videos(pipeline.vae, media[None])[0]
 
@@ -350,10 +280,6 @@ class Wan(Video):
         is_faster = "SkyReels" in directory.class_name or (directory.index or {}).get("expand_timesteps")
         return 24.0 if is_faster else 16.0
 
-    def compression(self, vae: dict[str, Any]) -> dict[str, int]:
-        # Checkpoints older than these entries have the VAE of Wan 2.1.
-        return {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
-
     def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
         embeddings = super().encode_condition(pipeline, condition, length)["prompt_embeds"]
         used = embeddings.abs().sum(dim=1).nonzero()
@@ -370,7 +296,7 @@ class WanVACE(Wan):
         """Have the pipeline's VAE encode what controls nothing, once for every size."""
         fields = super().objective_fields(config, directory)
         if directory is not None and directory.index is not None:
-            fields["control"] = partial(_without_control, directory.root, self.sizes(directory))
+            fields["control"] = partial(_without_control, directory.root, directory.sample_size.vae)
         return fields
 
 
@@ -391,18 +317,11 @@ class LTX(Video):
         found = super().validation_inputs(pipeline, directory, config, dataset)
         return [{**inputs, "frame_rate": rate} for inputs in found]
 
-    def compression(self, vae: dict[str, Any]) -> dict[str, int]:
-        """Return what follows from the VAE's stages."""
-        stages = 2 ** sum(map(bool, vae.get("spatio_temporal_scaling", (1, 1, 1))[:_MOST_STAGES]))
-        patches = {"temporal": vae.get("patch_size_t") or 1, "spatial": vae.get("patch_size") or 4}
-        return {f"{axis}_compression_ratio": patch * stages for axis, patch in patches.items()}
-
     def objective_fields(self, config: TrainingConfig, directory: ModelDirectory | None) -> dict[str, Any]:
         """Take the distances between latents in seconds and pixels from the pipeline's VAE."""
         fields = super().objective_fields(config, directory)
         if directory is not None and directory.index is not None:
-            sizes = self.sizes(directory)
-            fields |= {"temporal_factor": sizes.temporal_factor, "spatial_factor": sizes.spatial_factor}
+            fields |= dict(zip(("temporal_factor", "spatial_factor"), directory.sample_size.vae))
         return fields
 
 
@@ -461,8 +380,6 @@ class Flux(Family):
     objective = FluxObjective
     encoders = TWO_ENCODERS
     encoded_names = ("prompt_embeds", "pooled_prompt_embeds")
-    # Of images of 1024x1024 pixels; entries of the same name mean something else to Flux, or are not there.
-    fixed_config = {"patch_size": FluxObjective.packed, "sample_size": 128}
 
 
 class DiT(Family):
@@ -491,15 +408,15 @@ class DiT(Family):
     def validation_inputs(
         self, pipeline: Any, directory: ModelDirectory, config: TrainingConfig, dataset: Any
     ) -> list[dict[str, Any]]:
-        sizes, classes = self.sizes(directory), dataset.manifest["classes"]
-        if config.validation_guidance > 1 and sizes.num_classes != GUIDANCE_LABEL:
+        number, classes = self.num_classes(directory), dataset.manifest["classes"]
+        if config.validation_guidance > 1 and number != GUIDANCE_LABEL:
             raise ValueError(
                 f"validation_guidance must be at most 1: the pipeline's guidance is for models of {GUIDANCE_LABEL} "
-                f"classes, and this one has {sizes.num_classes}"
+                f"classes, and this one has {number}"
             )
         # The classes of the data come first where an error lists them, and mean what they mean there.
         known = {**classes, **pipeline_labels((directory.index or {}).get("id2label")), **classes}
-        return [{"class_labels": [find_label(each, known, sizes.num_classes)]} for each in config.validation_prompts]
+        return [{"class_labels": [find_label(each, known, number)]} for each in config.validation_prompts]
 
 
 FAMILIES: dict[str, Family] = {
@@ -606,7 +523,9 @@ def encode_videos(vae: Any, videos: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=8)
-def _without_control(root: Path, sizes: SampleSizes, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _without_control(
+    root: Path, compression: tuple[int, int], shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
     """Encode the control of Wan-VACE for latents `[F', H', W']` as its pipeline does that of no video: gray, masked.
 
     Returns:
@@ -614,14 +533,12 @@ def _without_control(root: Path, sizes: SampleSizes, shape: tuple[int, ...], dev
     """
     import diffusers
 
-    frames, *sides = shape
-    gray = torch.zeros(
-        1, 3, (frames - 1) * sizes.temporal_factor + 1, *(side * sizes.spatial_factor for side in sides), device=device
-    )
+    size = SampleSize(compression, (1, 1, 1)).pixels(shape)
+    gray = torch.zeros(1, 3, size["num_frames"], size["height"], size["width"], device=device)
     with damage_named(root), torch.autocast(device.type, enabled=False):
         vae: Any = diffusers.AutoencoderKLWan.from_pretrained(root / "vae", torch_dtype=torch.float32)
         latents = encode_videos(vae.to(device), gray)
-    return torch.cat([latents, latents, latents.new_ones(1, sizes.spatial_factor**2, *shape)], dim=1)
+    return torch.cat([latents, latents, latents.new_ones(1, compression[1] ** 2, *shape)], dim=1)
 
 
 def load_encoders(directory: ModelDirectory) -> Any:
@@ -688,16 +605,6 @@ def _flow_noise(config: TrainingConfig, directory: ModelDirectory | None) -> dic
             )
     given = {"logit_mean": config.logit_mean, "logit_std": config.logit_std, "flow_shift": config.flow_shift or shift}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _count(config: Mapping[str, Any], name: str, path: Path, most: int = _MOST) -> int:
-    """Read a positive integer of a configuration; a ValueError names the file."""
-    value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(
-            f"the configuration {path}: {name!r} must be an integer from 1 to {most:,}, got {value!r:.40}."
-        )
-    return value
 
 
 def _encode(vae: Any, media: torch.Tensor) -> Any:

@@ -37,7 +37,7 @@ from mhla_hf.cli.main import app
 CPU = torch.device("cpu")
 FLAT = OperatorShape(2, 3, 8, (4, 6), (2, 2))
 CAUSAL = OperatorShape(1, 2, 8, (32,), chunk=8)
-DIT = ModelCase("dit-s-2-256", {"num_layers": 2, "num_attention_heads": 2, "sample_size": 8}, (4, 8, 8))
+DIT = ModelCase("dit-s-2-256", {"num_layers": 2, "num_attention_heads": 2, "sample_size": 8}, (4, 4))
 FIGURES = {"milliseconds", "milliseconds_20", "milliseconds_80", "runs", "peak_memory_bytes"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +18,24 @@ from mhla_hf.cli.main import app
 from mhla_hf.estimate import estimate, find_candidate, find_grid, measure_block
 from mhla_hf.estimate.candidates import on_meta
 from mhla_hf.estimate.estimating import count_operations, training_memory
+from mhla_hf.models.registry import family_for
 from mhla_hf.presets import PRESETS
-from mhla_hf.recovery.recipes import load_recipe, recipe_names
+from mhla_hf.recovery.recipes import (
+    DATA_FREE,
+    BlocksOptions,
+    MatchOptions,
+    choose_layers,
+    default_recipe,
+    load_recipe,
+    recipe_names,
+)
+from mhla_hf.training.data.probes import diffusion_inputs
+from mhla_hf.training.matching.blocks import _added, _bytes_of, _inputs, list_blocks
+from mhla_hf.training.matching.layers import mhla_layers, record_calls
+from mhla_hf.training.matching.records import tensor_bytes
 from tests import ROOT
 from tests.models.cases import (
+    CASES,
     ChromaCase,
     FluxCase,
     HunyuanVideo15Case,
@@ -219,12 +234,36 @@ def test_recipes_say_what_they_take(name, candidate):
     else:
         config = TRANSFORMERS[name][1]().to_dict()
     subject = candidate(config)
-    row = training_memory(subject, on_meta(subject), load_recipe(name))
+    row = training_memory(subject, load_recipe(name))
     text = " ".join((ROOT / "mhla_hf" / "recipes" / f"{name}.yaml").read_text(encoding="utf-8").split("\n# "))
     stated = [float(figure) for figure in re.findall(r"([\d.]+) GB", text)]
     counted = [row[key] / 1e9 for key in ("weights", "training", "records", "block_records") if row[key]]
     assert stated == pytest.approx(counted, rel=0.05)
     assert f"{row['steps']:,} optimizer steps" in text
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not isinstance(case, WanAnimateCase)], ids=lambda case: type(case).__name__
+)
+def test_records_are_as_large_as_the_stages_count_them(case, candidate):
+    """Without values, beside what the stages count of a batch with values: for every family that is recovered."""
+    config = {**case.make(case.upstream).config, "_class_name": case.upstream.__name__}
+    subject, stages = candidate(config), {"match": MatchOptions(), "blocks": BlocksOptions()}
+    recipe = replace(default_recipe(family_for(case.upstream.__name__).training), **stages)
+    size = {"height": 64, "width": 96, **({"num_frames": 17} if len(case.mhla_class.default_grid) == 3 else {})}
+    recipe = replace(recipe, data=replace(recipe.data, **size))
+    row = training_memory(subject, recipe)
+    model = case.mhla_class.from_config({**config, "mhla": dict(recipe.mhla)}).eval()
+    layers, grid = mhla_layers(model), subject.grid(**size)
+    names = {layers[index].name for index in choose_layers(recipe.layers, len(layers))}
+    batch = diffusion_inputs(model, grid, torch.float32, torch.device("cpu"), text=recipe.data.max_length or 0)
+    with torch.no_grad():
+        calls = record_calls(model, layers, batch, only=names, keep=lambda each: each.to(torch.bfloat16))
+        seen = _inputs(list_blocks(model, batch), batch)
+        hints = sum(each is not None for each in _added(seen))
+    counted = tensor_bytes(calls), _bytes_of(seen, batch, hints)
+    expected = recipe.record_bytes(*counted, from_calls=recipe.family in DATA_FREE)
+    assert (row["records"], row["block_records"]) == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +277,7 @@ def test_recipes_say_what_they_take(name, candidate):
         ({"model_type": "vit"}, {"tokens": 64}, "^vit sees images: give height and width"),
         ({"_class_name": "NoTransformer2DModel"}, {}, "^NoTransformer2DModel is not in diffusers"),
         ({"_class_name": "MHLADiTTransformer2DModel"}, {}, "is MHLA already: give the model that it was converted"),
-        ({}, {}, "names no class of diffusers and no model_type of transformers"),
+        ({}, {}, "names neither its class in diffusers"),
         ({"_class_name": "WanTransformer3DModel", **WAN, "image_dim": 2.5}, {}, _UNBUILT + "TypeError: 'float'"),
         ({**LLAMA, "hidden_act": "x"}, {}, _UNBUILT + "KeyError: 'x'.*: correct its values"),
         ({**LLAMA, "rope_theta": "x"}, {}, _UNBUILT + "TypeError"),

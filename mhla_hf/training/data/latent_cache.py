@@ -31,7 +31,7 @@ from ...utils.files import atomic_file, check_fields, path_inside, read_json, wr
 from ...utils.locations import download_pipeline
 from ...utils.messages import check_count, shorten_text, shorten_value
 from ..config import DIGITS, GENERATED, LONGEST_TEXT, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
-from ..families import GUIDANCE_LABEL, PADDED, TWO_ENCODERS, Family, SampleSizes, family_of_class, load_encoders
+from ..families import GUIDANCE_LABEL, PADDED, TWO_ENCODERS, Family, family_of_class, load_encoders
 from ..processes import Processes
 from .digits import digit_images, digit_videos
 from .folders import DataSample, UnusableSampleError
@@ -173,22 +173,22 @@ def read_prompts(path: str | Path) -> list[str]:
 
 
 def drawn_samples(
-    directory: Path, family: Family, config: CacheConfig, sizes: SampleSizes, seed: int, device: torch.device | str
+    root: Path, directory: ModelDirectory, family: Family, config: CacheConfig, seed: int, device: torch.device | str
 ) -> list[DataSample]:
     """List latents that a pipeline with its original attention draws, with its own steps and guidance.
 
     Args:
-        directory: The ordinary pipeline.
+        root: The ordinary pipeline.
+        directory: The pipeline to train.
         family: The model's family.
         config: The options, with every size given. Prompts or classes are taken in turn.
-        sizes: Constraints of the pipeline.
         seed: Seed of the noise; the seed of each sample is derived from it.
         device: Where the pipeline runs.
 
     Raises:
         ValueError: If a text-conditional model comes without prompts, or another with them.
     """
-    num_classes, size = sizes.num_classes, parse_sizes(str(config.sizes))[0]
+    num_classes, size = family.num_classes(directory), parse_sizes(str(config.sizes))[0]
     if (config.prompts is None) is not bool(num_classes):
         raise ValueError(
             "prompts, a text file with one prompt per line, must be given for data='generated' of models that take "
@@ -208,7 +208,7 @@ def drawn_samples(
     def load_pipeline() -> Any:
         from diffusers import DiffusionPipeline
 
-        pipeline = DiffusionPipeline.from_pretrained(directory).to(device)
+        pipeline = DiffusionPipeline.from_pretrained(root).to(device)
         pipeline.set_progress_bar_config(disable=True)
 
         def decode(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ def drawn_samples(
         generator = torch.Generator().manual_seed(stable_seed(seed, GENERATED, number))
         output = load_pipeline()(**subject, **options, generator=generator, return_dict=False)[0]
         latents = (captured.pop() if num_classes else output)[0].float().cpu()
-        return family.objective.unpack(latents, sizes.grid(size))
+        return family.objective.unpack(latents, directory.sample_size.grid(**vars(size)))
 
     return [
         DataSample(f"{GENERATED}:{number}", conditions[number % len(conditions)], partial(draw, number))
@@ -267,21 +267,20 @@ class CachePlan:
     ) -> None:
         family = family_of_class(directory.class_name)
         check_options(config, family.name)
-        sizes = family.sizes(directory)
-        config, buckets = family.complete(config, sizes)
+        config, buckets = family.complete(config, directory)
         if family.video_size and config.data not in (DIGITS, GENERATED):
             rate = family.frame_rate(directory) if config.fps is None else config.fps
             if not rate and family.name == "ltx":
                 raise ValueError("fps must be above 0 for LTX-Video, which is told the frame rate")
             config = config.replace(fps=rate or None)
-        size, folder, num_classes = buckets[0], Path(str(config.data)), sizes.num_classes
+        size, folder, num_classes = buckets[0], Path(str(config.data)), family.num_classes(directory)
         count, root = config.num_samples or _MADE_COUNT, None
         samples: Sequence[DataSample]
         if config.data == GENERATED:
             original = directory.original(teacher, "teacher")
             # Of a repository only the model may have been downloaded.
             root = original.root if (original.root / "vae").is_dir() else download_pipeline(original.location)
-            samples = drawn_samples(root, family, config, sizes, seed, device)
+            samples = drawn_samples(root, directory, family, config, seed, device)
         elif config.data == DIGITS and family.video_size:
             samples = digit_videos(count, size.height, size.num_frames)
         elif config.data == DIGITS:

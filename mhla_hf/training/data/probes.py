@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,11 +15,10 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import nn
 
-from ...models.directory import ModelDirectory
-from ...models.registry import FAMILIES, family_for, is_mhla_class
+from ...models.registry import is_mhla_class
+from ...models.sizes import SampleSize, packs_latents, patch_sizes
 from ...utils.compat import forward_parameters
 from ...utils.compat.diffusers import progress_bar_options, vae_factor
-from ...utils.files import read_json
 from ...utils.messages import check_count
 from ..matching.layers import Batch, mhla_layers, original_heads
 from .order import stable_seed
@@ -41,10 +41,6 @@ LEAST_SAMPLES, MOST_SAMPLES = 4, 2**16
 """Samples of a probe: one of four is held out, and all of them are kept in memory."""
 _MOST_STEPS = 1000
 _TEXT_TOKENS = 512
-# Frames, and pixels of a side, that one latent stands for where no VAE tells; of SANA.
-_COMPRESSION, _SANA_COMPRESSION = (4, 8), (1, 32)
-# Entries of a patch's sides in the configuration of LTX's VAE, and their defaults.
-_PATCHES = (("patch_size_t", 1), ("patch_size", 4))
 # What configurations call the width of the text's embeddings; where they have several, the first counts.
 _TEXT_WIDTHS = (
     "text_dim", "joint_attention_dim", "text_embed_dim", "caption_channels", "cap_feat_dim", "cross_attention_dim",
@@ -158,23 +154,21 @@ def _subjects(
     return [{"class_labels": [label]} for label in torch.randint(classes, (count,), generator=generator).tolist()]
 
 
+def pipeline_size(pipeline: Any, model: Any) -> SampleSize | None:
+    """Return what turns the size of a pipeline's sample into a token grid; `None` where the pipeline does not say."""
+    pixels = vae_factor(pipeline, "spatial")
+    if pixels is None:
+        return None
+    return SampleSize((vae_factor(pipeline, "temporal") or 1, pixels), model.patch_sizes(model.config))
+
+
 def sample_size(pipeline: Any, models: Mapping[str, nn.Module]) -> dict[str, int]:
     """Return height, width and number of frames for the token grid that the mixing weights were made for."""
     model: Any = next(iter(models.values()))
     grids = {layer.mhla.config.grid for layer in mhla_layers(model)}
     grid = (grids.pop() if len(grids) == 1 else None) or model.config_grid(model.config)
-    if grid is None or len(grid) < 2:
-        return {}
-    patch = model.patch_sizes(model.config)
-    patches = (patch,) * len(grid) if isinstance(patch, int) else tuple(patch)
-    factor = vae_factor(pipeline, "spatial") or getattr(pipeline, "vae_scale_factor", None)
-    if factor is None:
-        return {}
-    height, width = (length * side * factor for length, side in zip(grid[-2:], patches[-2:]))
-    size = {"height": height, "width": width}
-    if len(grid) == 3:
-        size["num_frames"] = (grid[0] * patches[0] - 1) * (vae_factor(pipeline, "temporal") or 1) + 1
-    return size
+    size = pipeline_size(pipeline, model)
+    return {} if grid is None or size is None else size.pixels(grid)
 
 
 @contextmanager
@@ -206,107 +200,13 @@ def _drawn(calls: Sequence[Sequence[Batch]], samples: int, seed: int) -> list[Ba
     return [own[picks[turn]] for turn in range(each) for own, picks in zip(calls, chosen)]
 
 
-def sample_grid(directory: ModelDirectory, model: Any, **given: int) -> tuple[int, ...]:
-    """Return the tokens along each axis of a sample of a diffusion transformer; what is not given is the model's own.
-
-    Args:
-        directory: Its configurations, supported or not.
-        model: The model, for instance on the meta device.
-        **given: `tokens`, or `height` and `width` in pixels and `num_frames`.
-
-    Raises:
-        ValueError: If the model does not have what is given, or nothing tells the size.
-    """
-    patch = _patch(model)
-    if tokens := given.get("tokens"):
-        side = next(side for side in range(math.isqrt(tokens), 0, -1) if tokens % side == 0)
-        return (*(1,) * (len(patch) - 2), side, tokens // side)
-    if "num_frames" in given and len(patch) == 2:
-        raise ValueError(f"num_frames is for videos, and {directory.class_name} makes images.")
-    frames, pixels = _compression(directory)
-    latents = [given[name] // pixels if name in given else None for name in ("height", "width")]
-    if len(patch) == 3:
-        latents.insert(0, (given["num_frames"] - 1) // frames + 1 if "num_frames" in given else None)
-    own = _own_grid(directory, patch) if None in latents else patch
-    found = tuple(size if side is None else side // each for size, side, each in zip(own, latents, patch))
-    if 0 in found:
-        raise ValueError(f"height must be at least {pixels * patch[-1]}, the side of one token, as must width.")
-    return found
-
-
-def _own_grid(directory: ModelDirectory, patch: tuple[int, ...]) -> tuple[int, ...]:
-    if directory.class_name in FAMILIES:
-        mhla_class = family_for(directory.class_name).load_class()
-        return mhla_class.reference_grid(directory.config, directory.vae_compression)
-    size = directory.config.get("sample_size")
-    if len(patch) == 3 or not isinstance(size, int):
-        others = "width and num_frames" if len(patch) == 3 else "width"
-        raise ValueError(
-            f"height must be given with {others}, or tokens: the configuration does not tell the size of samples."
-        )
-    return (size // patch[0], size // patch[1])
-
-
-def _patch(model: Any) -> tuple[int, ...]:
-    """Latents that make one token, along each axis."""
-    config, patch = model.config, model.config.get("patch_size") or 1
-    if packs_latents(model):
-        return (2, 2)
-    if isinstance(patch, (tuple, list)):
-        return tuple(patch)
-    is_video = "patch_size_t" in config or "3D" in type(model).__name__
-    return (config.get("patch_size_t") or 1, patch, patch) if is_video else (patch, patch)
-
-
-def _compression(directory: ModelDirectory) -> tuple[int, int]:
-    """Frames, and pixels of a side, that one latent stands for."""
-    found, path, name = directory.vae_compression, directory.root / "vae" / "config.json", directory.class_name
-    if found is None and directory.index is not None and path.is_file():
-        vae = read_json(path, "the VAE's configuration")
-        stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
-        found = (1, 2 ** (len(stages) - 1)) if isinstance(stages, list) and stages else None
-        if isinstance(scaling := vae.get("spatio_temporal_scaling"), list):
-            # As the VAEs of LTX compute it where their configurations do not have it.
-            found = tuple((vae.get(each) or least) * 2 ** sum(map(bool, scaling)) for each, least in _PATCHES)
-    if found is None and "3D" in name and name in FAMILIES:
-        mhla_class = family_for(name).load_class()
-        frames, height, _ = mhla_class.video_size
-        latents = [
-            size * side for size, side in zip(mhla_class.default_grid, mhla_class.patch_sizes(directory.config))
-        ]
-        found = ((frames - 1) // (latents[0] - 1), height // latents[1])
-    return found or (_SANA_COMPRESSION if name == "SanaTransformer2DModel" else _COMPRESSION)
-
-
-def inputs_at(model: Any, grid: Sequence[int], dtype: torch.dtype, device: Any, text: int = 0) -> dict[str, Any]:
-    """Return random arguments of a diffusion transformer for a token grid; see [`diffusion_inputs`].
-
-    Args:
-        model: The model.
-        grid: Tokens along each axis.
-        dtype: dtype of the arguments.
-        device: Their device.
-        text: Tokens of the text; 0 for 512, or as many as the configuration says.
-    """
-    text = text or model.config.get("max_text_seq_length") or _TEXT_TOKENS
-    latents = [size * side for size, side in zip(grid, _patch(model))]
-    # As many queries as keys would count as self-attention.
-    return diffusion_inputs(model, latents, dtype, device, text=text - (text == math.prod(grid)))
-
-
-def packs_latents(model: Any) -> bool:
-    """Return whether a diffusion transformer of any class takes latents that its pipeline made a sequence of."""
-    taken = inspect.signature(model.forward).parameters
-    return not taken.keys().isdisjoint(("img_ids", "img_shapes"))
-
-
 def diffusion_inputs(
     model: Any,
-    latents: Sequence[int],
+    grid: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
     *,
-    text: int,
+    text: int = 0,
     batch: int = 1,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -314,20 +214,23 @@ def diffusion_inputs(
 
     Args:
         model: A model of diffusers, supported or not; its configuration tells the widths.
-        latents: Size of the latents, channels left out. Those of a model that [`packs_latents`] are of 2 × 2.
+        grid: Tokens along each axis.
         dtype: dtype of all but labels and masks.
         device: Their device. What a model asks for its values is on the CPU in place of the meta device.
-        text: Tokens of the text.
+        text: Tokens of the text; 0 for 512, or as many as the configuration says.
         batch: B.
         seed: Seed of the numbers, ignored on the meta device.
     """
     config, taken = model.config, inspect.signature(model.forward).parameters
+    text = text or config.get("max_text_seq_length") or _TEXT_TOKENS
+    # As many queries as keys would count as self-attention.
+    text -= text == math.prod(grid)
+    is_packed = packs_latents(type(model))
+    patch = patch_sizes(type(model), config, type(model).__name__)
+    grid = tuple(grid if is_packed else map(operator.mul, grid, patch))
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    grid = tuple(latents)
-    if packs_latents(model):
-        grid = (*grid[:-2], grid[-2] // 2, grid[-1] // 2)
-    if packs_latents(model) or {"num_frames", "height"} <= taken.keys():
+    if is_packed or {"num_frames", "height"} <= taken.keys():
         hidden_states = random(batch, math.prod(grid), config.in_channels)
     else:
         hidden_states = random(batch, config.in_channels, *grid)

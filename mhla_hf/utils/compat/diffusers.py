@@ -154,13 +154,14 @@ def component_types(pipeline_class: Any) -> dict[str, Any]:
 
 
 def vae_factor(pipeline: Any, axis: str) -> int | None:
-    """Return the frames or pixels that one latent of a video stands for; `None` where a pipeline does not say.
+    """Return the frames or pixels that one latent stands for; `None` where a pipeline does not say.
 
     Args:
         pipeline: The pipeline.
         axis: `"temporal"` or `"spatial"`.
     """
-    names = (f"vae_scale_factor_{axis}", f"vae_{axis}_compression_ratio")
+    names = [f"vae_scale_factor_{axis}", f"vae_{axis}_compression_ratio"]
+    names += ["vae_scale_factor"] if axis == "spatial" else []
     return next((getattr(pipeline, name) for name in names if getattr(pipeline, name, None)), None)
 
 

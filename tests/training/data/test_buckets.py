@@ -3,6 +3,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from mhla_hf.cli.main import app
+from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig, evaluate
 from mhla_hf.training.config import Bucket, parse_sizes
 from mhla_hf.training.data.order import DataOrder
-from mhla_hf.training.families import FAMILIES, SampleSizes
+from mhla_hf.training.families import FAMILIES
 
 from ... import tiny_images
 from ..cases import CASES
@@ -22,8 +24,13 @@ from ..cases import CASES
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
-VIDEO_SIZES = SampleSizes(8, 4, (2, 2), 0, 0)
-IMAGE_SIZES = SampleSizes(32, 0, (1, 1), 512, 0)
+VIDEO, IMAGE = (
+    ModelDirectory("x", Path(), None, {"transformer": config}, "transformer")
+    for config in (
+        {"_class_name": "WanTransformer3DModel"},
+        {"_class_name": "SanaTransformer2DModel", "sample_size": 16},
+    )
+)
 
 
 class TestSizes:
@@ -37,26 +44,26 @@ class TestSizes:
             CacheConfig(data="x", sizes=text)
 
     @pytest.mark.parametrize(
-        ("family", "sizes", "options", "message"),
+        ("family", "pipeline", "options", "message"),
         [
-            ("wan", VIDEO_SIZES, "480,832;832,488", "height must be a multiple of 16, width of 16.*; got 832,488,81"),
-            ("wan", VIDEO_SIZES, "480,832,80", "frames a multiple of 4 plus 1; got 480,832,80"),
-            ("sana", IMAGE_SIZES, "512,512,5", "a multiple of 32, width of 32; got 512,512,5"),
+            ("wan", VIDEO, "480,832;832,488", "height must be a multiple of 16, width of 16.*; got 832,488,81"),
+            ("wan", VIDEO, "480,832,80", "frames a multiple of 4 plus 1; got 480,832,80"),
+            ("sana", IMAGE, "512,512,5", "a multiple of 32, width of 32; got 512,512,5"),
         ],
     )
-    def test_what_does_not_fit_a_pipeline(self, family, sizes, options, message):
+    def test_what_does_not_fit_a_pipeline(self, family, pipeline, options, message):
         with pytest.raises(ValueError, match=message):
-            FAMILIES[family].complete(CacheConfig(data="x", sizes=options), sizes)
+            FAMILIES[family].complete(CacheConfig(data="x", sizes=options), pipeline)
 
     def test_defaults(self):
-        def completed(family, constraints, **options):
-            return FAMILIES[family].complete(CacheConfig(**options), constraints)[0].sizes
+        def completed(family, pipeline, **options):
+            return FAMILIES[family].complete(CacheConfig(**options), pipeline)[0].sizes
 
-        assert completed("wan", VIDEO_SIZES, data="x") == "480,832,81"
-        assert completed("wan", VIDEO_SIZES, data="x", sizes="480,832;832,480,49") == "480,832,81;832,480,49"
-        assert completed("wan", VIDEO_SIZES, data="digits", sizes="32,32") == "32,32,17"
-        assert completed("sana", IMAGE_SIZES, data="x") == "512,512"
-        assert completed("sana", IMAGE_SIZES, data="digits") == "64,64"
+        assert completed("wan", VIDEO, data="x") == "480,832,81"
+        assert completed("wan", VIDEO, data="x", sizes="480,832;832,480,49") == "480,832,81;832,480,49"
+        assert completed("wan", VIDEO, data="digits", sizes="32,32") == "32,32,17"
+        assert completed("sana", IMAGE, data="x") == "512,512"
+        assert completed("sana", IMAGE, data="digits") == "64,64"
 
 
 BUCKETS = [0, 1, 0, 0, 2, 0, 1, 0, 1, 0, 0]

@@ -23,7 +23,6 @@ from mhla_hf.training import (
     evaluate,
     objective_for,
 )
-from mhla_hf.training.config import Bucket
 from mhla_hf.training.data.latent_cache import CachePlan, make_cache
 from mhla_hf.training.data.order import stable_seed
 from mhla_hf.training.data.videos import _say_rate, write_video
@@ -146,7 +145,7 @@ def test_models_are_called_as_their_pipeline_calls_them(name, sources):
     objective = objective_for(pipeline.transformer, source)
     kept = first_call(pipeline, prompt="a seven", **case.arguments, num_inference_steps=3)
     output = kept.pop("output")
-    grid = family.sizes(ModelDirectory.open(source)).grid(Bucket(*case.size))
+    grid = ModelDirectory.open(source).sample_size.grid(*case.size)
     noisy = objective.unpack(kept["hidden_states"][0], grid)[None]
     assert noisy.shape[1:] == case.shape
     condition = family.encode_condition(pipeline, "a seven", case.length)
