@@ -24,6 +24,7 @@ from ..training.matching.blocks import match_blocks
 from ..training.matching.layers import Batch, base_model, evaluating, mhla_layers, on_device, original_heads, run
 from ..training.matching.matching import match_layers
 from ..training.matching.teacher import SharedTeacher
+from ..training.matching.trainable import MatchSettings
 from ..utils.files import read_json, write_json
 from .calibration import calibrate_model
 from .recipes import BlocksOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
@@ -162,15 +163,10 @@ def blocks(
     """Train the blocks one after the other on what those before give them, towards the original's hidden states."""
     divided = _steps(model, teacher, data, options.steps, 0.0, settings.folder)
     steps = {name: count if count >= _LEAST_SHARE * options.steps else 0 for name, count in divided.items()}
-    config = TrainingConfig(
-        max_steps=1,
+    chosen = MatchSettings(
+        optimizer=options.optimizer,
         learning_rate=options.learning_rate,
         mhla_learning_rate=options.mhla_learning_rate,
-        transfer_optimizer=options.optimizer,
-        warmup_steps=_WARMUP_STEPS,
-        lr_schedule="cosine",
-        adam_beta2=_SECOND_BETA,
-        weight_decay=0.0,
         seed=settings.seed,
     )
     report = match_blocks(
@@ -179,7 +175,7 @@ def blocks(
         num_batches=options.batches,
         steps=[*steps.values()],
         teacher=teacher,
-        config=config,
+        settings=chosen,
         output=settings.folder,
         progress=settings.run.follow("blocks", steps),
     )

@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...layers.mhla import MHLA
 from ...utils.messages import format_bytes, shorten_list
-from ..config import TrainingConfig
 from ..data.order import DataOrder
 from .layer_training import LayerTraining
 from .layers import (
@@ -47,6 +46,7 @@ from .layers import (
 )
 from .records import free_room, tensor_bytes
 from .teacher import SharedTeacher
+from .trainable import MatchSettings
 
 
 STAGE = "blocks"
@@ -54,11 +54,11 @@ STAGE = "blocks"
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a model: to `LayerTraining` what an `AttentionLayer` is.
+    """A block of a model.
 
     Attributes:
         name: Its name in the model.
-        attention: The block.
+        module: The block.
         mhla: Its MHLA layer; `None` for a block that has none.
         before: The blocks before it, of the last block of a model; `None` for others.
         model: Computes the model's output from a batch.
@@ -66,13 +66,12 @@ class Block:
     """
 
     name: str
-    attention: nn.Module
+    module: nn.Module
     mhla: MHLA | None
     before: Sequence[Block] | None
     model: Callable[[Batch], torch.Tensor]
     streams: tuple[str, ...]
     projection: None = None
-    projection_name: str = ""
 
     def __call__(self, arguments: CallArguments, hidden_states: torch.Tensor) -> torch.Tensor:
         """What the loss is of: the block's output `[B, T, D]`, or the model's.
@@ -83,17 +82,17 @@ class Block:
         """
         if self.before is None:
             args, kwargs = arguments.with_hidden_states(hidden_states)
-            return one_sequence(self.attention(*args, **kwargs), self.streams)
+            return one_sequence(self.module(*args, **kwargs), self.streams)
 
         def replace(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return self.take(args, kwargs)[0].with_hidden_states(hidden_states)
 
-        with _skipped(self.before), _watched(self.attention, replace):
+        with _skipped(self.before), _watched(self.module, replace):
             return self.model(arguments.kwargs)
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallArguments, torch.Tensor]:
         """Split the block's arguments into the hidden states and all others."""
-        return take_hidden_states(self.attention, args, kwargs, self.streams, masks=True)
+        return take_hidden_states(self.module, args, kwargs, self.streams, masks=True)
 
     def skip(self, *args: Any, **kwargs: Any) -> Any:
         """Return zeros in place of the hidden states: the next block then sees what comes in between alone."""
@@ -104,11 +103,11 @@ class Block:
 
     def modules(self) -> dict[str, nn.Module]:
         """The block, by its name."""
-        return {self.name: self.attention}
+        return {self.name: self.module}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Its parameters, by their names in the model."""
-        return {f"{self.name}.{own}": parameter for own, parameter in self.attention.named_parameters()}
+        return {f"{self.name}.{own}": parameter for own, parameter in self.module.named_parameters()}
 
 
 @contextmanager
@@ -116,7 +115,7 @@ def _skipped(blocks: Iterable[Block]) -> Iterator[None]:
     """A context in which blocks are not computed."""
     with ExitStack() as stack:
         for block in blocks:
-            stack.enter_context(replaced_forward(block.attention, block.skip))
+            stack.enter_context(replaced_forward(block.module, block.skip))
         yield
 
 
@@ -246,7 +245,7 @@ class _Records:
 
         all_added = self.original_added if hidden_states is self.original else self.added
         for number, before in hidden_states.items():
-            call = on_device((self.arguments[number][index], before.to(self.dtype)), block.attention)
+            call = on_device((self.arguments[number][index], before.to(self.dtype)), block.module)
             with nullcontext() if block.mhla is None else _watched(block.mhla, partial(attending, number)):
                 hidden_states[number] = block(*call).float().cpu()
             if (added := all_added[number][index]) is not None:
@@ -273,7 +272,7 @@ def _inputs(blocks: Sequence[Block], batch: Batch) -> list[tuple[CallArguments, 
     with ExitStack() as stack:
         stack.enter_context(_skipped(blocks))
         for block in blocks:
-            stack.enter_context(_watched(block.attention, partial(watch, block)))
+            stack.enter_context(_watched(block.module, partial(watch, block)))
         blocks[0].model(batch)
     return seen
 
@@ -352,7 +351,7 @@ def match_blocks(
     num_batches: int,
     steps: Sequence[int],
     teacher: SharedTeacher,
-    config: TrainingConfig,
+    settings: MatchSettings,
     output: Path,
     progress: Callable[[str, int, float], None] | None = None,
 ) -> dict[str, dict[str, float]]:
@@ -364,7 +363,7 @@ def match_blocks(
         num_batches: Number of batches.
         steps: Steps of the block of each MHLA layer; one with 0 is left as it is, as are layers outside the blocks.
         teacher: The original, with the values of all parameters; those outside the blocks must be the model's.
-        config: Learning rates, optimizer, seed and the rest of the options.
+        settings: Learning rates, optimizer, seed and the rest of the options.
         output: Directory of finished blocks; a killed run repeats the block that it was at.
         progress: Called after every step with the block, its steps and the loss.
 
@@ -376,7 +375,7 @@ def match_blocks(
             states do not fit into memory.
         FloatingPointError: If a loss is no longer finite.
     """
-    order = DataOrder(dataset_size=num_batches, batch_size=1, seed=config.seed, stage=STAGE)
+    order = DataOrder(dataset_size=num_batches, batch_size=1, seed=settings.seed, stage=STAGE)
     report: dict[str, dict[str, float]] = {}
     with evaluating(model):
         blocks = list_blocks(model, on_device(make_batch(0), model))
@@ -390,7 +389,7 @@ def match_blocks(
             teacher.compute(lambda _: records.advance(block, index, records.original))  # noqa: B023
             if index in counts:
                 count = counts[index]
-                training = LayerTraining(block, config, output / f"{block.name}.safetensors", count)  # type: ignore[arg-type]
+                training = LayerTraining(block, settings, output / f"{block.name}.safetensors", count)
                 with only_trainable(model, training.names), training.prepared(None):
                     for step in range(len(training.losses), count):
                         number = order.dataset_index(step)

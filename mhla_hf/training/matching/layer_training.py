@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training of one MHLA layer towards the output of the layer that it replaced."""
+"""The training of one layer, or block, towards what the original has in its place."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...utils.files import atomic_file
-from ..config import TrainingConfig
 from ..optimizers import ADAM, LOGARITHM, MATRIX, Muon
 from ..parameters import learning_rate_factor, set_learning_rate
-from .layers import AttentionLayer, LayerCall
-from .ridge import ProjectionFit
+from .layers import LayerCall
+from .trainable import MatchSettings, Trainable
 
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +50,7 @@ def attention_matching_loss(output: torch.Tensor, target: torch.Tensor) -> torch
     return (output.float() - target).square().mean() / variance
 
 
-def layer_loss(layer: AttentionLayer, call: LayerCall) -> torch.Tensor:
+def layer_loss(layer: Trainable, call: LayerCall) -> torch.Tensor:
     """Compute the matching loss of a layer on one record; padding does not count.
 
     What is beside the grid, as text is, counts as much as the grid.
@@ -70,7 +69,7 @@ def layer_loss(layer: AttentionLayer, call: LayerCall) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
-def trained_names(layer: AttentionLayer, train: str) -> list[str]:
+def trained_names(layer: Trainable, train: str) -> list[str]:
     """Names of a layer's parameters that train; integers, as quantised weights are, never do.
 
     Args:
@@ -85,33 +84,32 @@ def trained_names(layer: AttentionLayer, train: str) -> list[str]:
     ]
 
 
-def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: TrainingConfig) -> Muon:
+def layer_optimizer(layer: Trainable, names: Sequence[str], settings: MatchSettings) -> Muon:
     """The optimizer of some parameters of a layer: Muon or Adam for matrices, multiplicative steps for mixing weights.
 
     Matrices are orthogonalised head by head: that takes a fraction of the time, and whole matrices overfit few tokens.
     """
     parameters = layer.parameters()
-    base = config.transfer_learning_rate or config.learning_rate
-    # The more particular option wins: a rate for this stage over one for these parameters in every stage.
-    highest = config.transfer_learning_rate or config.mhla_learning_rate or config.learning_rate
+    base, highest = settings.learning_rate, settings.mhla_learning_rate
     groups: list[dict[str, Any]] = []
     for name in names:
         parameter = parameters[name]
         group: dict[str, Any] = {"params": [parameter], "kind": ADAM, "peak_lr": base, "weight_decay": 0.0}
         if name.endswith(".mhla.mixing"):
-            group |= {"kind": LOGARITHM, "peak_lr": _MIXING_FACTOR * highest, "config": layer.mhla.config}
+            group |= {"kind": LOGARITHM, "peak_lr": _MIXING_FACTOR * highest, "config": layer.mhla.config}  # type: ignore[union-attr]
         elif ".mhla." in name:
             group["peak_lr"] = highest * (_CONVOLUTION_FACTOR if ".lepe." in name else 1)
         elif parameter.ndim >= 2 and ".lora_" not in name:
-            group["weight_decay"] = config.weight_decay
-            if parameter.ndim == 2 and min(parameter.shape) >= _LEAST_SIDE and config.transfer_optimizer == "muon":
+            group["weight_decay"] = settings.weight_decay
+            if parameter.ndim == 2 and min(parameter.shape) >= _LEAST_SIDE and settings.optimizer == "muon":
                 group |= {"kind": MATRIX, **_heads(layer, parameter)}
         groups.append(group)
-    return Muon(groups, betas=(config.adam_beta1, config.adam_beta2))
+    return Muon(groups, betas=(settings.adam_beta1, settings.adam_beta2))
 
 
-def _heads(layer: AttentionLayer, parameter: nn.Parameter) -> dict[str, Any]:
+def _heads(layer: Trainable, parameter: nn.Parameter) -> dict[str, Any]:
     """Divide a matrix into parts as wide as a head: an output projection by columns, others by rows."""
+    assert layer.mhla is not None
     by_columns = layer.projection is not None and parameter is layer.projection.weight
     length, width = parameter.shape[1 if by_columns else 0], layer.mhla.head_dim
     if length % width or length > width * layer.mhla.num_heads:
@@ -124,7 +122,7 @@ class LayerTraining:
 
     Args:
         layer: The layer, with its projection.
-        config: The options.
+        settings: The options.
         file: Where to save it; None for nowhere. What it holds is resumed from.
         steps: Steps to take.
 
@@ -133,9 +131,9 @@ class LayerTraining:
         losses: Loss of every step so far.
     """
 
-    def __init__(self, layer: AttentionLayer, config: TrainingConfig, file: Path | None, steps: int) -> None:
-        self.layer, self.config, self.file, self.steps = layer, config, file, steps
-        self.names = trained_names(layer, config.train)
+    def __init__(self, layer: Trainable, settings: MatchSettings, file: Path | None, steps: int) -> None:
+        self.layer, self.settings, self.file, self.steps = layer, settings, file, steps
+        self.names = trained_names(layer, settings.train)
         self.losses: list[float] = []
         if file is not None and file.is_file():
             with safe_open(str(file), framework="pt") as stored:
@@ -168,10 +166,10 @@ class LayerTraining:
                     module.to(next(iter(before.values()))[1])
 
     def _restore(self) -> None:
-        self.optimizer = layer_optimizer(self.layer, self.names, self.config)
+        self.optimizer = layer_optimizer(self.layer, self.names, self.settings)
         # Quantised weights are integers.
-        self.weight = next(value for value in self.layer.attention.parameters() if value.is_floating_point())
-        self.scaler = torch.amp.GradScaler(self.weight.device.type, enabled=self.config.mixed_precision == "fp16")
+        self.weight = next(value for value in self.layer.parameters().values() if value.is_floating_point())
+        self.scaler = torch.amp.GradScaler(self.weight.device.type, enabled=self.settings.mixed_precision == "fp16")
         if not self.losses:
             return
         assert self.file is not None
@@ -193,21 +191,21 @@ class LayerTraining:
         Raises:
             FloatingPointError: If the loss or gradient is not finite.
         """
-        config, step = self.config, len(self.losses)
+        settings, step = self.settings, len(self.losses)
         factor = learning_rate_factor(
-            step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=self.steps
+            step, schedule=settings.lr_schedule, warmup_steps=settings.warmup_steps, total_steps=self.steps
         )
         set_learning_rate(self.optimizer, factor)
         losses = []
         for call in calls:
             call = send_to_device(call, self.weight.device, non_blocking=True)
             call = call._replace(hidden_states=call.hidden_states.to(self.weight.dtype))
-            with autocast(self.weight.device, config.mixed_precision):
+            with autocast(self.weight.device, settings.mixed_precision):
                 loss = layer_loss(self.layer, call) / len(numbers)
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
-        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), config.max_grad_norm or math.inf))
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), settings.max_grad_norm or math.inf))
         loss_value = torch.stack(losses).sum().item()
         # Scaled gradients of fp16 may overflow: their step is left out.
         if not math.isfinite(loss_value) or not (math.isfinite(norm) or self.scaler.is_enabled()):
@@ -221,27 +219,6 @@ class LayerTraining:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.losses.append(loss_value)
-
-    def observe(self, fit: ProjectionFit, call: LayerCall, held_out: bool) -> None:
-        """Show a call to a fit of the layer's projection."""
-        assert self.layer.projection is not None
-        rows: list[torch.Tensor] = []
-        hook = self.layer.projection.register_forward_pre_hook(lambda module, args: rows.append(args[0].detach()))
-        with torch.no_grad(), autocast(self.weight.device, self.config.mixed_precision):
-            call = send_to_device(call, self.weight.device)
-            self.layer(call.arguments, call.hidden_states.to(self.weight.dtype))
-        hook.remove()
-        heads = rows[0].flatten(2)
-        # That of joint attention projects the grid alone.
-        output, valid = (None if x is None else x[:, -heads.shape[1] :] for x in (call.output, call.valid))
-        valid = torch.ones_like(heads[..., 0], dtype=torch.bool) if valid is None else valid
-        fit.add(heads[valid], output[valid], held_out)  # type: ignore[index]
-
-    @property
-    def fits_projection(self) -> bool:
-        """Whether the output projection is a plain map that trains as a whole."""
-        projection = self.layer.projection
-        return projection is not None and f"{self.layer.projection_name}.weight" in self.names
 
     def save(self) -> None:
         """Save the weights; of a layer that is not finished the optimizer's moments, too."""

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import mhla_hf
-from mhla_hf.training import TrainingConfig
 from mhla_hf.training.matching.layer_training import layer_optimizer, trained_names
 from mhla_hf.training.matching.layers import find_projections, mhla_layers
 from mhla_hf.training.matching.matching import match_layers, matching_losses
 from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.matching.trainable import MatchSettings
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 
@@ -222,7 +222,7 @@ def test_a_layer_trains_on_a_device_of_its_own(device, tmp_path):
 def test_groups_of_the_optimizer(optimizer):
     student, _ = pair("bert")
     layer = find_projections(student, mhla_layers(student), batches("bert")[0])[0]
-    config = TrainingConfig(mhla_learning_rate=1e-2, learning_rate=7e-3, transfer_optimizer=optimizer)
+    config = MatchSettings(mhla_learning_rate=1e-2, learning_rate=7e-3, optimizer=optimizer)
     groups = layer_optimizer(layer, trained_names(layer, "full"), config).param_groups
     found = {id(member): (group["kind"], group["peak_lr"]) for group in groups for member in group["params"]}
     matrix = "matrix" if optimizer == "muon" else "adam"
