@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -93,29 +93,33 @@ class CalibrateOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatchOptions(Options):
-    """Training of each layer on the output of the one it replaced, from recorded activations."""
+class _PartOptions(Options):
+    """Training of one part of the model after another, from records of the original."""
 
     steps: int = _count(600, "Average optimizer steps per layer; layers that matter more get more.")
     batches: int = _count(160, "Number of batches to record activations of.")
     batch_size: int = _count(1, "Batch size.", maximum=MOST_IN_BATCH)
-    optimizer: str = option("muon", "Optimizer of the projections' matrices.", choices=("muon", "adam"))
-    learning_rate: float = option(6e-3, "Peak learning rate of the layer's projections.", above=0)
+    optimizer: str = option("muon", "Optimizer of the matrices.", choices=("muon", "adam"))
+    learning_rate: float = option(6e-3, "Peak learning rate of what the original has.", above=0)
     mhla_learning_rate: float = option(2e-2, "Peak learning rate of the parameters that MHLA adds.", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchOptions(_PartOptions):
+    """Training of each layer on the output of the one it replaced, from recorded activations."""
+
     cache: str = option(
         "auto", "Where to keep activations; auto uses memory if they fit, else the disk.", choices=TRANSFER_CACHES
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlocksOptions(Options):
+class BlocksOptions(_PartOptions):
     """Training of the blocks with MHLA, one after the other, on what the blocks before now give them."""
 
     steps: int = _count(230, "Average optimizer steps per block; blocks that matter more get more.")
     batches: int = _count(320, "Number of batches to record hidden states of.")
-    batch_size: int = _count(1, "Batch size.", maximum=MOST_IN_BATCH)
-    optimizer: str = option("muon", "Optimizer of the matrices.", choices=("muon", "adam"))
-    learning_rate: float = option(1e-3, "Peak learning rate.", above=0)
+    learning_rate: float = option(1e-3, "Peak learning rate of what the original has.", above=0)
     mhla_learning_rate: float = option(4e-3, "Peak learning rate of the parameters that MHLA adds.", above=0)
 
 
@@ -145,16 +149,37 @@ class FinetuneOptions(Options):
     mhla_learning_rate: float | None = option(None, _MHLA_RATE, above=0)
 
 
-STAGES: dict[str, type[Options]] = {
-    "calibrate": CalibrateOptions,
-    "match": MatchOptions,
-    "blocks": BlocksOptions,
-    "distill": DistillOptions,
-    "finetune": FinetuneOptions,
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a recovery. The function of its name in `recovery.stages`, which needs torch, runs it.
+
+    Attributes:
+        title: Name of the state in which it leaves the model.
+        options: Its options.
+        part: What it works on at a time: `layer`, `block` or the whole `model`. A stage of layers changes nothing
+            outside of these.
+        memory: Bytes for each parameter of that part in training, of gradients, optimizer states and kept originals;
+            0 for a stage that is no training, and has no `steps`.
+        needs_objective: Whether it computes the loss of the model's own objective on data.
+    """
+
+    title: str
+    options: type[Options]
+    part: Literal["layer", "block", "model"]
+    memory: int = 0
+    needs_objective: bool = False
+
+
+STAGES = {
+    "calibrate": Stage("calibrated", CalibrateOptions, "layer"),
+    "match": Stage("matched", MatchOptions, "layer", memory=12),
+    "blocks": Stage("blocks matched", BlocksOptions, "block", memory=12),
+    "distill": Stage("distilled", DistillOptions, "model", memory=16, needs_objective=True),
+    "finetune": Stage("fine-tuned", FinetuneOptions, "model", memory=12, needs_objective=True),
 }
 """The stages in their order. Those that a recipe does not name are left out."""
 
-_SECTIONS: dict[str, type[Options]] = {"data": DataOptions, **STAGES}
+SECTIONS: dict[str, type[Options]] = {"data": DataOptions, **{name: each.options for name, each in STAGES.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +192,7 @@ class Recipe:
             softmax that are worst to replace.
         mhla: Options of [`MHLAConfig`]; the model's own for what is not given.
         data: Amount and size of the data.
-        calibrate: The stage, or `None` to leave it out; as are the following.
-        match: The stage.
-        blocks: The stage.
-        distill: The stage.
-        finetune: The stage.
+        stages: Options of its stages by their names, in order.
         name: Name in errors.
     """
 
@@ -179,16 +200,8 @@ class Recipe:
     layers: str = "all"
     mhla: Mapping[str, Any] = field(default_factory=dict)
     data: DataOptions = DataOptions()
-    calibrate: CalibrateOptions | None = None
-    match: MatchOptions | None = None
-    blocks: BlocksOptions | None = None
-    distill: DistillOptions | None = None
-    finetune: FinetuneOptions | None = None
+    stages: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(default="recipe", compare=False)
-
-    def stages(self) -> list[str]:
-        """The names of its stages, in order."""
-        return [name for name in STAGES if getattr(self, name) is not None]
 
     def record_bytes(self, of_layers: int, of_blocks: int, from_calls: bool = False) -> tuple[int, int]:
         """Return the size of what matching of layers keeps, in memory or on the disk, and that of blocks in memory.
@@ -200,16 +213,21 @@ class Recipe:
             of_blocks: Bytes of one sample in the blocks.
             from_calls: Whether batches are calls of the pipeline's model.
         """
-        sizes = []
-        for stage, size in ((self.match, of_layers), (self.blocks, of_blocks)):
-            kept = 0 if stage is None or getattr(stage, "cache", "") == "none" else min(stage.batches, stage.steps)
-            samples = CALL_SAMPLES.get(self.family, 1) if from_calls or stage is None else stage.batch_size
-            sizes.append(round(size * samples * kept))
-        return sizes[0], sizes[1]
+        sizes = {"layer": of_layers, "block": of_blocks}
+        kept = dict.fromkeys(sizes, 0)
+        for name, options in self.stages.items():
+            stage = STAGES[name]
+            if stage.part in sizes and stage.memory and getattr(options, "cache", "") != "none":
+                samples = CALL_SAMPLES.get(self.family, 1) if from_calls else options.batch_size
+                kept[stage.part] += round(sizes[stage.part] * samples * min(options.batches, options.steps))
+        return kept["layer"], kept["block"]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain JSON values, without its name."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "name"}
+        content = dataclasses.asdict(self)
+        stages = content.pop("stages")
+        del content["name"]
+        return {**content, **dict.fromkeys(STAGES), **stages}
 
     def values(self) -> dict[str, Any]:
         """Its values by their path, such as `match.steps`."""
@@ -247,7 +265,7 @@ class Recipe:
     def only(self, stages: tuple[str, ...]) -> Recipe:
         """A copy that goes through some of the stages only; those that it lacks get their defaults."""
         left_out = {name: None for name in STAGES if name not in stages}
-        return self.changed({**left_out, **{name: {} for name in stages if getattr(self, name) is None}})
+        return self.changed({**left_out, **{name: {} for name in stages if name not in self.stages}})
 
     def with_budget(self, factor: float) -> Recipe:
         """A copy with that many times the steps in every stage that trains, one at least.
@@ -255,9 +273,8 @@ class Recipe:
         Raises:
             ValueError: If a stage would have more steps than allowed.
         """
-        trained = [name for name in ("match", "blocks", "distill", "finetune") if getattr(self, name) is not None]
-        changes = {f"{name}.steps": max(1, round(getattr(self, name).steps * factor)) for name in trained}
-        return self.changed(changes)
+        trained = {name: options for name, options in self.stages.items() if STAGES[name].memory}
+        return self.changed({f"{name}.steps": max(1, round(each.steps * factor)) for name, each in trained.items()})
 
 
 def check_arguments(
@@ -283,7 +300,7 @@ def check_arguments(
         check_choice("stages", name, STAGES)
     for path, value in (changes or {}).items():
         section, _, name = path.partition(".")
-        if name and section in _SECTIONS:
+        if name and section in SECTIONS:
             _section(section, {name: value}, None)
     return None if recipe is None or recipe in VARIANTS else load_recipe(recipe)
 
@@ -419,7 +436,7 @@ def parse_recipe(content: Any, where: str) -> Recipe:
         ValueError: See [`load_recipe`].
     """
     with _errors_begin(f"{where}: "):
-        check_names("recipe", content, [item.name for item in dataclasses.fields(Recipe) if item.name != "name"])
+        check_names("recipe", content, ("family", "layers", "mhla", *SECTIONS))
         values = {key: value for key, value in content.items() if value is not None}
         family = values.get("family")
         check_choice("family", family, FAMILIES)
@@ -429,8 +446,9 @@ def parse_recipe(content: Any, where: str) -> Recipe:
         if automatic_share(values["layers"]) is None:
             MHLAConfig(layers=values["layers"])
         values["mhla"] = _mhla_options(values.get("mhla", {}), str(family))
-        sections = {key: _section(key, values[key], str(family)) for key in _SECTIONS if key in values}
-        recipe = Recipe(name=where, **{**values, **sections})
+        sections = {key: _section(key, values.pop(key), str(family)) for key in SECTIONS if key in values}
+        data: Any = sections.pop("data", DataOptions())
+        recipe = Recipe(name=where, **values, data=data, stages=sections)
         for problem in _contradictions(recipe):
             raise ValueError(problem)
         return recipe
@@ -446,10 +464,10 @@ def _errors_begin(prefix: str) -> Iterator[None]:
 
 
 def _section(name: str, content: Any, family: str | None) -> Options:
-    fields = {item.name: item for item in dataclasses.fields(_SECTIONS[name])}  # type: ignore[arg-type]
+    fields = {item.name: item for item in dataclasses.fields(SECTIONS[name])}  # type: ignore[arg-type]
     check_names(name, content, fields)
     with _errors_begin(f"{name}."):
-        made = _SECTIONS[name](**content)
+        made = SECTIONS[name](**content)
         for changed in made.changed():
             families = fields[changed].metadata.get("families", (family,))
             if family is not None and family not in families:
@@ -477,17 +495,15 @@ def _mhla_options(options: Any, family: str) -> dict[str, Any]:
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Problems between parts of a recipe that are valid by themselves."""
     # Converted, SANA-Video computes what it did, and there is no objective to fine-tune it by.
-    if not recipe.stages() and recipe.family != "sana-video":
+    if not recipe.stages and recipe.family != "sana-video":
         yield f"it has no stage; give one of {', '.join(STAGES)}"
-    if recipe.finetune is not None and recipe.family in ("encoder", "vision"):
+    if "finetune" in recipe.stages and recipe.family in ("encoder", "vision"):
         yield f"finetune: {models_of(recipe.family)} have no objective to be fine-tuned by; use distill"
-    for name in ("distill", "finetune"):
-        if getattr(recipe, name) is not None and recipe.family in WITHOUT_OBJECTIVE:
+    for name, options in recipe.stages.items():
+        if STAGES[name].needs_objective and recipe.family in WITHOUT_OBJECTIVE:
             yield f"{name}: {models_of(recipe.family)} have no objective yet; use calibrate and match"
-    for name in ("match", "calibrate"):
-        stage = getattr(recipe, name)
-        if stage is not None and stage.batch_size > recipe.data.samples:
-            yield f"{name}.batch_size must be at most data.samples, {recipe.data.samples}, got {stage.batch_size}"
+        if STAGES[name].part == "layer" and options.batch_size > recipe.data.samples:
+            yield f"{name}.batch_size must be at most data.samples, {recipe.data.samples}, got {options.batch_size}"
 
 
 def parse_share(name: str, value: float | str) -> Fraction:

@@ -11,17 +11,14 @@ from typing import Any
 from .. import __version__
 from ..utils.figures import new_figure, save_figure
 from ..utils.files import read_json
+from .recipes import STAGES
 
 
 REPORT, PLOT = "report.json", "report.png"
 TITLES = {
     "softmax": "softmax (original)",
     "converted": "converted",
-    "calibrate": "calibrated",
-    "match": "matched",
-    "blocks": "blocks matched",
-    "distill": "distilled",
-    "finetune": "fine-tuned",
+    **{name: stage.title for name, stage in STAGES.items()},
 }
 """Names of a model's states, in their order."""
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a recovery, and the measure of quality between them."""
+"""The stages of a recovery, and the measure of quality between them.
+
+Each stage in [`STAGES`][mhla_hf.recovery.recipes.STAGES] has a function of its name. It goes on from its last
+checkpoint if there is one, changes the model in place, and returns its details for the report, as plain JSON values.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ class RunProgress:
     """
 
     def __init__(self, recipe: Recipe, layers: int, shown: bool) -> None:
-        options = {name: recipe.to_dict()[name] for name in recipe.stages()}
+        options = {name: recipe.to_dict()[name] for name in recipe.stages}
         self.sizes = {name: 1 if name == "calibrate" else each["batch_size"] for name, each in options.items()}
         steps = {name: each.get("steps", each.get("fit_steps")) for name, each in options.items()}
         self.costs = {name: size * layers * steps[name] for name, size in self.sizes.items()}
@@ -216,17 +220,6 @@ def finetune(
 ) -> dict[str, Any]:
     """Train the whole model on the data by its own objective."""
     return _train(model, None, data, options, settings, {"max_steps": options.steps, "lr_schedule": "constant"})
-
-
-STAGES: dict[str, Callable[..., dict[str, Any]]] = {
-    "calibrate": calibrate,
-    "match": match,
-    "blocks": blocks,
-    "distill": distill,
-    "finetune": finetune,
-}
-"""The stages in their order. Each goes on from its last checkpoint if there is one, changes the model in place, and
-returns its details for the report, as plain JSON values."""
 
 
 def _train(

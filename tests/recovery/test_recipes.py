@@ -111,7 +111,7 @@ def test_recipes_fit_the_published_models(name):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_recipes(family):
     recipe = default_recipe(family)
-    assert recipe.family == family and bool(recipe.stages()) == (family != "sana-video")
+    assert recipe.family == family and bool(recipe.stages) == (family != "sana-video")
     assert parse_recipe(recipe.to_dict(), "again") == recipe
     for variant in VARIANTS:
         if family in VARIANTS[variant]:
@@ -167,7 +167,8 @@ def test_files(tmp_path: Path):
     path = tmp_path / "own.yaml"
     path.write_text("family: wan\nlayers: [1, 2]\nmatch: {learning_rate: 3e-4}\n")
     recipe = load_recipe(path)
-    assert recipe.layers == "1,2" and recipe.match.learning_rate == 3e-4 and recipe.stages() == ["match"]
+    assert recipe.layers == "1,2" and [*recipe.stages] == ["match"]
+    assert recipe.stages["match"].learning_rate == 3e-4
     for content in (b"family: w\xe4n", b"family: wan\nmatch: {steps: 1, steps: 2}", b"? [wan]\n: 1"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="is not valid YAML"):
@@ -183,4 +184,4 @@ def test_texts_that_begin_like_numbers_stay_texts(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("family: causal\ndata: {text_field: 1e5_column}\nmatch: {learning_rate: 2e-3}\n", encoding="utf-8")
     recipe = load_recipe(path)
-    assert (recipe.data.text_field, recipe.match.learning_rate) == ("1e5_column", 2e-3)
+    assert (recipe.data.text_field, recipe.stages["match"].learning_rate) == ("1e5_column", 2e-3)

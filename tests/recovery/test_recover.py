@@ -168,8 +168,8 @@ def test_results_of_stages_are_kept_where_asked_for(sources, tmp_path, monkeypat
         kept.append({path.parent.name for path in (tmp_path / "out" / "work").glob("*/done.json")})
         return distill(*arguments)
 
-    distill, kept = module.STAGES["distill"], []
-    monkeypatch.setitem(module.STAGES, "distill", look)
+    distill, kept = module.runs.distill, []
+    monkeypatch.setattr(module.runs, "distill", look)
     recover("bert", sources, tmp_path / "out")
     assert kept == [{"converted", "blocks"}]
     monkeypatch.undo()
@@ -191,7 +191,7 @@ def test_a_run_without_a_finished_stage_gives_way(sources, tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setitem(module.STAGES, "calibrate", stop)
+        patched.setattr(module.runs, "calibrate", stop)
         with pytest.raises(KeyboardInterrupt):
             recover("bert", sources, tmp_path / "out", stages=("calibrate",))
         with pytest.raises(KeyboardInterrupt):
@@ -220,8 +220,8 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
     for _ in range(4):
         calls: list[str] = []
         with monkeypatch.context() as patched:
-            for name, stage in module.STAGES.items():
-                patched.setitem(module.STAGES, name, partial(one_more, stage))
+            for name in module.STAGES:
+                patched.setattr(module.runs, name, partial(one_more, getattr(module.runs, name)))
             try:
                 parts = recover(kind, sources, tmp_path / "parts", resume=True)
             except KeyboardInterrupt:
@@ -445,14 +445,14 @@ def test_calls_are_recorded_once_and_a_run_goes_on_elsewhere(tmp_path, monkeypat
         }
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setitem(module.STAGES, "match", stop)
+        patch.setattr(module.runs, "match", stop)
         mhla_hf.recover(source, out, **options)
     (kept,) = (out / "work" / "data").glob("*.safetensors")
     calls = load_calls(kept)
     assert len(calls) == 8 and calls[0]["control_hidden_states"].shape[2:] == calls[0]["hidden_states"].shape[2:]
     kept.unlink()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setitem(module.STAGES, "match", stop)
+        patch.setattr(module.runs, "match", stop)
         patch.setattr(data.probes, "pipeline_batches", elsewhere)
         mhla_hf.recover(source, out, resume=True, **options)
     assert torch.equal(load_calls(kept)[0]["hidden_states"], 1.001 * calls[0]["hidden_states"])
