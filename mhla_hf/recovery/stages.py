@@ -25,10 +25,10 @@ from ..training.data.texts import PackedText
 from ..training.evaluation import evaluate_batches
 from ..training.libraries import DiffusionTrainer, TransformersTrainer
 from ..training.matching.blocks import match_blocks
+from ..training.matching.layer_training import summarize
 from ..training.matching.layers import Batch, base_model, evaluating, mhla_layers, on_device, original_heads, run
 from ..training.matching.matching import match_layers
 from ..training.matching.teacher import SharedTeacher
-from ..training.matching.trainable import MatchSettings
 from ..utils.files import read_json, write_json
 from .calibration import calibrate_model
 from .recipes import BlocksOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
@@ -142,22 +142,9 @@ def match(
     # Of very few steps a share rounds to none.
     divided = _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings.folder)
     steps = {name: max(1, count) for name, count in divided.items()}
-    report = match_layers(
-        model,
-        lambda index: data.batch("match", index, options.batch_size),
-        num_batches=options.batches,
-        steps=[*steps.values()],
-        learning_rate=options.learning_rate,
-        mhla_learning_rate=options.mhla_learning_rate,
-        optimizer=options.optimizer,
-        # Calibration has changed projections; the original is recorded.
-        teacher=teacher,
-        cache=options.cache,
-        output=settings.folder,
-        save_every=settings.save_every,
-        seed=settings.seed,
-        progress=settings.run.follow("match", steps),
-    )
+    make, shared = _recorded("match", data, options, settings, steps)
+    # Calibration has changed projections; the teacher is the original.
+    report = match_layers(model, make, teacher=teacher, cache=options.cache, save_every=settings.save_every, **shared)
     return report.to_dict()
 
 
@@ -167,23 +154,22 @@ def blocks(
     """Train the blocks one after the other on what those before give them, towards the original's hidden states."""
     divided = _steps(model, teacher, data, options.steps, 0.0, settings.folder)
     steps = {name: count if count >= _LEAST_SHARE * options.steps else 0 for name, count in divided.items()}
-    chosen = MatchSettings(
-        optimizer=options.optimizer,
-        learning_rate=options.learning_rate,
-        mhla_learning_rate=options.mhla_learning_rate,
-        seed=settings.seed,
-    )
-    report = match_blocks(
-        model,
-        lambda index: data.batch("blocks", index, options.batch_size),
-        num_batches=options.batches,
-        steps=[*steps.values()],
-        teacher=teacher,
-        settings=chosen,
-        output=settings.folder,
-        progress=settings.run.follow("blocks", steps),
-    )
-    return {"blocks": report}
+    make, shared = _recorded("blocks", data, options, settings, steps)
+    return {"blocks": match_blocks(model, make, teacher=teacher, **shared)}
+
+
+def _recorded(
+    stage: str,
+    data: BatchSource,
+    options: MatchOptions | BlocksOptions,
+    settings: StageSettings,
+    steps: Mapping[str, int],
+) -> tuple[Callable[[int], Batch], dict[str, Any]]:
+    """What makes the batches of a stage that trains part after part, and its arguments."""
+    arguments = {name: getattr(options, name) for name in ("optimizer", "learning_rate", "mhla_learning_rate")}
+    arguments |= {"num_batches": options.batches, "steps": [*steps.values()], "seed": settings.seed}
+    arguments |= {"output": settings.folder, "progress": settings.run.follow(stage, steps)}
+    return lambda index: data.batch(stage, index, options.batch_size), arguments
 
 
 def _steps(
@@ -259,8 +245,7 @@ def _train(
     else:
         trainer = TransformersTrainer(config, data, model, teacher=teacher, callback=callback)
     (losses,) = trainer.run().losses.values()
-    last = losses[-max(1, len(losses) // 10) :]
-    return {"steps": len(losses), "first": losses[0], "last": losses[-1], "last_tenth": sum(last) / len(last)}
+    return {"steps": len(losses), "last": losses[-1], **summarize(losses)}
 
 
 class Quality:

@@ -27,11 +27,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...layers.mhla import MHLA
 from ...utils.messages import format_bytes, shorten_list
 from ..data.order import DataOrder
-from .layer_training import LayerTraining
+from .layer_training import LayerTraining, MatchSettings, Progress, summarize
 from .layers import (
     Batch,
     CallArguments,
     LayerCall,
+    Trainable,
     evaluating,
     first_output,
     mhla_layers,
@@ -46,14 +47,13 @@ from .layers import (
 )
 from .records import free_room, tensor_bytes
 from .teacher import SharedTeacher
-from .trainable import MatchSettings
 
 
 STAGE = "blocks"
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(Trainable):
     """A block of a model.
 
     Attributes:
@@ -104,10 +104,6 @@ class Block:
     def modules(self) -> dict[str, nn.Module]:
         """The block, by its name."""
         return {self.name: self.module}
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Its parameters, by their names in the model."""
-        return {f"{self.name}.{own}": parameter for own, parameter in self.module.named_parameters()}
 
 
 @contextmanager
@@ -351,9 +347,9 @@ def match_blocks(
     num_batches: int,
     steps: Sequence[int],
     teacher: SharedTeacher,
-    settings: MatchSettings,
-    output: Path,
-    progress: Callable[[str, int, float], None] | None = None,
+    output: Path | None,
+    progress: Progress | None = None,
+    **settings: Any,
 ) -> dict[str, dict[str, float]]:
     """Train the blocks of a model that have an MHLA layer, first to last.
 
@@ -363,9 +359,9 @@ def match_blocks(
         num_batches: Number of batches.
         steps: Steps of the block of each MHLA layer; one with 0 is left as it is, as are layers outside the blocks.
         teacher: The original, with the values of all parameters; those outside the blocks must be the model's.
-        settings: Learning rates, optimizer, seed and the rest of the options.
         output: Directory of finished blocks; a killed run repeats the block that it was at.
         progress: Called after every step with the block, its steps and the loss.
+        **settings: Options of `MatchSettings`.
 
     Returns:
         Loss of the first step, and mean of the last tenth, of each block that was trained.
@@ -375,7 +371,8 @@ def match_blocks(
             states do not fit into memory.
         FloatingPointError: If a loss is no longer finite.
     """
-    order = DataOrder(dataset_size=num_batches, batch_size=1, seed=settings.seed, stage=STAGE)
+    options = MatchSettings.from_dict(settings)
+    order = DataOrder(dataset_size=num_batches, batch_size=1, seed=options.seed, stage=STAGE)
     report: dict[str, dict[str, float]] = {}
     with evaluating(model):
         blocks = list_blocks(model, on_device(make_batch(0), model))
@@ -389,7 +386,8 @@ def match_blocks(
             teacher.compute(lambda _: records.advance(block, index, records.original))  # noqa: B023
             if index in counts:
                 count = counts[index]
-                training = LayerTraining(block, settings, output / f"{block.name}.safetensors", count)
+                file = None if output is None else output / f"{block.name}.safetensors"
+                training = LayerTraining(block, options, file, count)
                 with only_trainable(model, training.names), training.prepared(None):
                     for step in range(len(training.losses), count):
                         number = order.dataset_index(step)
@@ -397,8 +395,7 @@ def match_blocks(
                         if progress is not None:
                             progress(block.name, step + 1, training.losses[-1])
                     training.save()
-                last = training.losses[-max(1, len(training.losses) // 10) :]
-                report[block.name] = {"steps": count, "first": training.losses[0], "last_tenth": sum(last) / len(last)}
+                report[block.name] = {"steps": count, **summarize(training.losses)}
             if index < last_trained:
                 records.advance(block, index, records.student)
     return report

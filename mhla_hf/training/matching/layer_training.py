@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...utils.files import atomic_file
+from ...utils.options import Options, option
+from ..config import LR_SCHEDULES, PRECISIONS, TRAIN_MODES
 from ..optimizers import ADAM, LOGARITHM, MATRIX, Muon
 from ..parameters import learning_rate_factor, set_learning_rate
-from .layers import LayerCall
-from .trainable import MatchSettings, Trainable
+from .layers import LayerCall, Trainable
 
+
+Progress = Callable[[str, int, float], None]
+"""Called with the name of a layer, its steps so far and the loss of the last of them."""
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Rates of mixing weights (of their logarithms) and convolutions, as multiples of that of feature maps; what measured
@@ -29,6 +34,32 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MIXING_FACTOR, _CONVOLUTION_FACTOR = 2.5, 0.5
 # Smaller matrices, such as tables of few rows, are no maps to orthogonalise.
 _LEAST_SIDE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchSettings(Options):
+    """How layers or blocks are trained.
+
+    Convolutions have half of `mhla_learning_rate`, and logarithms of mixing weights 2.5 times as much. Weights are in
+    fp32 while they train.
+
+    Raises:
+        ValueError: If a value is not allowed; the message names the option and what it may be.
+    """
+
+    optimizer: str = option("muon", "Of the matrices of projections; the rest has Adam.", choices=("muon", "adam"))
+    learning_rate: float = option(6e-3, "Peak learning rate of what the original has.", above=0)
+    mhla_learning_rate: float = option(2e-2, "Peak learning rate of the parameters that MHLA adds.", above=0)
+    train: str = option("full", "Parameters to train: MHLA's, LoRA and MHLA's, or all.", choices=TRAIN_MODES)
+    warmup_steps: int = option(10, "Steps of linear warm-up.", minimum=0)
+    lr_schedule: str = option("cosine", "Learning rate after the warm-up.", choices=LR_SCHEDULES)
+    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm; 0 switches clipping off.", minimum=0)
+    weight_decay: float = option(0.0, "Weight decay of matrices.", minimum=0)
+    adam_beta1: float = option(0.9, "Adam's first beta.", minimum=0, below=1)
+    adam_beta2: float = option(0.99, "Adam's second beta, for short runs.", minimum=0, below=1)
+    mixed_precision: str = option("no", "Autocast type over fp32 weights.", choices=PRECISIONS)
+    seed: int = option(0, "Seed of the order of batches.", minimum=0, maximum=2**32 - 1)
+    save_every: int = option(200, "Steps between checkpoints of layers that train together.", minimum=0)
 
 
 def autocast(device: torch.device, precision: str | None) -> torch.autocast:
@@ -48,6 +79,12 @@ def attention_matching_loss(output: torch.Tensor, target: torch.Tensor) -> torch
     target = target.float()
     variance = target.var(unbiased=False).clamp_min(torch.finfo(torch.float32).tiny)
     return (output.float() - target).square().mean() / variance
+
+
+def summarize(losses: Sequence[float]) -> dict[str, float]:
+    """The loss of the first step and the mean of the last tenth."""
+    last = losses[-max(1, len(losses) // 10) :]
+    return {"first": losses[0], "last_tenth": sum(last) / len(last)}
 
 
 def layer_loss(layer: Trainable, call: LayerCall) -> torch.Tensor:

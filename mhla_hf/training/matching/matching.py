@@ -28,12 +28,11 @@ from ...utils.messages import check_choice, check_count, format_bytes
 from ..config import TRANSFER_CACHES, TrainingConfig
 from ..data.order import DataOrder, model_fingerprint, samples_fingerprint
 from ..processes import Processes, StopSignals, TrainingStopped
-from .layer_training import LayerTraining, autocast, layer_loss, trained_names
+from .layer_training import LayerTraining, MatchSettings, Progress, autocast, layer_loss, summarize, trained_names
 from .layers import AttentionLayer, Batch, LayerCall, evaluating, find_projections, mhla_layers, only_trainable
 from .records import Record, Records, choose_cache, free_room, tensor_bytes
 from .ridge import ProjectionFit
 from .teacher import SharedTeacher, shared_teacher
-from .trainable import MatchSettings
 
 
 logger = logging.getLogger(__name__)
@@ -47,9 +46,6 @@ _FITTED_RECORDS, _HELD_OUT = 128, 4
 _LEAST_RECORDS = 128
 # Inputs with an entry for every token of every sample, in the order they are looked for.
 _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "pixel_values")
-
-Progress = Callable[[str, int, float], None]
-"""Called with the name of a layer, its steps so far and the loss of the last of them."""
 
 
 @dataclass
@@ -75,10 +71,7 @@ class MatchingReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: of each layer the loss of the first step and the mean of the last tenth."""
-        layers = {
-            name: {"first": losses[0], "last_tenth": sum(last := losses[-max(1, len(losses) // 10) :]) / len(last)}
-            for name, losses in self.losses.items()
-        }
+        layers = {name: summarize(losses) for name, losses in self.losses.items()}
         return {"layers": layers, "cache": self.cache, "cache_bytes": self.cache_bytes, "seconds": self.seconds}
 
 
@@ -376,20 +369,12 @@ def match_layers(
     num_batches: int | None = None,
     teacher: nn.Module | SharedTeacher | None = None,
     batch_size: int = 1,
-    learning_rate: float = 6e-3,
-    mhla_learning_rate: float = 2e-2,
-    optimizer: str = "muon",
-    train: str = "full",
-    warmup_steps: int = 10,
-    max_grad_norm: float = 1.0,
-    mixed_precision: str = "no",
     cache: str = "auto",
     cache_dtype: str | torch.dtype = "bfloat16",
     device: torch.device | str | None = None,
     output: str | Path | None = None,
-    save_every: int = 200,
-    seed: int = 0,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> MatchingReport:
     """Train the MHLA layers of a model, each alone, towards the outputs of the original's layers.
 
@@ -411,14 +396,6 @@ def match_layers(
         teacher: The original, of the class that transformers or diffusers has; or a `SharedTeacher` of the model, made
             with the original values of changed parameters.
         batch_size: Batches that one step learns from.
-        learning_rate: Peak learning rate of projections, norms and output projections.
-        mhla_learning_rate: That of the parameters of `mhla`; half of it for the convolution, and 2.5 times as much for
-            the logarithms of mixing weights.
-        optimizer: `"muon"` for the matrices of projections, with Adam for the rest; or `"adam"` for all.
-        train: `"full"`, `"mhla"` for the parameters of `mhla` alone, or `"lora"` for adapters and these.
-        warmup_steps: Steps in which the learning rate rises; then it falls to zero along a cosine.
-        max_grad_norm: Gradients of a layer are clipped to this norm; 0 switches clipping off.
-        mixed_precision: `"bf16"` or `"fp16"` for autocast, `"no"` for none. Weights are in fp32 while they train.
         cache: Where records are kept: `"memory"` (at most half of what is free), `"disk"` (in `output`), `"none"` to
             make them again for each step, or `"auto"` for the first of these that has room.
         cache_dtype: Type in which hidden states and outputs are kept.
@@ -426,9 +403,11 @@ def match_layers(
             layers train where they are.
         output: Directory for records and finished layers. A run that was stopped or killed resumes when called again
             with the same arguments; a killed one repeats the layer that it was at.
-        save_every: Steps between checkpoints without a cache, where all layers train together.
-        seed: Of the order of batches.
         progress: Called after every step.
+        **settings: Options of `mhla_hf.training.matching.layer_training.MatchSettings`: `learning_rate` (6e-3) of
+            projections and norms, `mhla_learning_rate` (2e-2) of the parameters of `mhla`, `optimizer` (`"muon"` or
+            `"adam"`), `train` (`"full"`, `"mhla"` or `"lora"`), `warmup_steps` (10), `max_grad_norm` (1.0),
+            `mixed_precision` (`"no"`, `"bf16"` or `"fp16"`), `save_every` (200) steps without a cache, `seed` (0).
 
     Returns:
         A report.
@@ -449,24 +428,13 @@ def match_layers(
     check_choice("cache", cache, TRANSFER_CACHES)
     if cache == "disk" and output is None:
         raise ValueError("cache='disk' needs output, the directory to keep the records in.")
-    settings = MatchSettings(
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        mhla_learning_rate=mhla_learning_rate,
-        train=train,
-        warmup_steps=warmup_steps,
-        max_grad_norm=max_grad_norm,
-        mixed_precision=mixed_precision,
-        seed=seed,
-        save_every=save_every,
-    )
     dtype = parse_dtype(cache_dtype)
     assert dtype is not None
     _check_not_offloaded(model)
     matching = Matching(
         model=model,
         data=Batches(batches, num_batches, _input_device(model)),
-        settings=settings,
+        settings=MatchSettings.from_dict(settings),
         steps=by_layer,
         batch_size=batch_size,
         teacher=shared_teacher(model, teacher),

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import mhla_hf
-from mhla_hf.training.matching.layer_training import layer_optimizer, trained_names
+from mhla_hf.training.matching.layer_training import MatchSettings, layer_optimizer, trained_names
 from mhla_hf.training.matching.layers import find_projections, mhla_layers
 from mhla_hf.training.matching.matching import match_layers, matching_losses
 from mhla_hf.training.matching.teacher import SharedTeacher
-from mhla_hf.training.matching.trainable import MatchSettings
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 
@@ -242,6 +241,7 @@ def test_groups_of_the_optimizer(optimizer):
         ({"batches": lambda index: {}}, "num_batches=None must be a whole number"),
         ({"steps": 0}, "steps=0"),
         ({"train": "all"}, "train='all' is not one of"),
+        ({"learning_rat": 1e-3}, "Unknown MatchSettings option learning_rat.*Did you mean 'learning_rate'"),
         ({"cache": "disk"}, "cache='disk' needs output"),
         ({"cache_dtype": "int8"}, "dtype='int8' is not one of"),
     ],
