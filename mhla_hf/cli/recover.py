@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..config import MHLAConfig
-from ..recovery.recipes import SECTIONS, STAGES, check_arguments, check_shares, recipe_names
+from ..recovery.recipes import FORMER, SECTIONS, STAGES, check_arguments, check_shares, recipe_names
 from ..training.config import FAMILIES, CacheConfig, TrainingConfig, check_options, option_families
 from ..utils.files import read_json
 from ..utils.locations import check_data
@@ -31,7 +31,7 @@ _RECIPE = "Recipe"
 _SECTIONS = {
     name: options_from(cls, f"{_RECIPE}: {name}", prefix="" if name == "data" else f"{name}_", default=False)
     for name, cls in SECTIONS.items()
-}
+} | {FORMER: options_from(SECTIONS["blockwise"], prefix=f"{FORMER}_", hidden=True)}
 
 
 class _Run:

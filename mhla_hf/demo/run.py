@@ -261,7 +261,7 @@ def recover_variant(
     if config.match_steps is not None:
         recipe["match.steps"] = config.match_steps
     if config.blocks_steps is not None:
-        recipe["blocks.steps"] = config.blocks_steps
+        recipe["blockwise.steps"] = config.blocks_steps
     if config.distill_steps is not None:
         recipe["distill.steps"] = config.distill_steps
     # A window of neighbours in the frame, and of the same place in all frames.

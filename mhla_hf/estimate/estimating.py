@@ -324,7 +324,7 @@ def training_memory(candidate: Candidate, softmax: Any, recipe: Recipe) -> dict[
     grid = candidate.grid(softmax, **{name: value for name, value in size.items() if value is not None})
     batch = candidate.inputs(model, grid, torch.float32, torch.device("meta"), recipe.data.max_length or 0)
     batch |= {"attention_mask": torch.ones(1, *grid)} if recipe.family == "causal" else {}
-    kept = record_bytes(model, batch, {layer.name for layer in converted}, blocks="blocks" in recipe.stages)
+    kept = record_bytes(model, batch, {layer.name for layer in converted}, blocks="blockwise" in recipe.stages)
     records, block_records = recipe.record_bytes(*kept, from_calls=recipe.family in DATA_FREE)
     parts = {
         "layer": max(sum(each.numel() for each in layer.parameters().values()) for layer in converted),

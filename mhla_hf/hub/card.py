@@ -24,7 +24,7 @@ from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirector
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
 from ..models.stub import TAGS
 from ..recovery.recipes import STAGES
-from ..recovery.report import LABELS, PLOT, REPORT, TITLES
+from ..recovery.report import LABELS, PLOT, REPORT, TITLES, with_present_names
 from ..utils import model_cards
 from ..utils.compat.transformers import task_classes
 from ..utils.files import atomic_file, read_json
@@ -109,7 +109,7 @@ class Records:
         files = [directory / name for name in (CONVERSION_RECORD, REPORT, TRAINING_RECORD)]
         conversion, report, training = (read_json(path, "the record") if path.is_file() else {} for path in files)
         recovery = report if isinstance(report.get("figures"), dict) else entry(conversion, "recovery", kind=dict)
-        return cls(conversion, recovery or {}, training)
+        return cls(conversion, with_present_names(recovery or {}), training)
 
     @property
     def is_trained(self) -> bool:

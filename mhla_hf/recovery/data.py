@@ -31,17 +31,7 @@ from ..training.parameters import load_model
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes
-from .recipes import (
-    DATA_FREE,
-    STAGES,
-    TEXT,
-    TRANSFORMERS,
-    VIDEO,
-    WITHOUT_OBJECTIVE,
-    Recipe,
-    models_of,
-    packaged_recipes,
-)
+from .recipes import DATA_FREE, TEXT, TRANSFORMERS, VIDEO, WITHOUT_OBJECTIVE, Recipe, models_of, packaged_recipes
 
 
 logger = logging.getLogger(__name__)
@@ -113,7 +103,7 @@ class RecoveryData:
         if unused:
             raise ValueError(f"{unused} have no effect on {models_of(family)}; leave them out")
         if family in DATA_FREE and data is None:
-            if any(STAGES[name].needs_objective for name in self.recipe.stages):
+            if self.recipe.needs_objective:
                 kinds = _DATA.get(family, _MEDIA.format("images"))
                 raise ValueError(f"data must be given to distill or finetune: {kinds}, with --data generated")
             if self.prompts is not None:
@@ -148,7 +138,7 @@ class RecoveryData:
         """
         recipe, sides = self.recipe, ("height", "width", *(["num_frames"] if self.recipe.family in VIDEO else []))
         given = {name: getattr(size, name) for name in sides if getattr(size, name) is not None}
-        match, blocks = (recipe.stages.get(name) for name in ("match", "blocks"))
+        match, blocks = (recipe.stages.get(name) for name in ("match", "blockwise"))
         if match is None and blocks is None:
             return
         with torch.device("meta"):
@@ -173,7 +163,7 @@ class RecoveryData:
         if of_blocks > memory:
             assert blocks is not None
             raise ValueError(
-                f"blocks.batches: the hidden states of {blocks.batches} batches {tokens} need "
+                f"blockwise.batches: the hidden states of {blocks.batches} batches {tokens} need "
                 f"{format_bytes(of_blocks)}, more than half of the free memory, {format_bytes(memory)}: use fewer "
                 f"batches{advice}"
             )

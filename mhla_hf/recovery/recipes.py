@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMP
 from ..utils.messages import check_choice, did_you_mean, shorten_text
 from ..utils.options import Options, check_names, option
 
+
+logger = logging.getLogger(__name__)
 
 VIDEO = ("wan", "sana-video", "wan-vace", "ltx", "ltx2", "hunyuan-video", "hunyuan-video-1.5")
 IMAGES = ("dit", "pixart", "sana", "qwen-image", "flux", "chroma")
@@ -114,7 +117,7 @@ class MatchOptions(_PartOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlocksOptions(_PartOptions):
+class BlockwiseOptions(_PartOptions):
     """Training of the blocks with MHLA, one after the other, on what the blocks before now give them."""
 
     steps: int = _count(230, "Average optimizer steps per block; blocks that matter more get more.")
@@ -173,11 +176,14 @@ class Stage:
 STAGES = {
     "calibrate": Stage("calibrated", CalibrateOptions, "layer"),
     "match": Stage("matched", MatchOptions, "layer", memory=12),
-    "blocks": Stage("blocks matched", BlocksOptions, "block", memory=12),
+    "blockwise": Stage("blocks matched", BlockwiseOptions, "block", memory=12),
     "distill": Stage("distilled", DistillOptions, "model", memory=16, needs_objective=True),
     "finetune": Stage("fine-tuned", FinetuneOptions, "model", memory=12, needs_objective=True),
 }
 """The stages in their order. Those that a recipe does not name are left out."""
+
+FORMER = "blocks"
+"""The stage `blockwise` in earlier versions."""
 
 SECTIONS: dict[str, type[Options]] = {"data": DataOptions, **{name: each.options for name, each in STAGES.items()}}
 
@@ -202,6 +208,11 @@ class Recipe:
     data: DataOptions = DataOptions()
     stages: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(default="recipe", compare=False)
+
+    @property
+    def needs_objective(self) -> bool:
+        """Whether a stage computes the loss of the model's own objective."""
+        return any(STAGES[name].needs_objective for name in self.stages)
 
     def record_bytes(self, of_layers: int, of_blocks: int, from_calls: bool = False) -> tuple[int, int]:
         """Return the size of what matching of layers keeps, in memory or on the disk, and that of blocks in memory.
@@ -253,7 +264,7 @@ class Recipe:
             return self
         content = {name: value for name, value in self.to_dict().items() if value is not None}
         for path, value in changes.items():
-            section, _, name = path.partition(".")
+            section, _, name = present_name(path, warn=True).partition(".")
             if name:
                 content[section] = {**(content.get(section) or {}), name: value}
             elif value is None:
@@ -264,6 +275,7 @@ class Recipe:
 
     def only(self, stages: tuple[str, ...]) -> Recipe:
         """A copy that goes through some of the stages only; those that it lacks get their defaults."""
+        stages = tuple(present_name(name, warn=True) for name in stages)
         left_out = {name: None for name in STAGES if name not in stages}
         return self.changed({**left_out, **{name: {} for name in stages if name not in self.stages}})
 
@@ -275,6 +287,24 @@ class Recipe:
         """
         trained = {name: options for name, options in self.stages.items() if STAGES[name].memory}
         return self.changed({f"{name}.steps": max(1, round(each.steps * factor)) for name, each in trained.items()})
+
+
+@functools.cache
+def _deprecate() -> None:
+    logger.warning("the stage blocks is called blockwise now; the old name is deprecated")
+
+
+def present_name(path: Any, warn: bool = False) -> str:
+    """Return a stage, or the path of one of its options, by the name that the stage has now.
+
+    Args:
+        path: Such as `match`, `blocks.steps` or `recipe.blocks.steps`.
+        warn: Log a warning, once, if it is a former name.
+    """
+    present = re.sub(rf"^(recipe\.)?{FORMER}(?=\.|$)", r"\1blockwise", str(path))
+    if warn and present != path:
+        _deprecate()
+    return present
 
 
 def check_arguments(
@@ -297,9 +327,9 @@ def check_arguments(
     if budget is not None and not 0 < budget <= MOST_STEPS:
         raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {budget!r:.100}")
     for name in () if stages is None else stages or ("",):
-        check_choice("stages", name, STAGES)
+        check_choice("stages", present_name(name, warn=True), STAGES)
     for path, value in (changes or {}).items():
-        section, _, name = path.partition(".")
+        section, _, name = present_name(path, warn=True).partition(".")
         if name and section in SECTIONS:
             _section(section, {name: value}, None)
     return None if recipe is None or recipe in VARIANTS else load_recipe(recipe)
@@ -436,6 +466,10 @@ def parse_recipe(content: Any, where: str) -> Recipe:
         ValueError: See [`load_recipe`].
     """
     with _errors_begin(f"{where}: "):
+        if isinstance(content, Mapping):
+            if {FORMER, "blockwise"} <= {*content}:
+                raise ValueError(f"{FORMER} is the former name of blockwise; give one of them")
+            content = {present_name(key, warn=True): value for key, value in content.items()}
         check_names("recipe", content, ("family", "layers", "mhla", *SECTIONS))
         values = {key: value for key, value in content.items() if value is not None}
         family = values.get("family")

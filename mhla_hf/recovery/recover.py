@@ -50,8 +50,8 @@ from ..utils.options import check_names
 from . import stages as runs
 from .calibration import write_models
 from .data import RecoveryData, data_or_default, origin_of
-from .recipes import FAMILIES, STAGES, VARIANTS, Recipe, check_arguments, default_recipe, models_of, parse_keep
-from .report import PLOT, REPORT, RecoveryReport, write_plot
+from .recipes import FAMILIES, FORMER, STAGES, VARIANTS, Recipe, check_arguments, default_recipe, models_of, parse_keep
+from .report import PLOT, REPORT, RecoveryReport, with_present_names, write_plot
 from .selection import select_layers
 from .stages import Quality, RunProgress, StageSettings
 
@@ -122,7 +122,7 @@ def recover(
         dtype: Type that the weights are cast to when the model is converted: float32, bfloat16 or float16. By default
             they keep theirs; training is in float32 either way.
         budget: That many times the steps of the recipe in every stage.
-        stages: Only these stages of `calibrate`, `match`, `blocks`, `distill` and `finetune`.
+        stages: Only these stages of `calibrate`, `match`, `blockwise`, `distill` and `finetune`.
         changes: Values of the recipe by their path, such as `{"match.steps": 1000}`.
         component: Which transformer of a pipeline; the others are copied.
         resume: Resume the run in `output`.
@@ -455,6 +455,8 @@ class WorkFolder:
             raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
         with lock_output(self.path) or nullcontext():
             remove_leftovers(self.path)
+            if (self.path / FORMER).is_dir():
+                (self.path / FORMER).rename(self.path / "blockwise")
             # Read with the lock: another process may have been here meanwhile.
             stored = self._identity() or {}
             different = _differences(stored, identity)
@@ -497,7 +499,8 @@ class WorkFolder:
             path.unlink(missing_ok=True)
 
     def _identity(self) -> dict[str, Any] | None:
-        return read_json(self.path / RUN, "the record") if (self.path / RUN).is_file() else None
+        record = self.path / RUN
+        return with_present_names(read_json(record, "the record")) if record.is_file() else None
 
     def is_done(self, name: str) -> bool:
         """Return whether a stage is finished."""

@@ -31,7 +31,7 @@ from ..training.matching.matching import match_layers
 from ..training.matching.teacher import SharedTeacher
 from ..utils.files import read_json, write_json
 from .calibration import calibrate_model
-from .recipes import BlocksOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
+from .recipes import FORMER, BlockwiseOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
 from .selection import importance, steps_by_importance
 
 
@@ -148,20 +148,20 @@ def match(
     return report.to_dict()
 
 
-def blocks(
-    model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: BlocksOptions, settings: StageSettings
+def blockwise(
+    model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: BlockwiseOptions, settings: StageSettings
 ) -> dict[str, Any]:
     """Train the blocks one after the other on what those before give them, towards the original's hidden states."""
     divided = _steps(model, teacher, data, options.steps, 0.0, settings.folder)
     steps = {name: count if count >= _LEAST_SHARE * options.steps else 0 for name, count in divided.items()}
-    make, shared = _recorded("blocks", data, options, settings, steps)
+    make, shared = _recorded("blockwise", data, options, settings, steps)
     return {"blocks": match_blocks(model, make, teacher=teacher, **shared)}
 
 
 def _recorded(
     stage: str,
     data: BatchSource,
-    options: MatchOptions | BlocksOptions,
+    options: MatchOptions | BlockwiseOptions,
     settings: StageSettings,
     steps: Mapping[str, int],
 ) -> tuple[Callable[[int], Batch], dict[str, Any]]:
@@ -169,7 +169,9 @@ def _recorded(
     arguments = {name: getattr(options, name) for name in ("optimizer", "learning_rate", "mhla_learning_rate")}
     arguments |= {"num_batches": options.batches, "steps": [*steps.values()], "seed": settings.seed}
     arguments |= {"output": settings.folder, "progress": settings.run.follow(stage, steps)}
-    return lambda index: data.batch(stage, index, options.batch_size), arguments
+    # Order and noise of its batches follow from the name of a stage: they stay what they were.
+    seeded = FORMER if stage == "blockwise" else stage
+    return lambda index: data.batch(seeded, index, options.batch_size), arguments
 
 
 def _steps(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes are checked before anything is loaded, and those of the package fit the models they are for."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ import transformers
 
 import mhla_hf
 from mhla_hf.config import parse_layers
+from mhla_hf.recovery import recipes, stages
 from mhla_hf.recovery.recipes import (
     FAMILIES,
+    STAGES,
+    check_arguments,
     default_recipe,
     default_settings,
     load_recipe,
@@ -153,7 +157,7 @@ def test_default_recipes(family):
         ),
         ({"family": "causal", "mhla": {"lepe_kernel": 3}}, "mhla.lepe_kernel must be None with causal=True"),
         ({"family": "encoder", "mhla": {"blocks": [4]}}, "mhla.blocks: it has no meaning for sequences of text"),
-        ({"match": None}, "it has no stage; give one of calibrate, match, blocks, distill, finetune"),
+        ({"match": None}, "it has no stage; give one of calibrate, match, blockwise, distill, finetune"),
         ({"match": {"batch_size": 4096}}, "match.batch_size must be at most data.samples, 2048, got 4096"),
     ],
 )
@@ -185,3 +189,24 @@ def test_texts_that_begin_like_numbers_stay_texts(tmp_path):
     path.write_text("family: causal\ndata: {text_field: 1e5_column}\nmatch: {learning_rate: 2e-3}\n", encoding="utf-8")
     recipe = load_recipe(path)
     assert (recipe.data.text_field, recipe.stages["match"].learning_rate) == ("1e5_column", 2e-3)
+
+
+def test_the_former_name_of_a_stage(caplog):
+    """`blocks` still names the stage `blockwise`, in recipes and options, and says once that it is deprecated."""
+    for name in recipe_names():
+        load_recipe(name)
+    recipes._deprecate.cache_clear()
+    assert "deprecated" not in caplog.text
+    recipe = parse_recipe({"family": "wan", "blocks": {"steps": 7}}, "recipe a.yaml")
+    assert recipe == parse_recipe({"family": "wan", "blockwise": {"steps": 7}}, "recipe a.yaml")
+    assert recipe.changed({"blocks.steps": 8}).stages["blockwise"].steps == 8
+    assert recipe.only(("blocks",)) == recipe and recipe.changed({"blocks": None, "match": {}}).only(("match",))
+    check_arguments(None, None, None, None, ("blocks",), {"blocks.steps": 3, "mhla.blocks": [2]})
+    assert caplog.text.count("the stage blocks is called blockwise now; the old name is deprecated") == 1
+    with pytest.raises(ValueError, match="recipe a.yaml: blocks is the former name of blockwise; give one of them"):
+        parse_recipe({"family": "wan", "blocks": {}, "blockwise": {}}, "recipe a.yaml")
+
+
+def test_every_stage_has_a_function():
+    for name, stage in STAGES.items():
+        assert inspect.signature(getattr(stages, name)).parameters["options"].annotation == stage.options.__name__

@@ -49,6 +49,7 @@ from .records import free_room, tensor_bytes
 from .teacher import SharedTeacher
 
 
+# The order of batches follows from it.
 STAGE = "blocks"
 
 
@@ -151,7 +152,7 @@ def list_blocks(model: nn.Module, batch: Batch) -> list[Block]:
     lists = [(name, module) for name, module in modules.items() if name in prefixes]
     is_known = hasattr(trunk, "block_lists") or len(lists) == 1
     if not is_known or not all(isinstance(module, nn.ModuleList) for _, module in lists):
-        raise ValueError(f"{shorten_list(found)}: not in one list of blocks; leave the stage blocks out.")
+        raise ValueError(f"{shorten_list(found)}: not in one list of blocks; leave the stage blockwise out.")
     run_model = partial(_output, trunk)
     blocks: list[Block] = []
     everything = [(f"{name}.{number}", block) for name, module in lists for number, block in enumerate(module)]  # type: ignore[arg-type]
@@ -214,7 +215,7 @@ class _Records:
                 if needed > room:
                     raise ValueError(
                         f"the hidden states of {len(numbers)} batches need {format_bytes(needed)}, more than half of "
-                        f"the free memory, {format_bytes(room)}: use fewer batches (blocks.batches)."
+                        f"the free memory, {format_bytes(room)}: use fewer batches (blockwise.batches)."
                     )
             copies: dict[int, torch.Tensor] = {}
             # Blocks share tensors, such as rotary tables: each is kept once.
@@ -331,13 +332,13 @@ def _check_blocks(blocks: Sequence[Block], seen: Sequence[tuple[CallArguments, t
     """Compare the model's output with that of its blocks called one by one."""
     expected = blocks[-1].model(batch)
     if not expected.isfinite().all():
-        raise ValueError("the model's output is not finite for the first batch of the stage blocks.")
+        raise ValueError("the model's output is not finite for the first batch of the stage blockwise.")
     hidden_states = seen[0][1]
     for block, (arguments, _), (_, added) in zip(blocks[:-1], seen, seen[1:]):
         hidden_states = block(arguments, hidden_states) + added
     output = blocks[-1](CallArguments((), dict(batch), 0), hidden_states)
     if len(seen) != len(blocks) or not torch.allclose(output, expected, rtol=1e-2, atol=1e-2 * expected.std().item()):
-        raise ValueError("the blocks of this model hand on more than hidden states: leave the stage blocks out.")
+        raise ValueError("the blocks of this model hand on more than hidden states: leave the stage blockwise out.")
 
 
 def match_blocks(

@@ -476,7 +476,7 @@ def one_sequence(output: Any, streams: Sequence[str]) -> torch.Tensor:
     (beside,) = tokens.values()
     missing = grid.shape[2] - beside.shape[2]
     if missing < 0:
-        raise ValueError("blocks whose tokens beside the grid are wider than its own: leave the stage blocks out.")
+        raise ValueError("blocks whose tokens beside the grid are wider than its own: leave the stage blockwise out.")
     return torch.cat([F.pad(beside, (0, missing)), grid], dim=1)
 
 
