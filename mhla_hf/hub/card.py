@@ -470,6 +470,7 @@ def _recovery_facts(report: dict[str, Any]) -> dict[str, Any]:
     found = {noun: entry(report, "data", name, kind=int) for noun, name in counts.items()}
     return {
         "stages": stages,
+        "descriptions": {name: stage.description for name, stage in STAGES.items()},
         "data": [pluralize(count, noun) for noun, count in found.items() if count is not None],
         "origin": entry(report, "data", "origin", kind=str),
         "seed": entry(report, "seed", kind=int),

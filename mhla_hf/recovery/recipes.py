@@ -88,7 +88,7 @@ class DataOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(Options):
-    """Calibration of each layer, in closed form and by a short training of what MHLA adds."""
+    """Calibration: each layer is fitted to the original's on a small probe."""
 
     batches: int = _count(24, "Number of batches to run.", minimum=2)
     batch_size: int = _count(16, "Batch size.", maximum=MOST_IN_BATCH)
@@ -109,7 +109,7 @@ class _PartOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class MatchOptions(_PartOptions):
-    """Training of each layer on the output of the one it replaced, from recorded activations."""
+    """Matching: each layer alone learns the output of the layer it replaced."""
 
     cache: str = option(
         "auto", "Where to keep activations; auto uses memory if they fit, else the disk.", choices=TRANSFER_CACHES
@@ -118,7 +118,7 @@ class MatchOptions(_PartOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockwiseOptions(_PartOptions):
-    """Training of the blocks with MHLA, one after the other, on what the blocks before now give them."""
+    """Block matching: each block learns the original's hidden states, on the inputs it has now."""
 
     steps: int = _count(230, "Average optimizer steps per block; blocks that matter more get more.")
     batches: int = _count(320, "Number of batches to record hidden states of.")
@@ -128,7 +128,7 @@ class BlockwiseOptions(_PartOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillOptions(Options):
-    """Training of the whole model on the original's prediction."""
+    """Distillation: the whole model learns the original's prediction."""
 
     steps: int = _count(90, "Optimizer steps.")
     batch_size: int = _count(4, "Batch size.", maximum=MOST_IN_BATCH)
@@ -144,7 +144,7 @@ class DistillOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(Options):
-    """Training of the whole model on the data by its own objective; for diffusion models and language models."""
+    """Fine-tuning: the whole model trains on its own objective."""
 
     steps: int = _count(2000, "Optimizer steps.")
     batch_size: int = _count(8, "Batch size.", maximum=MOST_IN_BATCH)
@@ -158,7 +158,7 @@ class Stage:
 
     Attributes:
         title: Name of the state in which it leaves the model.
-        options: Its options.
+        options: Its options; their docstring says in model cards what it does.
         part: What it works on at a time: `layer`, `block` or the whole `model`. A stage of layers changes nothing
             outside of these.
         memory: Bytes for each parameter of that part in training, of gradients, optimizer states and kept originals;
@@ -171,6 +171,12 @@ class Stage:
     part: Literal["layer", "block", "model"]
     memory: int = 0
     needs_objective: bool = False
+
+    @property
+    def description(self) -> str:
+        """What it does, as an entry of a list."""
+        text = self.options.__doc__ or self.title
+        return text[:1].lower() + text[1:].removesuffix(".")
 
 
 STAGES = {
