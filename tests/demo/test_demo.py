@@ -72,7 +72,7 @@ def test_report_compares_on_the_same_draws(finished):
     _, report = finished
     softmax = report["softmax"]["held_out_loss"]
     for entry in report["variants"].values():
-        for stage in ("converted", "calibrate", "match", "blocks"):
+        for stage in ("converted", "calibrate", "match", "blockwise"):
             figures = entry["held_out"][stage]
             assert figures["above_softmax_percent"] == pytest.approx(100 * (figures["loss"] / softmax - 1))
         assert all(seconds > 0 for seconds in entry["cpu_seconds"].values())
