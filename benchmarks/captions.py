@@ -74,7 +74,7 @@ DISTILLED: dict[str, dict[str, Any]] = {
 }
 """Options of the layers of a distillation, ReLU after calibration."""
 
-STAGES = ("converted", "calibrate", "match", "blocks")
+STAGES = ("converted", "calibrate", "match", "blockwise")
 _NEXT_DIGIT = dict(zip(DIGIT_WORDS, DIGIT_WORDS[1:] + DIGIT_WORDS[:1]))
 PROMPTS = (
     "seven top-left bright",

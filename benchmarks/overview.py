@@ -41,7 +41,7 @@ _STAGES = {
     "converted": "converted",
     "calibrate": "calibrated",
     "match": "layers matched",
-    "blocks": "blocks matched",
+    "blockwise": "blocks matched",
     "distill": "distilled",
 }
 # Length whose times the title of the right panel gives.

@@ -34,7 +34,7 @@ from mhla_hf.utils.files import write_json
 
 
 RESULTS = Path(__file__).parent / "results"
-STAGES = ("calibrate", "match", "blocks", "distill")
+STAGES = ("calibrate", "match", "blockwise", "distill")
 """A recipe may leave some out."""
 
 TITLES = {"mhla": "MHLA", "window": "MHLA + window", "linear": "linear"}

@@ -75,6 +75,7 @@ def options_from(
     prefix: str = "",
     panels: Mapping[str, str] | None = None,
     default: bool = True,
+    **more: Any,
 ) -> list[inspect.Parameter]:
     """Make one option per field of a dataclass; `None` as its value means that it was not given.
 
@@ -85,6 +86,7 @@ def options_from(
         prefix: What precedes the field's name in that of the option.
         panels: Further parts of the help, by the first field of each.
         default: Whether the help names defaults.
+        more: Arguments of every option; see [`option`].
     """
     parameters = {}
     for item in dataclasses.fields(cls):
@@ -100,7 +102,7 @@ def options_from(
             kind, settings = Literal[rules["choices"]], {"metavar": "NAME"}
         flag = f"--{prefix}{_NAMES.get(called, called)}".replace("_", "-")
         own_panel = ADVANCED if rules["advanced"] else panel
-        setting = option(_field_help(item, default), flag, panel=own_panel, **settings)
+        setting = option(_field_help(item, default), flag, panel=own_panel, **settings, **more)
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameter = inspect.Parameter(f"{prefix}{item.name}", keyword, default=setting, annotation=kind | None)
         parameters[item.name] = parameter

@@ -12,7 +12,7 @@ import typer
 
 from ..config import MHLAConfig
 from ..models.registry import TRAINED
-from ..recovery.recipes import STAGES, DataOptions, check_arguments, check_shares, recipe_names
+from ..recovery.recipes import FORMER, SECTIONS, STAGES, check_arguments, check_shares, recipe_names
 from ..training.config import CacheConfig, TrainingConfig, check_options, option_families
 from ..utils.files import read_json
 from ..utils.locations import check_data
@@ -31,8 +31,8 @@ _RECIPE = "Recipe"
 # Options of the data have no prefix, as they are named elsewhere.
 _SECTIONS = {
     name: options_from(cls, f"{_RECIPE}: {name}", prefix="" if name == "data" else f"{name}_", default=False)
-    for name, cls in ({"data": DataOptions} | STAGES).items()
-}
+    for name, cls in SECTIONS.items()
+} | {FORMER: options_from(SECTIONS["blockwise"], prefix=f"{FORMER}_", hidden=True)}
 
 
 class _Run:

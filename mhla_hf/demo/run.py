@@ -258,7 +258,8 @@ def recover_variant(
     recipe: dict[str, Any] = {"mhla.grid": list(GRID), "mhla.blocks": list(blocks)}
     # Blocks grow with the video: so small ones, many times as many in a long one, would have to be mixed in pairs.
     recipe["mhla.resize"] = "blocks"
-    steps = {f"{stage}.steps": getattr(config, f"{stage}_steps") for stage in ("match", "blocks", "distill")}
+    names = {"match": "match", "blocks": "blockwise", "distill": "distill"}
+    steps = {f"{name}.steps": getattr(config, f"{option}_steps") for option, name in names.items()}
     recipe |= {name: number for name, number in steps.items() if number is not None}
     # A window of neighbours in the frame, and of the same place in all frames.
     options: dict[str, Any] = {

@@ -21,7 +21,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..bench import ORDINARY, BenchOptions, cast_model, compare
 from ..integrations.transformers.cache import cache_layer_bytes
-from ..recovery.recipes import DATA_FREE, Recipe, choose_layers, default_recipe, default_settings, packaged_recipes
+from ..recovery.recipes import (
+    DATA_FREE,
+    STAGES,
+    Recipe,
+    choose_layers,
+    default_recipe,
+    default_settings,
+    packaged_recipes,
+)
 from ..recovery.recipes import FAMILIES as RECOVERED
 from ..training.matching.blocks import OnMeta, record_bytes
 from ..training.matching.layers import AttentionLayer, base_model, mhla_layers, run
@@ -39,8 +47,8 @@ LEAST_BOUND, CLEAR_BOUND = 1.2, 1.5
 MEASURED_TOKENS = 2048
 """Up to this length softmax attention was faster than MHLA on an H100 (benchmarks/README.md)."""
 
-# Bytes of a parameter that trains in fp32: gradient and two moments of the optimizer; the original value in distill.
-_FP32, _TRAINED, _DISTILLED = 4, 12, 16
+# Bytes of a parameter.
+_FP32 = 4
 # Relative difference up to which a model has the size that a recipe is recommended for.
 _TOLERANCE = 0.2
 # Tokens of a row, or of a passage, in recipes that do not name them.
@@ -316,24 +324,19 @@ def training_memory(candidate: Candidate, recipe: Recipe) -> dict[str, Any]:
     grid = candidate.grid(**{name: value for name, value in size.items() if value is not None})
     batch = candidate.inputs(model, grid, torch.float32, torch.device("meta"), recipe.data.max_length or 0)
     batch |= {"attention_mask": torch.ones(1, *grid)} if recipe.family == "causal" else {}
-    kept = record_bytes(model, batch, {layer.name for layer in converted}, blocks=recipe.blocks is not None)
+    kept = record_bytes(model, batch, {layer.name for layer in converted}, blocks="blockwise" in recipe.stages)
     records, block_records = recipe.record_bytes(*kept, from_calls=recipe.family in DATA_FREE)
-    training = [0]
-    if recipe.match is not None:
-        training.append(
-            _TRAINED * max(sum(each.numel() for each in layer.parameters().values()) for layer in converted)
-        )
-    if recipe.blocks is not None:
-        blocks = set(map(_block_of, converted))
-        training.append(_TRAINED * max(count_parameters(model.get_submodule(name)) for name in blocks))
-    training.append(parameters * (_DISTILLED if recipe.distill else _TRAINED if recipe.finetune else 0))
-    stages = [getattr(recipe, name) for name in recipe.stages()]
+    parts = {
+        "layer": max(sum(each.numel() for each in layer.parameters().values()) for layer in converted),
+        "block": max(count_parameters(model.get_submodule(name)) for name in map(_block_of, converted)),
+        "model": parameters,
+    }
     return {
-        "stages": recipe.stages(),
+        "stages": [*recipe.stages],
         "layers": len(converted),
-        "steps": sum(getattr(stage, "steps", 0) for stage in stages),
+        "steps": sum(getattr(stage, "steps", 0) for stage in recipe.stages.values()),
         "weights": _FP32 * parameters,
-        "training": max(training),
+        "training": max((STAGES[name].memory * parts[STAGES[name].part] for name in recipe.stages), default=0),
         "records": records,
         "block_records": block_records,
     }

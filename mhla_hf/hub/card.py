@@ -23,7 +23,8 @@ from ..config import MHLAConfig
 from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
 from ..models.stub import TAGS
-from ..recovery.report import LABELS, PLOT, REPORT, TITLES
+from ..recovery.recipes import STAGES
+from ..recovery.report import LABELS, PLOT, REPORT, TITLES, with_present_names
 from ..utils import model_cards
 from ..utils.compat.transformers import task_classes
 from ..utils.files import atomic_file, read_json
@@ -49,7 +50,6 @@ _PIPELINE_TASKS = {
 # Entries of configurations that hold the number of layers.
 _LAYER_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depth")
 _MHLA_LAYER = re.compile(r"(.+)\.mhla\.")
-_TRAINED_STAGES = ("match", "blocks", "distill", "finetune")
 _TRAINING_OPTIONS = (
     "train", "transfer_steps", "distill_steps", "max_steps", "learning_rate", "mhla_learning_rate", "batch_size",
     "gradient_accumulation_steps", "mixed_precision", "seed",
@@ -109,13 +109,13 @@ class Records:
         files = [directory / name for name in (CONVERSION_RECORD, REPORT, TRAINING_RECORD)]
         conversion, report, training = (read_json(path, "the record") if path.is_file() else {} for path in files)
         recovery = report if isinstance(report.get("figures"), dict) else entry(conversion, "recovery", kind=dict)
-        return cls(conversion, recovery or {}, training)
+        return cls(conversion, with_present_names(recovery or {}), training)
 
     @property
     def is_trained(self) -> bool:
         """`True` if a training after the conversion is on record."""
         figures = entry(self.recovery, "figures", kind=dict) or {}
-        return bool(self.training) or any(stage in figures for stage in _TRAINED_STAGES)
+        return bool(self.training) or any(STAGES[name].memory for name in figures if name in STAGES)
 
 
 def entry(record: Any, *names: str, kind: Any = _NUMBER) -> Any:
@@ -454,8 +454,8 @@ def _eval_results(task: str | None, quality: Mapping[str, dict[str, float]], dat
 def _recovery_facts(report: dict[str, Any]) -> dict[str, Any]:
     """Return the stages of a recovery, and sentences about its data and machine."""
     stages = []
-    for name in TITLES:
-        if name in ("softmax", "converted") or name not in (entry(report, "figures", kind=dict) or {}):
+    for name in STAGES:
+        if name not in (entry(report, "figures", kind=dict) or {}):
             continue
         stages.append(
             {
@@ -470,6 +470,7 @@ def _recovery_facts(report: dict[str, Any]) -> dict[str, Any]:
     found = {noun: entry(report, "data", name, kind=int) for noun, name in counts.items()}
     return {
         "stages": stages,
+        "descriptions": {name: stage.description for name, stage in STAGES.items()},
         "data": [pluralize(count, noun) for noun, count in found.items() if count is not None],
         "origin": entry(report, "data", "origin", kind=str),
         "seed": entry(report, "seed", kind=int),

@@ -143,7 +143,7 @@ class RecoveryData:
         if unused:
             raise ValueError(f"{unused} have no effect on {models_of(family)}; leave them out")
         if family in DATA_FREE and data is None:
-            if self.recipe.distill or self.recipe.finetune:
+            if self.recipe.needs_objective:
                 kinds = _DATA.get(family, _MEDIA.format("images"))
                 raise ValueError(f"data must be given to distill or finetune: {kinds}, with --data generated")
             if self.prompts is not None:
@@ -173,7 +173,8 @@ class RecoveryData:
         """
         recipe, sides = self.recipe, ("height", "width", *(["num_frames"] if self.recipe.family in VIDEO else []))
         given = {name: getattr(size, name) for name in sides if getattr(size, name) is not None}
-        if recipe.match is None and recipe.blocks is None:
+        match, blocks = (recipe.stages.get(name) for name in ("match", "blockwise"))
+        if match is None and blocks is None:
             return
         with torch.device("meta"):
             config = {**self.directory.config, "mhla": dict(recipe.mhla)}
@@ -196,15 +197,15 @@ class RecoveryData:
         folder = next(each for each in self.cache.absolute().parents if each.is_dir())
         memory, disk = free_room(folder)
         if of_blocks > memory:
-            assert recipe.blocks is not None
+            assert blocks is not None
             raise ValueError(
-                f"blocks.batches: the hidden states of {recipe.blocks.batches} batches {tokens} need "
+                f"blockwise.batches: the hidden states of {blocks.batches} batches {tokens} need "
                 f"{format_bytes(of_blocks)}, more than half of the free memory, {format_bytes(memory)}: use fewer "
                 f"batches{advice}"
             )
-        if recipe.match is not None and recipe.match.cache != "none":
+        if match is not None and match.cache != "none":
             try:
-                place = choose_cache(recipe.match.cache, [of_layers], [(memory, disk)])
+                place = choose_cache(match.cache, [of_layers], [(memory, disk)])
             except ValueError as error:
                 raise ValueError(f"match.{str(error).removesuffix('.')}{advice}") from error
             if place == "none":

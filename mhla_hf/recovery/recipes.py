@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -25,6 +26,8 @@ from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMP
 from ..utils.messages import check_choice, did_you_mean, shorten_text
 from ..utils.options import Options, check_names, option
 
+
+logger = logging.getLogger(__name__)
 
 VIDEO = names_of(RECOVERED, kind="video")
 IMAGES = names_of(RECOVERED, kind="image")
@@ -86,7 +89,7 @@ class DataOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(Options):
-    """Calibration of each layer, in closed form and by a short training of what MHLA adds."""
+    """Calibration: each layer is fitted to the original's on a small probe."""
 
     batches: int = _count(24, "Number of batches to run.", minimum=2)
     batch_size: int = _count(16, "Batch size.", maximum=MOST_IN_BATCH)
@@ -94,35 +97,39 @@ class CalibrateOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatchOptions(Options):
-    """Training of each layer on the output of the one it replaced, from recorded activations."""
+class _PartOptions(Options):
+    """Training of one part of the model after another, from records of the original."""
 
     steps: int = _count(600, "Average optimizer steps per layer; layers that matter more get more.")
     batches: int = _count(160, "Number of batches to record activations of.")
     batch_size: int = _count(1, "Batch size.", maximum=MOST_IN_BATCH)
-    optimizer: str = option("muon", "Optimizer of the projections' matrices.", choices=("muon", "adam"))
-    learning_rate: float = option(6e-3, "Peak learning rate of the layer's projections.", above=0)
+    optimizer: str = option("muon", "Optimizer of the matrices.", choices=("muon", "adam"))
+    learning_rate: float = option(6e-3, "Peak learning rate of what the original has.", above=0)
     mhla_learning_rate: float = option(2e-2, "Peak learning rate of the parameters that MHLA adds.", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchOptions(_PartOptions):
+    """Matching: each layer alone learns the output of the layer it replaced."""
+
     cache: str = option(
         "auto", "Where to keep activations; auto uses memory if they fit, else the disk.", choices=TRANSFER_CACHES
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlocksOptions(Options):
-    """Training of the blocks with MHLA, one after the other, on what the blocks before now give them."""
+class BlockwiseOptions(_PartOptions):
+    """Block matching: each block learns the original's hidden states, on the inputs it has now."""
 
     steps: int = _count(230, "Average optimizer steps per block; blocks that matter more get more.")
     batches: int = _count(320, "Number of batches to record hidden states of.")
-    batch_size: int = _count(1, "Batch size.", maximum=MOST_IN_BATCH)
-    optimizer: str = option("muon", "Optimizer of the matrices.", choices=("muon", "adam"))
-    learning_rate: float = option(1e-3, "Peak learning rate.", above=0)
+    learning_rate: float = option(1e-3, "Peak learning rate of what the original has.", above=0)
     mhla_learning_rate: float = option(4e-3, "Peak learning rate of the parameters that MHLA adds.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillOptions(Options):
-    """Training of the whole model on the original's prediction."""
+    """Distillation: the whole model learns the original's prediction."""
 
     steps: int = _count(90, "Optimizer steps.")
     batch_size: int = _count(4, "Batch size.", maximum=MOST_IN_BATCH)
@@ -138,7 +145,7 @@ class DistillOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(Options):
-    """Training of the whole model on the data by its own objective; for diffusion models and language models."""
+    """Fine-tuning: the whole model trains on its own objective."""
 
     steps: int = _count(2000, "Optimizer steps.")
     batch_size: int = _count(8, "Batch size.", maximum=MOST_IN_BATCH)
@@ -146,16 +153,46 @@ class FinetuneOptions(Options):
     mhla_learning_rate: float | None = option(None, _MHLA_RATE, above=0)
 
 
-STAGES: dict[str, type[Options]] = {
-    "calibrate": CalibrateOptions,
-    "match": MatchOptions,
-    "blocks": BlocksOptions,
-    "distill": DistillOptions,
-    "finetune": FinetuneOptions,
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a recovery. The function of its name in `recovery.stages`, which needs torch, runs it.
+
+    Attributes:
+        title: Name of the state in which it leaves the model.
+        options: Its options; their docstring says in model cards what it does.
+        part: What it works on at a time: `layer`, `block` or the whole `model`. A stage of layers changes nothing
+            outside of these.
+        memory: Bytes for each parameter of that part in training, of gradients, optimizer states and kept originals;
+            0 for a stage that is no training, and has no `steps`.
+        needs_objective: Whether it computes the loss of the model's own objective on data.
+    """
+
+    title: str
+    options: type[Options]
+    part: Literal["layer", "block", "model"]
+    memory: int = 0
+    needs_objective: bool = False
+
+    @property
+    def description(self) -> str:
+        """What it does, as an entry of a list."""
+        text = self.options.__doc__ or self.title
+        return text[:1].lower() + text[1:].removesuffix(".")
+
+
+STAGES = {
+    "calibrate": Stage("calibrated", CalibrateOptions, "layer"),
+    "match": Stage("matched", MatchOptions, "layer", memory=12),
+    "blockwise": Stage("blocks matched", BlockwiseOptions, "block", memory=12),
+    "distill": Stage("distilled", DistillOptions, "model", memory=16, needs_objective=True),
+    "finetune": Stage("fine-tuned", FinetuneOptions, "model", memory=12, needs_objective=True),
 }
 """The stages in their order. Those that a recipe does not name are left out."""
 
-_SECTIONS: dict[str, type[Options]] = {"data": DataOptions, **STAGES}
+FORMER = "blocks"
+"""The stage `blockwise` in earlier versions."""
+
+SECTIONS: dict[str, type[Options]] = {"data": DataOptions, **{name: each.options for name, each in STAGES.items()}}
 
 
 def choose_layers(layers: str, count: int) -> list[int]:
@@ -175,11 +212,7 @@ class Recipe:
             softmax that are worst to replace.
         mhla: Options of [`MHLAConfig`]; the model's own for what is not given.
         data: Amount and size of the data.
-        calibrate: The stage, or `None` to leave it out; as are the following.
-        match: The stage.
-        blocks: The stage.
-        distill: The stage.
-        finetune: The stage.
+        stages: Options of its stages by their names, in order.
         name: Name in errors.
     """
 
@@ -187,16 +220,13 @@ class Recipe:
     layers: str = "all"
     mhla: Mapping[str, Any] = field(default_factory=dict)
     data: DataOptions = DataOptions()
-    calibrate: CalibrateOptions | None = None
-    match: MatchOptions | None = None
-    blocks: BlocksOptions | None = None
-    distill: DistillOptions | None = None
-    finetune: FinetuneOptions | None = None
+    stages: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(default="recipe", compare=False)
 
-    def stages(self) -> list[str]:
-        """The names of its stages, in order."""
-        return [name for name in STAGES if getattr(self, name) is not None]
+    @property
+    def needs_objective(self) -> bool:
+        """Whether a stage computes the loss of the model's own objective."""
+        return any(STAGES[name].needs_objective for name in self.stages)
 
     def record_bytes(self, of_layers: int, of_blocks: int, from_calls: bool = False) -> tuple[int, int]:
         """Return the size of what matching of layers keeps, in memory or on the disk, and that of blocks in memory.
@@ -208,16 +238,21 @@ class Recipe:
             of_blocks: Bytes of one sample in the blocks.
             from_calls: Whether batches are calls of the pipeline's model.
         """
-        sizes = []
-        for stage, size in ((self.match, of_layers), (self.blocks, of_blocks)):
-            kept = 0 if stage is None or getattr(stage, "cache", "") == "none" else min(stage.batches, stage.steps)
-            samples = RECOVERED[self.family].call_samples if from_calls else getattr(stage, "batch_size", 0)
-            sizes.append(round(size * samples * kept))
-        return sizes[0], sizes[1]
+        sizes = {"layer": of_layers, "block": of_blocks}
+        kept = dict.fromkeys(sizes, 0)
+        for name, options in self.stages.items():
+            stage = STAGES[name]
+            if stage.part in sizes and stage.memory and getattr(options, "cache", "") != "none":
+                samples = RECOVERED[self.family].call_samples if from_calls else options.batch_size
+                kept[stage.part] += round(sizes[stage.part] * samples * min(options.batches, options.steps))
+        return kept["layer"], kept["block"]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain JSON values, without its name."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "name"}
+        content = dataclasses.asdict(self)
+        stages = content.pop("stages")
+        del content["name"]
+        return {**content, **dict.fromkeys(STAGES), **stages}
 
     def values(self) -> dict[str, Any]:
         """Its values by their path, such as `match.steps`."""
@@ -243,7 +278,7 @@ class Recipe:
             return self
         content = {name: value for name, value in self.to_dict().items() if value is not None}
         for path, value in changes.items():
-            section, _, name = path.partition(".")
+            section, _, name = present_name(path, warn=True).partition(".")
             if name:
                 content[section] = {**(content.get(section) or {}), name: value}
             elif value is None:
@@ -254,8 +289,9 @@ class Recipe:
 
     def only(self, stages: tuple[str, ...]) -> Recipe:
         """A copy that goes through some of the stages only; those that it lacks get their defaults."""
+        stages = tuple(present_name(name, warn=True) for name in stages)
         left_out = {name: None for name in STAGES if name not in stages}
-        return self.changed({**left_out, **{name: {} for name in stages if getattr(self, name) is None}})
+        return self.changed({**left_out, **{name: {} for name in stages if name not in self.stages}})
 
     def with_budget(self, factor: float) -> Recipe:
         """A copy with that many times the steps in every stage that trains, one at least.
@@ -263,9 +299,26 @@ class Recipe:
         Raises:
             ValueError: If a stage would have more steps than allowed.
         """
-        trained = [name for name in ("match", "blocks", "distill", "finetune") if getattr(self, name) is not None]
-        changes = {f"{name}.steps": max(1, round(getattr(self, name).steps * factor)) for name in trained}
-        return self.changed(changes)
+        trained = {name: options for name, options in self.stages.items() if STAGES[name].memory}
+        return self.changed({f"{name}.steps": max(1, round(each.steps * factor)) for name, each in trained.items()})
+
+
+@functools.cache
+def _deprecate() -> None:
+    logger.warning("the stage blocks is called blockwise now; the old name is deprecated")
+
+
+def present_name(path: Any, warn: bool = False) -> str:
+    """Return a stage, or the path of one of its options, by the name that the stage has now.
+
+    Args:
+        path: Such as `match`, `blocks.steps` or `recipe.blocks.steps`.
+        warn: Log a warning, once, if it is a former name.
+    """
+    present = re.sub(rf"^(recipe\.)?{FORMER}(?=\.|$)", r"\1blockwise", str(path))
+    if warn and present != path:
+        _deprecate()
+    return present
 
 
 def check_arguments(
@@ -288,10 +341,10 @@ def check_arguments(
     if budget is not None and not 0 < budget <= MOST_STEPS:
         raise ValueError(f"budget must be a number above 0 and at most {MOST_STEPS:,}, got {budget!r:.100}")
     for name in () if stages is None else stages or ("",):
-        check_choice("stages", name, STAGES)
+        check_choice("stages", present_name(name, warn=True), STAGES)
     for path, value in (changes or {}).items():
-        section, _, name = path.partition(".")
-        if name and section in _SECTIONS:
+        section, _, name = present_name(path, warn=True).partition(".")
+        if name and section in SECTIONS:
             _section(section, {name: value}, None)
     return None if recipe is None or recipe in VARIANTS else load_recipe(recipe)
 
@@ -434,7 +487,11 @@ def parse_recipe(content: Any, where: str) -> Recipe:
         ValueError: See [`load_recipe`].
     """
     with _errors_begin(f"{where}: "):
-        check_names("recipe", content, [item.name for item in dataclasses.fields(Recipe) if item.name != "name"])
+        if isinstance(content, Mapping):
+            if {FORMER, "blockwise"} <= {*content}:
+                raise ValueError(f"{FORMER} is the former name of blockwise; give one of them")
+            content = {present_name(key, warn=True): value for key, value in content.items()}
+        check_names("recipe", content, ("family", "layers", "mhla", *SECTIONS))
         values = {key: value for key, value in content.items() if value is not None}
         family = values.get("family")
         check_choice("family", family, FAMILIES)
@@ -444,8 +501,9 @@ def parse_recipe(content: Any, where: str) -> Recipe:
         if automatic_share(values["layers"]) is None:
             MHLAConfig(layers=values["layers"])
         values["mhla"] = _mhla_options(values.get("mhla", {}), str(family))
-        sections = {key: _section(key, values[key], str(family)) for key in _SECTIONS if key in values}
-        recipe = Recipe(name=where, **{**values, **sections})
+        sections = {key: _section(key, values.pop(key), str(family)) for key in SECTIONS if key in values}
+        data: Any = sections.pop("data", DataOptions())
+        recipe = Recipe(name=where, **values, data=data, stages=sections)
         for problem in _contradictions(recipe):
             raise ValueError(problem)
         return recipe
@@ -461,10 +519,10 @@ def _errors_begin(prefix: str) -> Iterator[None]:
 
 
 def _section(name: str, content: Any, family: str | None) -> Options:
-    fields = {item.name: item for item in dataclasses.fields(_SECTIONS[name])}  # type: ignore[arg-type]
+    fields = {item.name: item for item in dataclasses.fields(SECTIONS[name])}  # type: ignore[arg-type]
     check_names(name, content, fields)
     with _errors_begin(f"{name}."):
-        made = _SECTIONS[name](**content)
+        made = SECTIONS[name](**content)
         for changed in made.changed():
             families = fields[changed].metadata.get("families", (family,))
             if family is not None and family not in families:
@@ -492,17 +550,15 @@ def _mhla_options(options: Any, family: str) -> dict[str, Any]:
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Problems between parts of a recipe that are valid by themselves."""
     # Converted, SANA-Video computes what it did, and there is no objective to fine-tune it by.
-    if not recipe.stages() and STAGES.keys() & default_settings()["defaults"][recipe.family].keys():
+    if not recipe.stages and STAGES.keys() & default_settings()["defaults"][recipe.family].keys():
         yield f"it has no stage; give one of {', '.join(STAGES)}"
-    if recipe.finetune is not None and recipe.family in ("encoder", "vision"):
+    if "finetune" in recipe.stages and recipe.family in ("encoder", "vision"):
         yield f"finetune: {models_of(recipe.family)} have no objective to be fine-tuned by; use distill"
-    for name in ("distill", "finetune"):
-        if getattr(recipe, name) is not None and recipe.family in WITHOUT_OBJECTIVE:
+    for name, options in recipe.stages.items():
+        if STAGES[name].needs_objective and recipe.family in WITHOUT_OBJECTIVE:
             yield f"{name}: {models_of(recipe.family)} have no objective yet; use calibrate and match"
-    for name in ("match", "calibrate"):
-        stage = getattr(recipe, name)
-        if stage is not None and stage.batch_size > recipe.data.samples:
-            yield f"{name}.batch_size must be at most data.samples, {recipe.data.samples}, got {stage.batch_size}"
+        if STAGES[name].part == "layer" and options.batch_size > recipe.data.samples:
+            yield f"{name}.batch_size must be at most data.samples, {recipe.data.samples}, got {options.batch_size}"
 
 
 def parse_share(name: str, value: float | str) -> Fraction:

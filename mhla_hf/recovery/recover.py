@@ -46,12 +46,13 @@ from ..utils.locations import HUB_OPTIONS
 from ..utils.machine import choose_device, machine_facts, parse_dtype
 from ..utils.messages import check_count, shorten_text
 from ..utils.options import check_names
+from . import stages as runs
 from .calibration import write_models
 from .data import RecoveryData, data_or_default, family_of_transformers, origin_of
-from .recipes import FAMILIES, VARIANTS, Recipe, check_arguments, default_recipe, models_of, parse_keep
-from .report import PLOT, REPORT, RecoveryReport, write_plot
+from .recipes import FAMILIES, FORMER, STAGES, VARIANTS, Recipe, check_arguments, default_recipe, models_of, parse_keep
+from .report import PLOT, REPORT, RecoveryReport, with_present_names, write_plot
 from .selection import select_layers
-from .stages import STAGES, Quality, RunProgress, StageSettings
+from .stages import Quality, RunProgress, StageSettings
 
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def recover(
         dtype: Type that the weights are cast to when the model is converted: float32, bfloat16 or float16. By default
             they keep theirs; training is in float32 either way.
         budget: That many times the steps of the recipe in every stage.
-        stages: Only these stages of `calibrate`, `match`, `blocks`, `distill` and `finetune`.
+        stages: Only these stages of `calibrate`, `match`, `blockwise`, `distill` and `finetune`.
         changes: Values of the recipe by their path, such as `{"match.steps": 1000}`.
         component: Which transformer of a pipeline; the others are copied.
         resume: Resume the run in `output`.
@@ -165,7 +166,7 @@ def recover(
     if budget is not None:
         chosen = chosen.with_budget(budget)
     share = automatic_share(chosen.layers)
-    learns = bool(chosen.stages()) or share is not None
+    learns = bool(chosen.stages) or share is not None
     if not learns and (data is not None or prompts is not None):
         raise ValueError("data and prompts have no effect: the recipe has no stage, and its layers are named")
     if learns:
@@ -268,7 +269,7 @@ class Recovery:
             open_data: Opens the data for the converted model; `None` where stages and layers need none.
             origin: What the report says of where the data come from.
         """
-        work, stages = self.work, self.recipe.stages()
+        work, stages = self.work, self.recipe.stages
         if not work.has_result:
             self._convert(open_data)
             model, report = self._load(), work.read(CONVERTED)
@@ -359,7 +360,7 @@ class Recovery:
         done: Sequence[str],
     ) -> RecoveryReport:
         """Run the stages after those that are done; the model ends with the weights of the last."""
-        names, work = self.recipe.stages(), self.work
+        names, work = [*self.recipe.stages], self.work
         pending = names[names.index(done[-1]) + 1 :] if done else names
         if pending:
             quality = Quality(model, data)
@@ -373,7 +374,7 @@ class Recovery:
             of_layers = {name for layer in layers for name in layer.parameters()}
             everything = {name for name, _ in model.named_parameters()}
             # The names of the parameters that a stage may change; a later stage those of an earlier one, too.
-            changes = {name: of_layers if name in ("calibrate", "match") else everything for name in names}
+            changes = {name: of_layers if STAGES[name].part == "layer" else everything for name in names}
             teacher.keep(sorted(set().union(*changes.values())))
         if done:
             work.load_weights(done[-1], model)
@@ -381,7 +382,7 @@ class Recovery:
         for name in pending:
             with _timed() as seconds:
                 settings = replace(self.settings, folder=work.path / name, run=run)
-                details = STAGES[name](model, teacher, data, getattr(self.recipe, name), settings)
+                details = getattr(runs, name)(model, teacher, data, self.recipe.stages[name], settings)
             report.figures[name], report.seconds[name], report.stages[name] = quality.measure(model), seconds, details
             work.finish(name, report, {key: each for key, each in model.named_parameters() if key in changes[name]})
             logger.info("%s: %s in %.0f s", name, report.figures[name], seconds["seconds"])
@@ -421,6 +422,8 @@ class WorkFolder(RunFolder):
         others += [entry for entry in _entries(self.path) if entry.name not in (LOCK, *unfinished)]
         if not self.record.is_file() and others:
             raise ValueError(f"output {self.output} is not empty; choose another, or remove it")
+        if (self.path / FORMER).is_dir():
+            (self.path / FORMER).rename(self.path / "blockwise")
         with super().claimed(identity, resume):
             yield
 
@@ -447,6 +450,10 @@ class WorkFolder(RunFolder):
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the options of the run here, with the present names of stages."""
+        return with_present_names(super().identity())
 
     def is_done(self, name: str) -> bool:
         """Return whether a stage is finished."""

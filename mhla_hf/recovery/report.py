@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,19 @@ from typing import Any
 from .. import __version__
 from ..utils.figures import new_figure, save_figure
 from ..utils.files import read_json
+from .recipes import STAGES, present_name
 
 
 REPORT, PLOT = "report.json", "report.png"
 TITLES = {
     "softmax": "softmax (original)",
     "converted": "converted",
-    "calibrate": "calibrated",
-    "match": "matched",
-    "blocks": "blocks matched",
-    "distill": "distilled",
-    "finetune": "fine-tuned",
+    **{name: stage.title for name, stage in STAGES.items()},
 }
 """Names of a model's states, in their order."""
+
+# Parts of a report with an entry for each stage.
+_BY_STAGE = ("figures", "seconds", "stages", "recipe")
 
 LABELS = {
     "above_softmax_percent": "above softmax, %",
@@ -32,6 +33,14 @@ LABELS = {
     "bits_per_byte": "bits per byte",
     "agreement": "same class as the original",
 }
+
+
+def with_present_names(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a report, or of a part of it, with the present names of stages."""
+    return {
+        present_name(name): with_present_names(value) if name in _BY_STAGE and isinstance(value, dict) else value
+        for name, value in content.items()
+    }
 
 
 @dataclass
@@ -67,7 +76,7 @@ class RecoveryReport:
     @classmethod
     def read(cls, output: Path, path: Path | None = None) -> RecoveryReport:
         """Read the report of an output directory, or that of a stage of it."""
-        content = read_json(path or output / REPORT, "the report")
+        content = with_present_names(read_json(path or output / REPORT, "the report"))
         known = {item.name: content[item.name] for item in fields(cls) if item.name in content}
         # Files are sorted by name.
         figures = {name: content["figures"][name] for name in TITLES if name in content["figures"]}

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a recovery, and the measure of quality between them."""
+"""The stages of a recovery, and the measure of quality between them.
+
+Each stage in [`STAGES`][mhla_hf.recovery.recipes.STAGES] has a function of its name. It goes on from its last
+checkpoint if there is one, changes the model in place, and returns its details for the report, as plain JSON values.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,14 @@ from ..training.data.texts import PackedText
 from ..training.evaluation import evaluate_batches
 from ..training.libraries import DiffusionTrainer, TransformersTrainer
 from ..training.matching.blocks import match_blocks
+from ..training.matching.layer_training import summarize
 from ..training.matching.layers import Batch, base_model, evaluating, mhla_layers, on_device, original_heads, run
 from ..training.matching.matching import match_layers
 from ..training.matching.teacher import SharedTeacher
 from ..utils.files import read_json, write_json
 from .calibration import calibrate_model
 from .own_weights import WARMUP_STEPS
-from .recipes import BlocksOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
+from .recipes import FORMER, BlockwiseOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
 from .selection import importance, steps_by_importance
 
 
@@ -56,7 +61,7 @@ class RunProgress:
     """
 
     def __init__(self, recipe: Recipe, layers: int, shown: bool) -> None:
-        options = {name: recipe.to_dict()[name] for name in recipe.stages()}
+        options = {name: recipe.to_dict()[name] for name in recipe.stages}
         self.sizes = {name: 1 if name == "calibrate" else each["batch_size"] for name, each in options.items()}
         steps = {name: each.get("steps", each.get("fit_steps")) for name, each in options.items()}
         self.costs = {name: size * layers * steps[name] for name, size in self.sizes.items()}
@@ -137,53 +142,36 @@ def match(
     # Of very few steps a share rounds to none.
     divided = _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings.folder)
     steps = {name: max(1, count) for name, count in divided.items()}
-    report = match_layers(
-        model,
-        lambda index: data.batch("match", index, options.batch_size),
-        num_batches=options.batches,
-        steps=[*steps.values()],
-        learning_rate=options.learning_rate,
-        mhla_learning_rate=options.mhla_learning_rate,
-        optimizer=options.optimizer,
-        # Calibration has changed projections; the original is recorded.
-        teacher=teacher,
-        cache=options.cache,
-        output=settings.folder,
-        save_every=settings.save_every,
-        seed=settings.seed,
-        progress=settings.run.follow("match", steps),
-    )
+    make, shared = _recorded("match", data, options, settings, steps)
+    # Calibration has changed projections; the teacher is the original.
+    report = match_layers(model, make, teacher=teacher, cache=options.cache, save_every=settings.save_every, **shared)
     return report.to_dict()
 
 
-def blocks(
-    model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: BlocksOptions, settings: StageSettings
+def blockwise(
+    model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: BlockwiseOptions, settings: StageSettings
 ) -> dict[str, Any]:
     """Train the blocks one after the other on what those before give them, towards the original's hidden states."""
     divided = _steps(model, teacher, data, options.steps, 0.0, settings.folder)
     steps = {name: count if count >= _LEAST_SHARE * options.steps else 0 for name, count in divided.items()}
-    config = TrainingConfig(
-        max_steps=1,
-        learning_rate=options.learning_rate,
-        mhla_learning_rate=options.mhla_learning_rate,
-        transfer_optimizer=options.optimizer,
-        warmup_steps=WARMUP_STEPS,
-        lr_schedule="cosine",
-        adam_beta2=_SECOND_BETA,
-        weight_decay=0.0,
-        seed=settings.seed,
-    )
-    report = match_blocks(
-        model,
-        lambda index: data.batch("blocks", index, options.batch_size),
-        num_batches=options.batches,
-        steps=[*steps.values()],
-        teacher=teacher,
-        config=config,
-        output=settings.folder,
-        progress=settings.run.follow("blocks", steps),
-    )
-    return {"blocks": report}
+    make, shared = _recorded("blockwise", data, options, settings, steps)
+    return {"blocks": match_blocks(model, make, teacher=teacher, **shared)}
+
+
+def _recorded(
+    stage: str,
+    data: BatchSource,
+    options: MatchOptions | BlockwiseOptions,
+    settings: StageSettings,
+    steps: Mapping[str, int],
+) -> tuple[Callable[[int], Batch], dict[str, Any]]:
+    """What makes the batches of a stage that trains part after part, and its arguments."""
+    arguments = {name: getattr(options, name) for name in ("optimizer", "learning_rate", "mhla_learning_rate")}
+    arguments |= {"num_batches": options.batches, "steps": [*steps.values()], "seed": settings.seed}
+    arguments |= {"output": settings.folder, "progress": settings.run.follow(stage, steps)}
+    # Order and noise of its batches follow from the name of a stage: they stay what they were.
+    seeded = FORMER if stage == "blockwise" else stage
+    return lambda index: data.batch(seeded, index, options.batch_size), arguments
 
 
 def _steps(
@@ -220,17 +208,6 @@ def finetune(
 ) -> dict[str, Any]:
     """Train the whole model on the data by its own objective."""
     return _train(model, None, data, options, settings, {"max_steps": options.steps, "lr_schedule": "constant"})
-
-
-STAGES: dict[str, Callable[..., dict[str, Any]]] = {
-    "calibrate": calibrate,
-    "match": match,
-    "blocks": blocks,
-    "distill": distill,
-    "finetune": finetune,
-}
-"""The stages in their order. Each goes on from its last checkpoint if there is one, changes the model in place, and
-returns its details for the report, as plain JSON values."""
 
 
 def _train(
@@ -270,8 +247,7 @@ def _train(
     else:
         trainer = TransformersTrainer(config, data, model, teacher=teacher, callback=callback)
     (losses,) = trainer.run().losses.values()
-    last = losses[-max(1, len(losses) // 10) :]
-    return {"steps": len(losses), "first": losses[0], "last": losses[-1], "last_tenth": sum(last) / len(last)}
+    return {"steps": len(losses), "last": losses[-1], **summarize(losses)}
 
 
 class Quality:

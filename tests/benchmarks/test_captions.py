@@ -33,7 +33,7 @@ def quadrant(image: torch.Tensor, place: int) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_the_experiment_at_tiny_size(tmp_path):
-    options = [*QUICK.split(), "--blocks-steps", "2", "--blocks-batches", "2"]
+    options = [*QUICK.split(), "--blockwise-steps", "2", "--blockwise-batches", "2"]
     facts = captions.run(
         tmp_path / "work", seeds=1, steps=2, distill_steps=2, variants=["softmax", "linear"], results=tmp_path,
         options=options, vae_steps=2, images=32, width=48,

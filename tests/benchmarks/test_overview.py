@@ -27,7 +27,7 @@ def test_recovery_lines_are_those_of_the_demo(demo):
         assert line[0] == (0, copy["held_out"]["converted"]["above_softmax_percent"])
         assert line[-1][0] == pytest.approx(sum(copy["cpu_seconds"].values()), abs=0.5)
         assert line[-1][1] == pytest.approx(
-            100 * (copy["held_out"]["blocks"]["loss"] / demo["softmax"]["held_out_loss"] - 1)
+            100 * (copy["held_out"]["blockwise"]["loss"] / demo["softmax"]["held_out_loss"] - 1)
         )
         assert [seconds for seconds, _ in line] == sorted(seconds for seconds, _ in line)
 
@@ -44,7 +44,7 @@ def test_readme_and_pictures_show_the_losses_of_one_run(demo):
 def test_the_demo_is_the_first_of_the_measured_seeds(demo):
     measured = read_json(overview.RESULTS / "recovery.json", "the recoveries:")["results"]
     for variant, name in (("mhla", "mhla"), ("mhla_window", "window"), ("linear", "linear")):
-        again = measured[f"digits/{name}/0"]["figures"]["blocks"]["above_softmax_percent"]
+        again = measured[f"digits/{name}/0"]["figures"]["blockwise"]["above_softmax_percent"]
         assert recovery_lines(demo)[variant][-1][1] == pytest.approx(again, abs=0.05)
 
 

@@ -72,7 +72,7 @@ def test_report_compares_on_the_same_draws(finished):
     _, report = finished
     softmax = report["softmax"]["held_out_loss"]
     for entry in report["variants"].values():
-        for stage in ("converted", "calibrate", "match", "blocks"):
+        for stage in ("converted", "calibrate", "match", "blockwise"):
             figures = entry["held_out"][stage]
             assert figures["above_softmax_percent"] == pytest.approx(100 * (figures["loss"] / softmax - 1))
         assert all(seconds > 0 for seconds in entry["cpu_seconds"].values())
@@ -130,7 +130,7 @@ def test_written_pipeline_generates_with_plain_diffusers(finished):
     assert (card.data.license, card.data.pipeline_tag) == ("apache-2.0", "text-to-video")
     assert card.data.widget == [{"text": "a three moves left", "output": {"url": "sample.gif"}}]
     assert card.data.eval_results[0].metric_value == pytest.approx(
-        report["variants"]["mhla"]["held_out"]["blocks"]["loss"], abs=1e-4
+        report["variants"]["mhla"]["held_out"]["blockwise"]["loss"], abs=1e-4
     )
 
 
@@ -180,7 +180,7 @@ def test_a_killed_demo_ends_like_an_uninterrupted_one(base, tmp_path):
         *("--train-videos", "4", "--held-out-videos", "4", "--long-frames", "9"),
     ]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    blocks = tmp_path / "killed" / "mhla" / "work" / "blocks"
+    blocks = tmp_path / "killed" / "mhla" / "work" / "blockwise"
     deadline = time.monotonic() + 300
     while not list(blocks.glob("*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -193,5 +193,5 @@ def test_a_killed_demo_ends_like_an_uninterrupted_one(base, tmp_path):
     ends = []
     for name in ("killed", "whole"):
         report = json.loads((tmp_path / name / "report.json").read_text())
-        ends.append([entry["held_out"]["blocks"]["loss"] for entry in report["variants"].values()])
+        ends.append([entry["held_out"]["blockwise"]["loss"] for entry in report["variants"].values()])
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)

@@ -358,3 +358,11 @@ def test_a_pushed_card_keeps_what_is_not_in_the_directory(complete):
     assert kept.count('"you/mine"') == 1 and "path/or/repository" not in kept
     (complete / "README.md").unlink()
     assert "# Wan2.1-T2V-1.3B-Diffusers with MHLA" in card_for_repository(complete, "you/mine")
+
+
+@pytest.mark.parametrize("name", ["blockwise", "blocks"])
+def test_block_matching_has_its_place_by_its_former_name_too(complete, name):
+    parts = {part: {**RECOVERY[part], name: RECOVERY[part]["match"]} for part in ("figures", "seconds", "recipe")}
+    write_json(complete / "report.json", {**RECOVERY, **parts})
+    text = written(complete).text
+    assert "| blocks matched |" in text and "- block matching: each block learns the original's hidden states" in text

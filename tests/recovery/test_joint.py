@@ -11,7 +11,6 @@ import torch
 import mhla_hf
 from mhla_hf.recovery import match_layers
 from mhla_hf.recovery.selection import select_layers
-from mhla_hf.training.config import TrainingConfig
 from mhla_hf.training.matching.blocks import _Records, list_blocks, match_blocks
 from mhla_hf.training.matching.layer_training import attention_matching_loss, layer_loss
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
@@ -126,10 +125,10 @@ def test_recovery_lowers_the_error_in_every_stage(case, text, tmp_path):
     errors.append(output_error(case, model, stock))
     report = match_layers(model, batches, steps=40, teacher=teacher, learning_rate=2e-3, mhla_learning_rate=1e-2)
     errors.append(output_error(case, model, stock))
-    config = TrainingConfig(max_steps=1, learning_rate=5e-4, mhla_learning_rate=2e-3, seed=0)
+    settings = {"learning_rate": 5e-4, "mhla_learning_rate": 2e-3, "warmup_steps": 0, "lr_schedule": "constant"}
     count = len(report.losses)
     match_blocks(
-        model, batches.__getitem__, num_batches=6, steps=[0] * (count - 1) + [60], teacher=teacher, config=config,
+        model, batches.__getitem__, num_batches=6, steps=[0] * (count - 1) + [60], teacher=teacher, **settings,
         output=tmp_path,
     )  # fmt: skip
     errors.append(output_error(case, model, stock))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes are checked before anything is loaded, and those of the package fit the models they are for."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import transformers
 
 import mhla_hf
 from mhla_hf.config import parse_layers
+from mhla_hf.recovery import recipes, stages
 from mhla_hf.recovery.recipes import (
     FAMILIES,
+    STAGES,
     VARIANTS,
+    check_arguments,
     default_recipe,
     default_settings,
     load_recipe,
@@ -111,7 +115,7 @@ def test_recipes_fit_the_published_models(name):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_recipes(family):
     recipe = default_recipe(family)
-    assert recipe.family == family and bool(recipe.stages()) == (family != "sana-video")
+    assert recipe.family == family and bool(recipe.stages) == (family != "sana-video")
     assert parse_recipe(recipe.to_dict(), "again") == recipe
     for variant in VARIANTS:
         if family in default_settings()[variant]:
@@ -153,7 +157,7 @@ def test_default_recipes(family):
         ),
         ({"family": "causal", "mhla": {"lepe_kernel": 3}}, "mhla.lepe_kernel must be None with causal=True"),
         ({"family": "encoder", "mhla": {"blocks": [4]}}, "mhla.blocks: it has no meaning for sequences of text"),
-        ({"match": None}, "it has no stage; give one of calibrate, match, blocks, distill, finetune"),
+        ({"match": None}, "it has no stage; give one of calibrate, match, blockwise, distill, finetune"),
         ({"match": {"batch_size": 4096}}, "match.batch_size must be at most data.samples, 2048, got 4096"),
     ],
 )
@@ -167,7 +171,8 @@ def test_files(tmp_path: Path):
     path = tmp_path / "own.yaml"
     path.write_text("family: wan\nlayers: [1, 2]\nmatch: {learning_rate: 3e-4}\n")
     recipe = load_recipe(path)
-    assert recipe.layers == "1,2" and recipe.match.learning_rate == 3e-4 and recipe.stages() == ["match"]
+    assert recipe.layers == "1,2" and [*recipe.stages] == ["match"]
+    assert recipe.stages["match"].learning_rate == 3e-4
     for text in ("1e5_column", "1_000", "0x10", "on", "No", "NULL", "~", "2024-01-01", "1:30", ".5e3", "010", "1.5"):
         path.write_text(f"family: causal\ndata: {{text_field: {text}}}\nmatch: {{}}\n")
         assert load_recipe(path).data.text_field == text
@@ -175,8 +180,9 @@ def test_files(tmp_path: Path):
         "family: wan\nlayers: 010\nmatch: {steps: 1_000, learning_rate: .5e-3, mhla_learning_rate: 1E-5}\n"
     )
     recipe = load_recipe(path)
-    assert (recipe.layers, recipe.match.steps) == ("010", 1000)
-    assert (recipe.match.learning_rate, recipe.match.mhla_learning_rate) == (5e-4, 1e-5)
+    match = recipe.stages["match"]
+    assert (recipe.layers, match.steps) == ("010", 1000)
+    assert (match.learning_rate, match.mhla_learning_rate) == (5e-4, 1e-5)
     for content in (b"family: w\xe4n", b"family: wan\nmatch: {steps: 1, steps: 2}", b"? [wan]\n: 1"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="is not valid YAML"):
@@ -186,3 +192,24 @@ def test_files(tmp_path: Path):
             ValueError, match="is neither a .yaml file nor one of fast, paper, dit-xl-2, hunyuan-video-1.5, ltx-2"
         ):
             load_recipe(name)
+
+
+def test_the_former_name_of_a_stage(caplog):
+    """`blocks` still names the stage `blockwise`, in recipes and options, and says once that it is deprecated."""
+    for name in recipe_names():
+        load_recipe(name)
+    recipes._deprecate.cache_clear()
+    assert "deprecated" not in caplog.text
+    recipe = parse_recipe({"family": "wan", "blocks": {"steps": 7}}, "recipe a.yaml")
+    assert recipe == parse_recipe({"family": "wan", "blockwise": {"steps": 7}}, "recipe a.yaml")
+    assert recipe.changed({"blocks.steps": 8}).stages["blockwise"].steps == 8
+    assert recipe.only(("blocks",)) == recipe and recipe.changed({"blocks": None, "match": {}}).only(("match",))
+    check_arguments(None, None, None, None, ("blocks",), {"blocks.steps": 3, "mhla.blocks": [2]})
+    assert caplog.text.count("the stage blocks is called blockwise now; the old name is deprecated") == 1
+    with pytest.raises(ValueError, match="recipe a.yaml: blocks is the former name of blockwise; give one of them"):
+        parse_recipe({"family": "wan", "blocks": {}, "blockwise": {}}, "recipe a.yaml")
+
+
+def test_every_stage_has_a_function():
+    for name, stage in STAGES.items():
+        assert inspect.signature(getattr(stages, name)).parameters["options"].annotation == stage.options.__name__

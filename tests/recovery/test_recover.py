@@ -46,8 +46,8 @@ SMALL = {
     "match.steps": 6,
     "match.batches": 4,
     "match.batch_size": 1,
-    "blocks.steps": 4,
-    "blocks.batches": 4,
+    "blockwise.steps": 4,
+    "blockwise.batches": 4,
     "distill.steps": 4,
     "distill.batch_size": 2,
 }
@@ -124,7 +124,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_recover(kind, sources, tmp_path):
     report = recover(kind, sources, tmp_path / "out")
-    stages = ["calibrate", "match", "blocks", "distill"]
+    stages = ["calibrate", "match", "blockwise", "distill"]
     assert list(report.figures) == ["softmax", "converted", *stages]
     main = "above_softmax_percent" if kind in ("wan", "dit", "llama") else "cosine"
     assert all(main in report.figures[name] for name in ["converted", *stages])
@@ -155,6 +155,29 @@ def test_recover(kind, sources, tmp_path):
     assert again.figures == report.figures
 
 
+def test_a_run_of_an_earlier_version_resumes(sources, tmp_path, monkeypatch):
+    """A finished stage under its former name is not run again, and its figures are in the report."""
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(module.runs, "distill", stop)
+        recover("bert", sources, out, stages=("match", "blockwise", "distill"))
+    work = out / "work"
+    (work / "blockwise").rename(work / "blocks")
+    for path in (work / "run.json", work / "blocks" / "done.json"):
+        path.write_text(path.read_text().replace("blockwise", "blocks"))
+    before = json.loads((work / "blocks" / "done.json").read_text())
+    assert "blocks" in before["figures"] and "blocks" in before["recipe"]
+    with monkeypatch.context() as patched:
+        patched.setattr(module.runs, "blockwise", stop)
+        report = recover("bert", sources, out, stages=("match", "blocks", "distill"), resume=True)
+    assert list(report.figures) == ["softmax", "converted", "match", "blockwise", "distill"]
+    assert report.figures["blockwise"] == before["figures"]["blocks"]
+
+
 def test_every_layer_gets_a_step(sources, tmp_path):
     report = recover("bert", sources, tmp_path / "out", {"match.steps": 1}, stages=["match"])
     assert len(report.stages["match"]["layers"]) > 1
@@ -168,10 +191,10 @@ def test_results_of_stages_are_kept_where_asked_for(sources, tmp_path, monkeypat
         kept.append({path.parent.name for path in (tmp_path / "out" / "work").glob("*/done.json")})
         return distill(*arguments)
 
-    distill, kept = module.STAGES["distill"], []
-    monkeypatch.setitem(module.STAGES, "distill", look)
+    distill, kept = module.runs.distill, []
+    monkeypatch.setattr(module.runs, "distill", look)
     recover("bert", sources, tmp_path / "out")
-    assert kept == [{"converted", "blocks"}]
+    assert kept == [{"converted", "blockwise"}]
     monkeypatch.undo()
     recover("bert", sources, tmp_path / "kept", keep_stages=True)
     work = tmp_path / "kept" / "work"
@@ -191,7 +214,7 @@ def test_a_run_without_a_finished_stage_gives_way(sources, tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setitem(module.STAGES, "calibrate", stop)
+        patched.setattr(module.runs, "calibrate", stop)
         with pytest.raises(KeyboardInterrupt):
             recover("bert", sources, tmp_path / "out", stages=("calibrate",))
         with pytest.raises(KeyboardInterrupt):
@@ -220,8 +243,8 @@ def test_stopped_between_stages(kind, sources, tmp_path, monkeypatch):
     for _ in range(4):
         calls: list[str] = []
         with monkeypatch.context() as patched:
-            for name, stage in module.STAGES.items():
-                patched.setitem(module.STAGES, name, partial(one_more, stage))
+            for name in module.STAGES:
+                patched.setattr(module.runs, name, partial(one_more, getattr(module.runs, name)))
             try:
                 parts = recover(kind, sources, tmp_path / "parts", resume=True)
             except KeyboardInterrupt:
@@ -301,7 +324,7 @@ def test_room_is_checked_before_anything_loads(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "free_room", lambda folder: (0, 0))
     message = rf"match.cache='disk' needs .*, more than the room on the disk of the output, 0 B: .*; {recipes}"
     with pytest.raises(ValueError, match=message):
-        changes = {"blocks": None, "match.cache": "disk", "match.batches": 10_000, "match.steps": 10_000}
+        changes = {"blockwise": None, "match.cache": "disk", "match.batches": 10_000, "match.steps": 10_000}
         recover("wan", sources, tmp_path / "out", {**changes, "data.samples": 10_000})
     assert not (tmp_path / "out").exists()
 
@@ -356,13 +379,13 @@ def test_families_that_learn_from_calls_need_no_data(family, make, tmp_path):
         "match.steps": 4,
         "match.batches": 4,
     }
-    changes["blocks.batches"] = 4
+    changes["blockwise.batches"] = 4
     if family in ("qwen-image", "flux", "chroma"):
         changes |= {"data.height": 64, "data.width": 96, "mhla.blocks": [2, 2]}
     elif family != "pixart":
         changes |= {"data.height": 32, "data.width": 64, "data.num_frames": 5, "mhla.blocks": [2, 2, 2]}
     report = mhla_hf.recover(source, tmp_path / "out", changes=changes, device="cpu", progress=False)
-    stages = ["calibrate", "match", "blocks"]
+    stages = ["calibrate", "match", "blockwise"]
     assert list(report.figures) == ["softmax", "converted", *stages]
     assert report.figures[stages[-1]]["cosine"] > report.figures["converted"]["cosine"]
 
@@ -392,7 +415,7 @@ def test_estimates_agree_with_what_stages_keep(name, sources, tmp_path, monkeypa
         source, samples = sources[name]
         changes |= EXTRA.get(name, {}) | {"match.batches": 4, "match.batch_size": 1 if name in ("wan", "llama") else 2}
     if name not in ("llama", "bert"):
-        changes |= {"blocks.steps": 4, "blocks.batches": 4}
+        changes |= {"blockwise.steps": 4, "blockwise.batches": 4}
     kept, samples_of = {"match": 0, "blocks": 0}, {"match": [], "blocks": []}
     put, start = Records.put, _Records.start.__func__
 
@@ -439,7 +462,7 @@ def test_families_that_need_no_data_are_distilled_on_data(make, size, tmp_path):
     pipeline.save_pretrained(tmp_path / "source")
     changes = {"data.samples": 6, "data.held_out": 2, "data.max_length": 16, "mhla.blocks": [2] * len(size)}
     changes |= {f"data.{name}": side for name, side in zip(("height", "width", "num_frames"), size)}
-    changes |= {"calibrate": None, "blocks": None, "match.steps": 4, "match.batches": 4}
+    changes |= {"calibrate": None, "blockwise": None, "match.steps": 4, "match.batches": 4}
     for stage in ("distill", "finetune"):
         changes |= {f"{stage}.steps": 2, f"{stage}.batch_size": 2}
     report = mhla_hf.recover(
@@ -456,7 +479,7 @@ def test_calls_are_recorded_once_and_a_run_goes_on_elsewhere(tmp_path, monkeypat
     pipeline.save_pretrained(source)
     sizes = {"data.height": 32, "data.width": 64, "data.num_frames": 5, "mhla.blocks": [2, 2, 2]}
     few = {"data.samples": 6, "data.held_out": 2, "calibrate.batches": 4, "calibrate.fit_steps": 2, "match.steps": 2}
-    options = {"changes": {**sizes, **few, "match.batches": 4, "blocks": None}, "device": "cpu", "progress": False}
+    options = {"changes": {**sizes, **few, "match.batches": 4, "blockwise": None}, "device": "cpu", "progress": False}
     record = data.probes.pipeline_batches
 
     def stop(*arguments):
@@ -469,14 +492,14 @@ def test_calls_are_recorded_once_and_a_run_goes_on_elsewhere(tmp_path, monkeypat
         }
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setitem(module.STAGES, "match", stop)
+        patch.setattr(module.runs, "match", stop)
         mhla_hf.recover(source, out, **options)
     (kept,) = (out / "work" / "data").glob("*.safetensors")
     calls = load_calls(kept)
     assert len(calls) == 8 and calls[0]["control_hidden_states"].shape[2:] == calls[0]["hidden_states"].shape[2:]
     kept.unlink()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setitem(module.STAGES, "match", stop)
+        patch.setattr(module.runs, "match", stop)
         patch.setattr(data.probes, "pipeline_batches", elsewhere)
         mhla_hf.recover(source, out, resume=True, **options)
     assert torch.equal(load_calls(kept)[0]["hidden_states"], 1.001 * calls[0]["hidden_states"])

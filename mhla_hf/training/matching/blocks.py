@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...layers.mhla import MHLA
 from ...utils.messages import format_bytes, shorten_list
-from ..config import TrainingConfig
 from ..data.order import DataOrder
-from .layer_training import LayerTraining
+from .layer_training import LayerTraining, MatchSettings, Progress, summarize
 from .layers import (
     Batch,
     CallArguments,
     LayerCall,
+    Trainable,
     evaluating,
     first_output,
     mhla_layers,
@@ -49,16 +49,17 @@ from .records import free_room, tensor_bytes
 from .teacher import SharedTeacher
 
 
+# The order of batches follows from it.
 STAGE = "blocks"
 
 
 @dataclass(frozen=True)
-class Block:
-    """A block of a model: to `LayerTraining` what an `AttentionLayer` is.
+class Block(Trainable):
+    """A block of a model.
 
     Attributes:
         name: Its name in the model.
-        attention: The block.
+        module: The block.
         mhla: Its MHLA layer; `None` for a block that has none.
         before: The blocks before it, of the last block of a model; `None` for others.
         model: Computes the model's output from a batch.
@@ -66,13 +67,12 @@ class Block:
     """
 
     name: str
-    attention: nn.Module
+    module: nn.Module
     mhla: MHLA | None
     before: Sequence[Block] | None
     model: Callable[[Batch], torch.Tensor]
     streams: tuple[str, ...]
     projection: None = None
-    projection_name: str = ""
 
     def __call__(self, arguments: CallArguments, hidden_states: torch.Tensor) -> torch.Tensor:
         """What the loss is of: the block's output `[B, T, D]`, or the model's.
@@ -83,17 +83,17 @@ class Block:
         """
         if self.before is None:
             args, kwargs = arguments.with_hidden_states(hidden_states)
-            return one_sequence(self.attention(*args, **kwargs), self.streams)
+            return one_sequence(self.module(*args, **kwargs), self.streams)
 
         def replace(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return self.take(args, kwargs)[0].with_hidden_states(hidden_states)
 
-        with _skipped(self.before), _watched(self.attention, replace):
+        with _skipped(self.before), _watched(self.module, replace):
             return self.model(arguments.kwargs)
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallArguments, torch.Tensor]:
         """Split the block's arguments into the hidden states and all others."""
-        return take_hidden_states(self.attention, args, kwargs, self.streams, masks=True)
+        return take_hidden_states(self.module, args, kwargs, self.streams, masks=True)
 
     def skip(self, *args: Any, **kwargs: Any) -> Any:
         """Return zeros in place of the hidden states: the next block then sees what comes in between alone."""
@@ -104,11 +104,7 @@ class Block:
 
     def modules(self) -> dict[str, nn.Module]:
         """The block, by its name."""
-        return {self.name: self.attention}
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Its parameters, by their names in the model."""
-        return {f"{self.name}.{own}": parameter for own, parameter in self.attention.named_parameters()}
+        return {self.name: self.module}
 
 
 @contextmanager
@@ -116,7 +112,7 @@ def _skipped(blocks: Iterable[Block]) -> Iterator[None]:
     """A context in which blocks are not computed."""
     with ExitStack() as stack:
         for block in blocks:
-            stack.enter_context(replaced_forward(block.attention, block.skip))
+            stack.enter_context(replaced_forward(block.module, block.skip))
         yield
 
 
@@ -156,7 +152,7 @@ def list_blocks(model: nn.Module, batch: Batch) -> list[Block]:
     lists = [(name, module) for name, module in modules.items() if name in prefixes]
     is_known = hasattr(trunk, "block_lists") or len(lists) == 1
     if not is_known or not all(isinstance(module, nn.ModuleList) for _, module in lists):
-        raise ValueError(f"{shorten_list(found)}: not in one list of blocks; leave the stage blocks out.")
+        raise ValueError(f"{shorten_list(found)}: not in one list of blocks; leave the stage blockwise out.")
     run_model = partial(_output, trunk)
     blocks: list[Block] = []
     everything = [(f"{name}.{number}", block) for name, module in lists for number, block in enumerate(module)]  # type: ignore[arg-type]
@@ -219,7 +215,7 @@ class _Records:
                 if needed > room:
                     raise ValueError(
                         f"the hidden states of {len(numbers)} batches need {format_bytes(needed)}, more than half of "
-                        f"the free memory, {format_bytes(room)}: use fewer batches (blocks.batches)."
+                        f"the free memory, {format_bytes(room)}: use fewer batches (blockwise.batches)."
                     )
             copies: dict[int, torch.Tensor] = {}
             # Blocks share tensors, such as rotary tables: each is kept once.
@@ -246,7 +242,7 @@ class _Records:
 
         all_added = self.original_added if hidden_states is self.original else self.added
         for number, before in hidden_states.items():
-            call = on_device((self.arguments[number][index], before.to(self.dtype)), block.attention)
+            call = on_device((self.arguments[number][index], before.to(self.dtype)), block.module)
             with nullcontext() if block.mhla is None else _watched(block.mhla, partial(attending, number)):
                 hidden_states[number] = block(*call).float().cpu()
             if (added := all_added[number][index]) is not None:
@@ -273,7 +269,7 @@ def _inputs(blocks: Sequence[Block], batch: Batch) -> list[tuple[CallArguments, 
     with ExitStack() as stack:
         stack.enter_context(_skipped(blocks))
         for block in blocks:
-            stack.enter_context(_watched(block.attention, partial(watch, block)))
+            stack.enter_context(_watched(block.module, partial(watch, block)))
         blocks[0].model(batch)
     return seen
 
@@ -336,13 +332,13 @@ def _check_blocks(blocks: Sequence[Block], seen: Sequence[tuple[CallArguments, t
     """Compare the model's output with that of its blocks called one by one."""
     expected = blocks[-1].model(batch)
     if not expected.isfinite().all():
-        raise ValueError("the model's output is not finite for the first batch of the stage blocks.")
+        raise ValueError("the model's output is not finite for the first batch of the stage blockwise.")
     hidden_states = seen[0][1]
     for block, (arguments, _), (_, added) in zip(blocks[:-1], seen, seen[1:]):
         hidden_states = block(arguments, hidden_states) + added
     output = blocks[-1](CallArguments((), dict(batch), 0), hidden_states)
     if len(seen) != len(blocks) or not torch.allclose(output, expected, rtol=1e-2, atol=1e-2 * expected.std().item()):
-        raise ValueError("the blocks of this model hand on more than hidden states: leave the stage blocks out.")
+        raise ValueError("the blocks of this model hand on more than hidden states: leave the stage blockwise out.")
 
 
 def match_blocks(
@@ -352,9 +348,9 @@ def match_blocks(
     num_batches: int,
     steps: Sequence[int],
     teacher: SharedTeacher,
-    config: TrainingConfig,
-    output: Path,
-    progress: Callable[[str, int, float], None] | None = None,
+    output: Path | None,
+    progress: Progress | None = None,
+    **settings: Any,
 ) -> dict[str, dict[str, float]]:
     """Train the blocks of a model that have an MHLA layer, first to last.
 
@@ -364,9 +360,9 @@ def match_blocks(
         num_batches: Number of batches.
         steps: Steps of the block of each MHLA layer; one with 0 is left as it is, as are layers outside the blocks.
         teacher: The original, with the values of all parameters; those outside the blocks must be the model's.
-        config: Learning rates, optimizer, seed and the rest of the options.
         output: Directory of finished blocks; a killed run repeats the block that it was at.
         progress: Called after every step with the block, its steps and the loss.
+        **settings: Options of `MatchSettings`.
 
     Returns:
         Loss of the first step, and mean of the last tenth, of each block that was trained.
@@ -376,7 +372,8 @@ def match_blocks(
             states do not fit into memory.
         FloatingPointError: If a loss is no longer finite.
     """
-    order = DataOrder(dataset_size=num_batches, batch_size=1, seed=config.seed, stage=STAGE)
+    options = MatchSettings.from_dict(settings)
+    order = DataOrder(dataset_size=num_batches, batch_size=1, seed=options.seed, stage=STAGE)
     report: dict[str, dict[str, float]] = {}
     with evaluating(model):
         blocks = list_blocks(model, on_device(make_batch(0), model))
@@ -390,7 +387,8 @@ def match_blocks(
             teacher.compute(lambda _: records.advance(block, index, records.original))  # noqa: B023
             if index in counts:
                 count = counts[index]
-                training = LayerTraining(block, config, output / f"{block.name}.safetensors", count)  # type: ignore[arg-type]
+                file = None if output is None else output / f"{block.name}.safetensors"
+                training = LayerTraining(block, options, file, count)
                 with only_trainable(model, training.names), training.prepared(None):
                     for step in range(len(training.losses), count):
                         number = order.dataset_index(step)
@@ -398,8 +396,7 @@ def match_blocks(
                         if progress is not None:
                             progress(block.name, step + 1, training.losses[-1])
                     training.save()
-                last = training.losses[-max(1, len(training.losses) // 10) :]
-                report[block.name] = {"steps": count, "first": training.losses[0], "last_tenth": sum(last) / len(last)}
+                report[block.name] = {"steps": count, **summarize(training.losses)}
             if index < last_trained:
                 records.advance(block, index, records.student)
     return report

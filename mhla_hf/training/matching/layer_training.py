@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training of one MHLA layer towards the output of the layer that it replaced."""
+"""The training of one layer, or block, towards what the original has in its place."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...utils.files import atomic_file
-from ..config import TrainingConfig
+from ...utils.options import Options, option
+from ..config import LR_SCHEDULES, PRECISIONS, TRAIN_MODES
 from ..optimizers import ADAM, LOGARITHM, MATRIX, Muon
 from ..parameters import learning_rate_factor, set_learning_rate
-from .layers import AttentionLayer, LayerCall
-from .ridge import ProjectionFit
+from .layers import LayerCall, Trainable
 
+
+Progress = Callable[[str, int, float], None]
+"""Called with the name of a layer, its steps so far and the loss of the last of them."""
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Rates of mixing weights (of their logarithms) and convolutions, as multiples of that of feature maps; what measured
@@ -30,6 +34,32 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MIXING_FACTOR, _CONVOLUTION_FACTOR = 2.5, 0.5
 # Smaller matrices, such as tables of few rows, are no maps to orthogonalise.
 _LEAST_SIDE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchSettings(Options):
+    """How layers or blocks are trained.
+
+    Convolutions have half of `mhla_learning_rate`, and logarithms of mixing weights 2.5 times as much. Weights are in
+    fp32 while they train.
+
+    Raises:
+        ValueError: If a value is not allowed; the message names the option and what it may be.
+    """
+
+    optimizer: str = option("muon", "Of the matrices of projections; the rest has Adam.", choices=("muon", "adam"))
+    learning_rate: float = option(6e-3, "Peak learning rate of what the original has.", above=0)
+    mhla_learning_rate: float = option(2e-2, "Peak learning rate of the parameters that MHLA adds.", above=0)
+    train: str = option("full", "Parameters to train: MHLA's, LoRA and MHLA's, or all.", choices=TRAIN_MODES)
+    warmup_steps: int = option(10, "Steps of linear warm-up.", minimum=0)
+    lr_schedule: str = option("cosine", "Learning rate after the warm-up.", choices=LR_SCHEDULES)
+    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm; 0 switches clipping off.", minimum=0)
+    weight_decay: float = option(0.0, "Weight decay of matrices.", minimum=0)
+    adam_beta1: float = option(0.9, "Adam's first beta.", minimum=0, below=1)
+    adam_beta2: float = option(0.99, "Adam's second beta, for short runs.", minimum=0, below=1)
+    mixed_precision: str = option("no", "Autocast type over fp32 weights.", choices=PRECISIONS)
+    seed: int = option(0, "Seed of the order of batches.", minimum=0, maximum=2**32 - 1)
+    save_every: int = option(200, "Steps between checkpoints of layers that train together.", minimum=0)
 
 
 def autocast(device: torch.device, precision: str | None) -> torch.autocast:
@@ -51,7 +81,13 @@ def attention_matching_loss(output: torch.Tensor, target: torch.Tensor) -> torch
     return (output.float() - target).square().mean() / variance
 
 
-def layer_loss(layer: AttentionLayer, call: LayerCall) -> torch.Tensor:
+def summarize(losses: Sequence[float]) -> dict[str, float]:
+    """The loss of the first step and the mean of the last tenth."""
+    last = losses[-max(1, len(losses) // 10) :]
+    return {"first": losses[0], "last_tenth": sum(last) / len(last)}
+
+
+def layer_loss(layer: Trainable, call: LayerCall) -> torch.Tensor:
     """Compute the matching loss of a layer on one record; padding does not count.
 
     What is beside the grid, as text is, counts as much as the grid.
@@ -70,7 +106,7 @@ def layer_loss(layer: AttentionLayer, call: LayerCall) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
-def trained_names(layer: AttentionLayer, train: str) -> list[str]:
+def trained_names(layer: Trainable, train: str) -> list[str]:
     """Names of a layer's parameters that train; integers, as quantised weights are, never do.
 
     Args:
@@ -85,33 +121,32 @@ def trained_names(layer: AttentionLayer, train: str) -> list[str]:
     ]
 
 
-def layer_optimizer(layer: AttentionLayer, names: Sequence[str], config: TrainingConfig) -> Muon:
+def layer_optimizer(layer: Trainable, names: Sequence[str], settings: MatchSettings) -> Muon:
     """The optimizer of some parameters of a layer: Muon or Adam for matrices, multiplicative steps for mixing weights.
 
     Matrices are orthogonalised head by head: that takes a fraction of the time, and whole matrices overfit few tokens.
     """
     parameters = layer.parameters()
-    base = config.transfer_learning_rate or config.learning_rate
-    # The more particular option wins: a rate for this stage over one for these parameters in every stage.
-    highest = config.transfer_learning_rate or config.mhla_learning_rate or config.learning_rate
+    base, highest = settings.learning_rate, settings.mhla_learning_rate
     groups: list[dict[str, Any]] = []
     for name in names:
         parameter = parameters[name]
         group: dict[str, Any] = {"params": [parameter], "kind": ADAM, "peak_lr": base, "weight_decay": 0.0}
         if name.endswith(".mhla.mixing"):
-            group |= {"kind": LOGARITHM, "peak_lr": _MIXING_FACTOR * highest, "config": layer.mhla.config}
+            group |= {"kind": LOGARITHM, "peak_lr": _MIXING_FACTOR * highest, "config": layer.mhla.config}  # type: ignore[union-attr]
         elif ".mhla." in name:
             group["peak_lr"] = highest * (_CONVOLUTION_FACTOR if ".lepe." in name else 1)
         elif parameter.ndim >= 2 and ".lora_" not in name:
-            group["weight_decay"] = config.weight_decay
-            if parameter.ndim == 2 and min(parameter.shape) >= _LEAST_SIDE and config.transfer_optimizer == "muon":
+            group["weight_decay"] = settings.weight_decay
+            if parameter.ndim == 2 and min(parameter.shape) >= _LEAST_SIDE and settings.optimizer == "muon":
                 group |= {"kind": MATRIX, **_heads(layer, parameter)}
         groups.append(group)
-    return Muon(groups, betas=(config.adam_beta1, config.adam_beta2))
+    return Muon(groups, betas=(settings.adam_beta1, settings.adam_beta2))
 
 
-def _heads(layer: AttentionLayer, parameter: nn.Parameter) -> dict[str, Any]:
+def _heads(layer: Trainable, parameter: nn.Parameter) -> dict[str, Any]:
     """Divide a matrix into parts as wide as a head: an output projection by columns, others by rows."""
+    assert layer.mhla is not None
     by_columns = layer.projection is not None and parameter is layer.projection.weight
     length, width = parameter.shape[1 if by_columns else 0], layer.mhla.head_dim
     if length % width or length > width * layer.mhla.num_heads:
@@ -124,7 +159,7 @@ class LayerTraining:
 
     Args:
         layer: The layer, with its projection.
-        config: The options.
+        settings: The options.
         file: Where to save it; None for nowhere. What it holds is resumed from.
         steps: Steps to take.
 
@@ -133,9 +168,9 @@ class LayerTraining:
         losses: Loss of every step so far.
     """
 
-    def __init__(self, layer: AttentionLayer, config: TrainingConfig, file: Path | None, steps: int) -> None:
-        self.layer, self.config, self.file, self.steps = layer, config, file, steps
-        self.names = trained_names(layer, config.train)
+    def __init__(self, layer: Trainable, settings: MatchSettings, file: Path | None, steps: int) -> None:
+        self.layer, self.settings, self.file, self.steps = layer, settings, file, steps
+        self.names = trained_names(layer, settings.train)
         self.losses: list[float] = []
         if file is not None and file.is_file():
             with safe_open(str(file), framework="pt") as stored:
@@ -168,10 +203,10 @@ class LayerTraining:
                     module.to(next(iter(before.values()))[1])
 
     def _restore(self) -> None:
-        self.optimizer = layer_optimizer(self.layer, self.names, self.config)
+        self.optimizer = layer_optimizer(self.layer, self.names, self.settings)
         # Quantised weights are integers.
-        self.weight = next(value for value in self.layer.attention.parameters() if value.is_floating_point())
-        self.scaler = torch.amp.GradScaler(self.weight.device.type, enabled=self.config.mixed_precision == "fp16")
+        self.weight = next(value for value in self.layer.parameters().values() if value.is_floating_point())
+        self.scaler = torch.amp.GradScaler(self.weight.device.type, enabled=self.settings.mixed_precision == "fp16")
         if not self.losses:
             return
         assert self.file is not None
@@ -193,21 +228,21 @@ class LayerTraining:
         Raises:
             FloatingPointError: If the loss or gradient is not finite.
         """
-        config, step = self.config, len(self.losses)
+        settings, step = self.settings, len(self.losses)
         factor = learning_rate_factor(
-            step, schedule=config.lr_schedule, warmup_steps=config.warmup_steps, total_steps=self.steps
+            step, schedule=settings.lr_schedule, warmup_steps=settings.warmup_steps, total_steps=self.steps
         )
         set_learning_rate(self.optimizer, factor)
         losses = []
         for call in calls:
             call = send_to_device(call, self.weight.device, non_blocking=True)
             call = call._replace(hidden_states=call.hidden_states.to(self.weight.dtype))
-            with autocast(self.weight.device, config.mixed_precision):
+            with autocast(self.weight.device, settings.mixed_precision):
                 loss = layer_loss(self.layer, call) / len(numbers)
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
-        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), config.max_grad_norm or math.inf))
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), settings.max_grad_norm or math.inf))
         loss_value = torch.stack(losses).sum().item()
         # Scaled gradients of fp16 may overflow: their step is left out.
         if not math.isfinite(loss_value) or not (math.isfinite(norm) or self.scaler.is_enabled()):
@@ -221,27 +256,6 @@ class LayerTraining:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.losses.append(loss_value)
-
-    def observe(self, fit: ProjectionFit, call: LayerCall, held_out: bool) -> None:
-        """Show a call to a fit of the layer's projection."""
-        assert self.layer.projection is not None
-        rows: list[torch.Tensor] = []
-        hook = self.layer.projection.register_forward_pre_hook(lambda module, args: rows.append(args[0].detach()))
-        with torch.no_grad(), autocast(self.weight.device, self.config.mixed_precision):
-            call = send_to_device(call, self.weight.device)
-            self.layer(call.arguments, call.hidden_states.to(self.weight.dtype))
-        hook.remove()
-        heads = rows[0].flatten(2)
-        # That of joint attention projects the grid alone.
-        output, valid = (None if x is None else x[:, -heads.shape[1] :] for x in (call.output, call.valid))
-        valid = torch.ones_like(heads[..., 0], dtype=torch.bool) if valid is None else valid
-        fit.add(heads[valid], output[valid], held_out)  # type: ignore[index]
-
-    @property
-    def fits_projection(self) -> bool:
-        """Whether the output projection is a plain map that trains as a whole."""
-        projection = self.layer.projection
-        return projection is not None and f"{self.layer.projection_name}.weight" in self.names
 
     def save(self) -> None:
         """Save the weights; of a layer that is not finished the optimizer's moments, too."""

@@ -34,8 +34,38 @@ Changes = dict[torch.Tensor, torch.Tensor]
 """New values of parameters, in their dtype."""
 
 
+class Trainable:
+    """A part of a model that trains alone, towards what the original has in its place: a layer or a block.
+
+    Attributes:
+        name: Its name in the model.
+        mhla: Its MHLA layer, a submodule called `mhla`; a part without one does not train.
+        projection: The linear map of the heads alone; `None` for none.
+    """
+
+    name: str
+    mhla: MHLA | None
+    projection: nn.Module | None
+
+    def __call__(self, arguments: CallArguments, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The output that is compared with the original's `[B, T, D]`."""
+        raise NotImplementedError
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Its modules, by their names in the model."""
+        raise NotImplementedError
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of `modules`, by their names in the model."""
+        return {
+            f"{name}.{own}": parameter
+            for name, module in self.modules().items()
+            for own, parameter in module.named_parameters()
+        }
+
+
 @dataclass(frozen=True)
-class AttentionLayer:
+class AttentionLayer(Trainable):
     """An attention layer whose attention is MHLA.
 
     Attributes:
@@ -84,14 +114,6 @@ class AttentionLayer:
         """The attention module and, where it is not part of that, the output projection, by name."""
         outside = {self.projection_name: self.projection} if self.projects_outside and self.projection else {}
         return {self.name: self.attention, **outside}
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of `modules`, by their names in the model."""
-        return {
-            f"{name}.{own}": parameter
-            for name, module in self.modules().items()
-            for own, parameter in module.named_parameters()
-        }
 
 
 class CallArguments(NamedTuple):
@@ -454,7 +476,7 @@ def one_sequence(output: Any, streams: Sequence[str]) -> torch.Tensor:
     (beside,) = tokens.values()
     missing = grid.shape[2] - beside.shape[2]
     if missing < 0:
-        raise ValueError("blocks whose tokens beside the grid are wider than its own: leave the stage blocks out.")
+        raise ValueError("blocks whose tokens beside the grid are wider than its own: leave the stage blockwise out.")
     return torch.cat([F.pad(beside, (0, missing)), grid], dim=1)
 
 

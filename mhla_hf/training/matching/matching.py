@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from ...utils.messages import check_choice, check_count, format_bytes
 from ..config import TRANSFER_CACHES, TrainingConfig
 from ..data.order import DataOrder, model_fingerprint, samples_fingerprint
 from ..processes import Processes, StopSignals, TrainingStopped
-from .layer_training import LayerTraining, autocast, layer_loss, trained_names
-from .layers import AttentionLayer, Batch, evaluating, find_projections, mhla_layers, only_trainable
+from .layer_training import LayerTraining, MatchSettings, Progress, autocast, layer_loss, summarize, trained_names
+from .layers import AttentionLayer, Batch, LayerCall, evaluating, find_projections, mhla_layers, only_trainable
 from .records import Record, Records, choose_cache, free_room, tensor_bytes
 from .ridge import ProjectionFit
 from .teacher import SharedTeacher, shared_teacher
@@ -39,20 +39,12 @@ logger = logging.getLogger(__name__)
 STAGE = "transfer"
 # Folder of records on the disk.
 ACTIVATIONS = "activations"
-# Options that a run must have been begun with.
-_IDENTITY = (
-    *("learning_rate", "mhla_learning_rate", "transfer_learning_rate", "train", "warmup_steps", "max_grad_norm"),
-    *("mixed_precision", "seed", "lr_schedule", "weight_decay", "transfer_optimizer"),
-)
 # Records that a projection is fitted to in the end, and which of them are held out: one in N.
 _FITTED_RECORDS, _HELD_OUT = 128, 4
 # Draws of noise, at least, however few samples.
 _LEAST_RECORDS = 128
 # Inputs with an entry for every token of every sample, in the order they are looked for.
 _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "pixel_values")
-
-Progress = Callable[[str, int, float], None]
-"""Called with the name of a layer, its steps so far and the loss of the last of them."""
 
 
 @dataclass
@@ -78,10 +70,7 @@ class MatchingReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: of each layer the loss of the first step and the mean of the last tenth."""
-        layers = {
-            name: {"first": losses[0], "last_tenth": sum(last := losses[-max(1, len(losses) // 10) :]) / len(last)}
-            for name, losses in self.losses.items()
-        }
+        layers = {name: summarize(losses) for name, losses in self.losses.items()}
         return {"layers": layers, "cache": self.cache, "cache_bytes": self.cache_bytes, "seconds": self.seconds}
 
 
@@ -113,42 +102,41 @@ class Matching:
     Attributes:
         model: The model.
         data: The batches.
-        config: The options; `transfer_steps` steps for each layer where `steps_by_layer` is None.
+        settings: The options.
+        steps: Steps of each layer; one number for all of them.
         batch_size: Records of a step.
         teacher: The original.
         output: Directory of the run; None writes nothing.
         progress: Called after every step.
         dtype: Type in which hidden states and outputs are kept.
         device: Where a layer trains; None for where it is.
-        steps_by_layer: Steps of each layer.
     """
 
     model: nn.Module
     data: Batches
-    config: TrainingConfig
+    settings: MatchSettings
+    steps: int | Sequence[int]
     batch_size: int
     teacher: SharedTeacher
     output: Path | None
     progress: Progress | None
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | None = None
-    steps_by_layer: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self.processes = Processes()
         self.layers = layers_with_projections(self.model, self.data[0])
         self.mine = self.processes.share_of(self.layers)
         self.names = [layer.name for layer in self.mine]
-        by_layer = self.steps_by_layer or [self.config.transfer_steps] * len(self.layers)
+        by_layer = [self.steps] * len(self.layers) if isinstance(self.steps, int) else self.steps
         self.layer_steps = {layer.name: steps for layer, steps in zip(self.layers, by_layer, strict=True)}
-        self.steps = max(by_layer)
-        self.order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.config.seed, stage=STAGE)
+        self.order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.settings.seed, stage=STAGE)
         self.report = MatchingReport(seconds={"recording": 0.0, "training": 0.0})
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Hold the lock of the output, and the model in evaluation mode with gradients for what trains alone."""
-        names = [name for layer in self.layers for name in trained_names(layer, self.config.train)]
+        names = [name for layer in self.layers for name in trained_names(layer, self.settings.train)]
         with ExitStack() as stack:
             if self.output is not None:
                 identity = self._identity()
@@ -168,7 +156,7 @@ class Matching:
         with StopSignals() as signals:
             with self.processes.together():
                 runs = [
-                    LayerTraining(layer, self.config, self._file(layer), self.layer_steps[layer.name])
+                    LayerTraining(layer, self.settings, self._file(layer), self.layer_steps[layer.name])
                     for layer in self.mine
                 ]
             records: Records | None = Records()
@@ -203,7 +191,7 @@ class Matching:
                         self.progress(name, step + 1, run.losses[-1])
                 self._fit_projections([run for run in behind if run.finished], records)
                 # Layers that train one after another are saved when they are finished.
-                due = records is None and (step + 1) % (self.config.checkpointing_steps or steps) == 0
+                due = records is None and (step + 1) % (self.settings.save_every or steps) == 0
                 for run in behind:
                     if due or run.finished or signals.received is not None:
                         run.save()
@@ -217,21 +205,40 @@ class Matching:
 
     def _fit_projections(self, runs: Sequence[LayerTraining], records: Records | None) -> None:
         """Fit the output projections of layers that are trained once more in closed form, as calibration does."""
-        fits = {run.layer.name: ProjectionFit(run.layer) for run in runs if run.fits_projection}
-        if not fits:
-            return
-        for number in self._needed()[:_FITTED_RECORDS]:
+        finished = {run.layer.name for run in runs}
+        trained = {name for run in runs for name in run.names}
+        # Maps that do not train as a whole, as under an adapter, are not fitted.
+        fits = {
+            layer: ProjectionFit(layer)
+            for layer in self.mine
+            if layer.name in finished and f"{layer.projection_name}.weight" in trained
+        }
+        for number in self._needed()[:_FITTED_RECORDS] if fits else ():
             made = self._record(number, self._rounded) if records is None else {}
-            for run in runs:
-                name = run.layer.name
-                if name in fits:
-                    call = made[name] if records is None else records.call(number, name)
-                    run.observe(fits[name], call, number % _HELD_OUT == 1)
-        for run in runs:
-            if run.layer.name in fits and min(fits[run.layer.name].counts):
+            for layer, fit in fits.items():
+                call = made[layer.name] if records is None else records.call(number, layer.name)
+                self._observe(layer, call, fit, number % _HELD_OUT == 1)
+        for fit in fits.values():
+            if min(fit.counts):
                 with torch.no_grad():
-                    for parameter, value in fits[run.layer.name].solve().changes.items():
+                    for parameter, value in fit.solve().changes.items():
                         parameter.copy_(value)
+
+    def _observe(self, layer: AttentionLayer, call: LayerCall, fit: ProjectionFit, held_out: bool) -> None:
+        """Show a call of a layer to a fit of its projection."""
+        rows: list[torch.Tensor] = []
+        assert layer.projection is not None
+        weight = next(value for value in layer.parameters().values() if value.is_floating_point())
+        hook = layer.projection.register_forward_pre_hook(lambda module, args: rows.append(args[0].detach()))
+        with torch.no_grad(), autocast(weight.device, self.settings.mixed_precision):
+            call = send_to_device(call, weight.device)
+            layer(call.arguments, call.hidden_states.to(weight.dtype))
+        hook.remove()
+        heads = rows[0].flatten(2)
+        # That of joint attention projects the grid alone.
+        output, valid = (None if x is None else x[:, -heads.shape[1] :] for x in (call.output, call.valid))
+        valid = torch.ones_like(heads[..., 0], dtype=torch.bool) if valid is None else valid
+        fit.add(heads[valid], output[valid], held_out)  # type: ignore[index]
 
     def _numbers(self, step: int) -> list[int]:
         """Numbers of the batches that a step learns from."""
@@ -239,7 +246,7 @@ class Matching:
 
     def _needed(self) -> list[int]:
         """Numbers of all batches that steps learn from."""
-        return sorted({number for step in range(self.steps) for number in self._numbers(step)})
+        return sorted({number for step in range(max(self.layer_steps.values())) for number in self._numbers(step)})
 
     def _records(self, cache: str, signals: StopSignals) -> Records | None:
         """Record all batches that steps take; None where each step makes its records."""
@@ -262,7 +269,7 @@ class Matching:
         self.report.cache = cache
         if cache == "none":
             # The layers will change.
-            self.teacher.keep(name for layer in self.layers for name in trained_names(layer, self.config.train))
+            self.teacher.keep(name for layer in self.layers for name in trained_names(layer, self.settings.train))
             return None
         records = Records()
         if cache == "disk" and self.output is not None:
@@ -276,7 +283,7 @@ class Matching:
         return records
 
     def _record(self, number: int, keep: Callable[[torch.Tensor], torch.Tensor]) -> Record:
-        with autocast(self.data.device, self.config.mixed_precision):
+        with autocast(self.data.device, self.settings.mixed_precision):
             return self.teacher.record(self.layers, self.data[number], self.names, keep)
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -302,13 +309,13 @@ class Matching:
         self.report.losses = {layer.name: losses[layer.name] for layer in self.layers}
         for number, layer in enumerate(self.layers):
             parameters = layer.parameters()
-            for name in trained_names(layer, self.config.train):
+            for name in trained_names(layer, self.settings.train):
                 self.processes.send(parameters[name], self.processes.owner(number))
 
     def _identity(self) -> dict[str, Any]:
         """What an earlier run in the output must agree in."""
         return {
-            **{name: getattr(self.config, name) for name in _IDENTITY},
+            **{name: value for name, value in self.settings.to_dict().items() if name != "save_every"},
             "steps": list(self.layer_steps.values()),
             "batch_size": self.batch_size,
             "cache_dtype": str(self.dtype),
@@ -339,20 +346,12 @@ def match_layers(
     num_batches: int | None = None,
     teacher: nn.Module | SharedTeacher | None = None,
     batch_size: int = 1,
-    learning_rate: float = 6e-3,
-    mhla_learning_rate: float = 2e-2,
-    optimizer: str = "muon",
-    train: str = "full",
-    warmup_steps: int = 10,
-    max_grad_norm: float = 1.0,
-    mixed_precision: str = "no",
     cache: str = "auto",
     cache_dtype: str | torch.dtype = "bfloat16",
     device: torch.device | str | None = None,
     output: str | Path | None = None,
-    save_every: int = 200,
-    seed: int = 0,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> MatchingReport:
     """Train the MHLA layers of a model, each alone, towards the outputs of the original's layers.
 
@@ -374,14 +373,6 @@ def match_layers(
         teacher: The original, of the class that transformers or diffusers has; or a `SharedTeacher` of the model, made
             with the original values of changed parameters.
         batch_size: Batches that one step learns from.
-        learning_rate: Peak learning rate of projections, norms and output projections.
-        mhla_learning_rate: That of the parameters of `mhla`; half of it for the convolution, and 2.5 times as much for
-            the logarithms of mixing weights.
-        optimizer: `"muon"` for the matrices of projections, with Adam for the rest; or `"adam"` for all.
-        train: `"full"`, `"mhla"` for the parameters of `mhla` alone, or `"lora"` for adapters and these.
-        warmup_steps: Steps in which the learning rate rises; then it falls to zero along a cosine.
-        max_grad_norm: Gradients of a layer are clipped to this norm; 0 switches clipping off.
-        mixed_precision: `"bf16"` or `"fp16"` for autocast, `"no"` for none. Weights are in fp32 while they train.
         cache: Where records are kept: `"memory"` (at most half of what is free), `"disk"` (in `output`), `"none"` to
             make them again for each step, or `"auto"` for the first of these that has room.
         cache_dtype: Type in which hidden states and outputs are kept.
@@ -389,9 +380,11 @@ def match_layers(
             layers train where they are.
         output: Directory for records and finished layers. A run that was stopped or killed resumes when called again
             with the same arguments; a killed one repeats the layer that it was at.
-        save_every: Steps between checkpoints without a cache, where all layers train together.
-        seed: Of the order of batches.
         progress: Called after every step.
+        **settings: Options of `mhla_hf.training.matching.layer_training.MatchSettings`: `learning_rate` (6e-3) of
+            projections and norms, `mhla_learning_rate` (2e-2) of the parameters of `mhla`, `optimizer` (`"muon"` or
+            `"adam"`), `train` (`"full"`, `"mhla"` or `"lora"`), `warmup_steps` (10), `max_grad_norm` (1.0),
+            `mixed_precision` (`"no"`, `"bf16"` or `"fp16"`), `save_every` (200) steps without a cache, `seed` (0).
 
     Returns:
         A report.
@@ -412,36 +405,20 @@ def match_layers(
     check_choice("cache", cache, TRANSFER_CACHES)
     if cache == "disk" and output is None:
         raise ValueError("cache='disk' needs output, the directory to keep the records in.")
-    config = TrainingConfig(
-        transfer_steps=max(by_layer),
-        transfer_optimizer=optimizer,
-        max_steps=0,
-        learning_rate=learning_rate,
-        mhla_learning_rate=mhla_learning_rate,
-        train=train,
-        warmup_steps=warmup_steps,
-        max_grad_norm=max_grad_norm,
-        mixed_precision=mixed_precision,
-        seed=seed,
-        lr_schedule="cosine",
-        adam_beta2=0.99,
-        weight_decay=0.0,
-        checkpointing_steps=save_every,
-    )
     dtype = parse_dtype(cache_dtype)
     assert dtype is not None
     _check_not_offloaded(model)
     matching = Matching(
         model=model,
         data=Batches(batches, num_batches, _input_device(model)),
-        config=config,
+        settings=MatchSettings.from_dict(settings),
+        steps=by_layer,
         batch_size=batch_size,
         teacher=shared_teacher(model, teacher),
         output=None if output is None else Path(output),
         progress=progress,
         dtype=dtype,
         device=None if device is None else torch.device(device),
-        steps_by_layer=by_layer,
     )
     with matching.prepared():
         before = {
@@ -488,7 +465,13 @@ def match_stage(
     if config.transfer_cache != "none":
         count = min(max(samples, _LEAST_RECORDS), count)
     data = Batches(make_batch, count, _input_device(model))
-    matching = Matching(model, data, config, per_step, teacher, output, progress)
+    shared = {item.name: getattr(config, item.name) for item in fields(MatchSettings) if hasattr(config, item.name)}
+    # The more particular option wins: a rate for this stage over one for these parameters in every stage.
+    rate = config.transfer_learning_rate
+    shared |= {"optimizer": config.transfer_optimizer, "save_every": config.checkpointing_steps}
+    shared["mhla_learning_rate"] = rate or config.mhla_learning_rate or config.learning_rate
+    settings = MatchSettings(**{**shared, "learning_rate": rate or config.learning_rate})
+    matching = Matching(model, data, settings, config.transfer_steps, per_step, teacher, output, progress)
     with matching.prepared():
         return matching.run(config.transfer_cache)
 

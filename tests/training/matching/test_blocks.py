@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import mhla_hf
-from mhla_hf.training import TrainingConfig
 from mhla_hf.training.matching import blocks as module
 from mhla_hf.training.matching.blocks import list_blocks, match_blocks
 from mhla_hf.training.matching.layers import evaluating, first_output, mhla_layers, trunk_for
@@ -18,7 +17,7 @@ from tests.layers.test_original import DIFFUSERS, models
 from tests.models.cases import FluxCase, HunyuanVideoCase, LTX2Case, WanVACECase
 
 
-CONFIG = TrainingConfig(max_steps=1, learning_rate=1e-3, lr_schedule="cosine", adam_beta2=0.99, weight_decay=0.0)
+SETTINGS = {"learning_rate": 1e-3, "mhla_learning_rate": 1e-3, "warmup_steps": 0}
 # What else goes from block to block: control hints, the audio, the text in both orders.
 STREAMS = {"vace": WanVACECase(), "ltx2": LTX2Case(), "flux": FluxCase(), "hunyuan-video": HunyuanVideoCase()}
 NAMES = ["wan", "dit", "llama", "bert", "vit", *STREAMS]
@@ -62,7 +61,7 @@ def test_only_blocks_learn(name, tmp_path):
     steps = [0] * len(mhla_layers(model))
     steps[len(found) - 1] = 8
     report = match_blocks(
-        model, lambda number: batch, num_batches=2, steps=steps, teacher=teacher, config=CONFIG, output=tmp_path
+        model, lambda number: batch, num_batches=2, steps=steps, teacher=teacher, output=tmp_path, **SETTINGS
     )
     assert list(report) == found[-1:] and report[found[-1]]["last_tenth"] < report[found[-1]]["first"]
     changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
@@ -80,7 +79,7 @@ def matched(output, stop=None):
         if len(seen) == stop:
             raise KeyboardInterrupt
 
-    arguments = {"num_batches": 2, "steps": [0, 3, 4], "teacher": teacher, "config": CONFIG, "output": output}
+    arguments = {"num_batches": 2, "steps": [0, 3, 4], "teacher": teacher, "output": output, **SETTINGS}
     for _ in range(1 if stop is None else 2):
         model.load_state_dict(start)
         with suppress(KeyboardInterrupt):
@@ -115,5 +114,5 @@ def test_blocks_that_depend_on_more_than_hidden_states_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="hand on more than hidden states"):
         match_blocks(
             model, lambda _: batch, num_batches=1, steps=[0] * (len(layers) - 1) + [1], teacher=SharedTeacher(model),
-            config=CONFIG, output=None,
+            output=None, **SETTINGS,
         )  # fmt: skip

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import mhla_hf
-from mhla_hf.training import TrainingConfig
-from mhla_hf.training.matching.layer_training import layer_optimizer, trained_names
+from mhla_hf.training.matching.layer_training import MatchSettings, layer_optimizer, trained_names
 from mhla_hf.training.matching.layers import find_projections, mhla_layers
 from mhla_hf.training.matching.matching import match_layers, matching_losses
 from mhla_hf.training.matching.teacher import SharedTeacher
@@ -222,7 +221,7 @@ def test_a_layer_trains_on_a_device_of_its_own(device, tmp_path):
 def test_groups_of_the_optimizer(optimizer):
     student, _ = pair("bert")
     layer = find_projections(student, mhla_layers(student), batches("bert")[0])[0]
-    config = TrainingConfig(mhla_learning_rate=1e-2, learning_rate=7e-3, transfer_optimizer=optimizer)
+    config = MatchSettings(mhla_learning_rate=1e-2, learning_rate=7e-3, optimizer=optimizer)
     groups = layer_optimizer(layer, trained_names(layer, "full"), config).param_groups
     found = {id(member): (group["kind"], group["peak_lr"]) for group in groups for member in group["params"]}
     matrix = "matrix" if optimizer == "muon" else "adam"
@@ -242,6 +241,7 @@ def test_groups_of_the_optimizer(optimizer):
         ({"batches": lambda index: {}}, "num_batches=None must be a whole number"),
         ({"steps": 0}, "steps=0"),
         ({"train": "all"}, "train='all' is not one of"),
+        ({"learning_rat": 1e-3}, "Unknown MatchSettings option learning_rat.*Did you mean 'learning_rate'"),
         ({"cache": "disk"}, "cache='disk' needs output"),
         ({"cache_dtype": "int8"}, "dtype='int8' is not one of"),
     ],
