@@ -436,9 +436,8 @@ def test_estimates_agree_with_what_stages_keep(name, sources, tmp_path, monkeypa
     monkeypatch.setattr(_Records, "start", classmethod(measured_start))
     mhla_hf.recover(source, tmp_path / "out", samples, changes=changes, device="cpu", progress=False)
     candidate = find_candidate(source)
-    softmax = on_meta(candidate)
-    recipe = default_recipe(candidate.family(on_meta(candidate, candidate.options(candidate.grid(softmax)))))
-    row = training_memory(candidate, softmax, recipe.changed(changes))
+    recipe = default_recipe(candidate.family(on_meta(candidate, candidate.options(candidate.grid()))))
+    row = training_memory(candidate, recipe.changed(changes))
     if name == "ltx2":
         # Every other call is of one sample in place of two; here chance has drawn four of them.
         kept = {stage: size * 1.5 / np.mean(samples_of[stage]) for stage, size in kept.items()}
