@@ -22,7 +22,7 @@ from mhla_hf.models.registry import family_for
 from mhla_hf.presets import PRESETS
 from mhla_hf.recovery.recipes import (
     DATA_FREE,
-    BlocksOptions,
+    BlockwiseOptions,
     MatchOptions,
     choose_layers,
     default_recipe,
@@ -248,8 +248,8 @@ def test_recipes_say_what_they_take(name, candidate):
 def test_records_are_as_large_as_the_stages_count_them(case, candidate):
     """Without values, beside what the stages count of a batch with values: for every family that is recovered."""
     config = {**case.make(case.upstream).config, "_class_name": case.upstream.__name__}
-    subject, stages = candidate(config), {"match": MatchOptions(), "blocks": BlocksOptions()}
-    recipe = replace(default_recipe(family_for(case.upstream.__name__).training), **stages)
+    subject, stages = candidate(config), {"match": MatchOptions(), "blockwise": BlockwiseOptions()}
+    recipe = replace(default_recipe(family_for(case.upstream.__name__).training), stages=stages)
     size = {"height": 64, "width": 96, **({"num_frames": 17} if len(case.mhla_class.default_grid) == 3 else {})}
     recipe = replace(recipe, data=replace(recipe.data, **size))
     row = training_memory(subject, recipe)
