@@ -178,7 +178,7 @@ def plan_component(
     num_layers = target_class.layer_count(component.config)
     for weights in stored:
         check_floats(weights.entries, weights.where)
-        limits.check_layer_count(num_layers, [entry.name for entry in weights.entries], where)
+        weight_files.check_layer_count(num_layers, [entry.name for entry in weights.entries], where)
     config = target_class.resolve_options(mhla, component.config, compression)
     if options.layers is not None:
         config = config.replace(layers=parse_layers(options.layers, num_layers))

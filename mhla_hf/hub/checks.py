@@ -18,9 +18,9 @@ from tqdm.auto import tqdm
 from ..conversion.transformers_planning import OPTIONAL_WEIGHTS, StoredNames
 from ..integrations.transformers.limits import check_layers, check_sizes
 from ..models.directory import ModelDirectory
-from ..models.limits import check_layer_count, check_model_config
+from ..models.limits import check_model_config
 from ..models.registry import FAMILIES, LIBRARY, MHLA_CLASSES, current_class, mhla_class_for
-from ..models.weight_files import ADAPTERS_OUT, PICKLES
+from ..models.weight_files import ADAPTERS_OUT, PICKLES, check_layer_count
 from ..utils.compat.diffusers import declared
 from ..utils.files import Types, list_files, path_inside, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX

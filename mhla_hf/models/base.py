@@ -493,7 +493,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
             raise ValueError(f"config describes {type(model).__name__}; give that of the softmax model.")
         # diffusers only warns of layers that the configuration leaves out, and of other weights.
         found = compat.single_file_names(model, own_weights({entry.name: entry.shape for entry in entries}))
-        limits.check_layer_count(len(cls._self_attentions(model)), found, f"the configuration for {path}")
+        weight_files.check_layer_count(len(cls._self_attentions(model)), found, f"the configuration for {path}")
         ignored = compat.declared(model, "_keys_to_ignore_on_load_unexpected")
         left = sorted(name for name in {*found} - {*model.state_dict()} if not any(part in name for part in ignored))
         if left:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of diffusers models: sizes that a configuration may ask for, and layers that weights must have."""
+"""Limits of diffusers models: sizes that a configuration may ask for, and parameters that options may add."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..utils.messages import shorten_value
@@ -27,8 +26,6 @@ LITTLE = 2**26
 _LAYER_COUNTS = ("num_layers", "num_single_layers")
 _POSITIONS = ("rope_max_seq_len", "sample_size")
 _SAMPLE = ("sample_frames", "sample_height", "sample_width")
-# Lists of layers by the names of diffusers and of authors. HunyuanVideo's refiner of the text has blocks of its own.
-_LAYER = re.compile(r"(?:^|(?<!refiner)\.)((?:(?:single_)?transformer_|single_|double_|vace_)?blocks)\.([0-9]{1,9})\.")
 
 
 def check_model_config(model_class: Any, config: Mapping[str, Any], where: str) -> None:
@@ -75,27 +72,6 @@ def sample_size(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """
     found = [config.get(name, config.get(f"_{name}")) for name in _SAMPLE]
     return None if None in found else tuple(found)
-
-
-def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None:
-    """Check the number of layers against the names of the weights.
-
-    Args:
-        num_layers: Number of layers that the configuration describes, in all lists of blocks together.
-        names: Names of the tensors.
-        where: Name of the configuration, for errors.
-
-    Raises:
-        ValueError: If the weights have more layers, or fewer.
-    """
-    found: dict[str, int] = {}
-    for match in filter(None, map(_LAYER.search, names)):
-        found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
-    if found and sum(found.values()) != num_layers:
-        raise ValueError(
-            f"{where} describes {num_layers} layers, but the weights have {sum(found.values())}: the two do not "
-            "belong together."
-        )
 
 
 def check_new_size(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:

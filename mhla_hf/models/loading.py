@@ -15,9 +15,9 @@ from ..layers.mixing import reference_blocks
 from ..layers.weight_record import STATE_KEY, record_weights
 from ..utils.compat.diffusers import load_weights, without_quantized
 from ..utils.tensor_files import check_safetensors
-from .limits import check_layer_count, check_new_size
+from .limits import check_new_size
 from .registry import recovery_advice
-from .weight_files import PICKLES, check_loaded_files, check_no_adapters, pickles_refused
+from .weight_files import PICKLES, check_layer_count, check_loaded_files, check_no_adapters, pickles_refused
 
 
 logger = logging.getLogger(__name__)

@@ -50,6 +50,8 @@ ADAPTERS_OUT = (
 )
 """End of the errors for weights with adapters."""
 
+# Lists of layers by the names of diffusers and of authors. HunyuanVideo's refiner of the text has blocks of its own.
+_LAYER = re.compile(r"(?:^|(?<!refiner)\.)((?:(?:single_)?transformer_|single_|double_|vace_)?blocks)\.([0-9]{1,9})\.")
 # Modules that adapters put around those that they change.
 _IN_ADAPTERS = re.compile(r"\.(base_layer|original_module)\.")
 _OTHER_FORMATS = (*PICKLES, ".msgpack", ".h5", ".onnx")
@@ -260,3 +262,24 @@ def from_stored(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in config.items()
         if (name, value) not in UNREADABLE_FOR_SOFTMAX.items() and name != "auto_map"
     }
+
+
+def check_layer_count(num_layers: int, names: Iterable[str], where: str) -> None:
+    """Check the number of layers against the names of the weights.
+
+    Args:
+        num_layers: Number of layers that the configuration describes, in all lists of blocks together.
+        names: Names of the tensors.
+        where: Name of the configuration, for errors.
+
+    Raises:
+        ValueError: If the weights have more layers, or fewer.
+    """
+    found: dict[str, int] = {}
+    for match in filter(None, map(_LAYER.search, names)):
+        found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+    if found and sum(found.values()) != num_layers:
+        raise ValueError(
+            f"{where} describes {num_layers} layers, but the weights have {sum(found.values())}: the two do not "
+            "belong together."
+        )

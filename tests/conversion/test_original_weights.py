@@ -24,8 +24,8 @@ from mhla_hf import (
     convert_pretrained,
 )
 from mhla_hf.cli.main import app
-from mhla_hf.models.limits import check_layer_count
 from mhla_hf.models.registry import mhla_class_for
+from mhla_hf.models.weight_files import check_layer_count
 from mhla_hf.utils.compat.diffusers import single_file_names
 from tests import tiny, tiny_images, tiny_joint
 from tests.conversion.original_cases import MODELS, PREFIXES, SIZES, original_weights, write_original
