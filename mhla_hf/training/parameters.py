@@ -256,8 +256,9 @@ def merge_lora(model: nn.Module) -> None:
 def save_adapter(destination: Path, model: nn.Module) -> None:
     """Save the LoRA matrices with their scale and the MHLA parameters as diffusers reads them.
 
-    They load by `pipeline.load_lora_weights`, or by `load_lora_adapter` of the transformer where the pipeline has no
-    such method, as DiT's. A pipeline's loader reads one prefix, whichever of its transformers it loads into.
+    They load by `pipeline.load_lora_weights`, or where the pipeline has no such method, as DiT's, by the transformer's
+    `load_lora_adapter(folder, prefix="transformer", use_safetensors=True)`. A pipeline's loader reads one prefix,
+    whichever of its transformers it loads into.
 
     Args:
         destination: Directory to make.
