@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from PIL import Image
 from torch import nn
 
 from ..config import parse_layers
@@ -410,7 +409,9 @@ def _probe_model(
         )
     if main == "pixel_values":
         processor = transformers.AutoImageProcessor.from_pretrained(part.folder)
-        found = [processor(images=Image.fromarray(read_image(path)), return_tensors="pt") for path in images]
+        # Told, not guessed: an image of three rows has its channels last, too.
+        channels: dict[str, Any] = {"return_tensors": "pt", "input_data_format": "channels_last"}
+        found = [processor(images=read_image(path), **channels) for path in images]
         return [{"pixel_values": each["pixel_values"]} for each in found], pluralize(len(found), "image")
     tokenizer = transformers.AutoTokenizer.from_pretrained(part.folder)
     source, length = inspect.getsource(_TEXT), 12 * tokens

@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ...utils.files import atomic_file
-from ...utils.locations import is_hub_id
+from ...utils.locations import check_data, is_hub_id
 from ...utils.messages import import_extra, one_line, shorten_list, shorten_text
 from ..config import GENERATED
 from ..matching.layers import Batch, mhla_layers
+from ..stages.transformers import IGNORED
 from .batches import BatchSource, chunks, drawn_held_out, last_held_out
 from .folders import DataFolder, UnusableSampleError, log_problems, printable
 from .order import model_fingerprint, stable_seed
@@ -81,9 +82,9 @@ class TextCorpus:
         self.path = Path(self.data).expanduser()
         self.files: list[Path] = []
         suffix = self.path.suffix.lower()
+        if self.path.exists():
+            check_data(self.data)
         if self.path.is_dir():
-            if not any(self.path.iterdir()):
-                raise ValueError(f"data: the folder {shorten_text(self.data)} is empty")
             folder = DataFolder(self.path)
             # Of a large folder only a part is read: it must not be the beginning of the alphabet.
             self.files = sorted(folder.files(TEXT_SUFFIXES), key=self._place)
@@ -368,7 +369,7 @@ class PackedText(BatchSource):
         batch, learned = {**self._make(indices)}, self.table.learned
         if stage == "finetune" and learned is not None:
             rows = learned.view(-1, len(self.table[0]))
-            batch["labels"] = batch["input_ids"].where(rows[list(indices)], -100)
+            batch["labels"] = batch["input_ids"].where(rows[list(indices)], IGNORED)
         return batch
 
     def _make(self, indices: Sequence[int]) -> Batch:
