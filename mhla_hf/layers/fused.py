@@ -25,7 +25,8 @@ from .mixing import LearnedFeatureMap
 from .state import TokenSequence
 
 
-@dataclass(frozen=True)
+# Compared by identity: dynamo of torch 2.11 hashes objects that are called before they have their tensors.
+@dataclass(frozen=True, eq=False)
 class PairwiseRotary:
     """Rotates neighbouring pairs of channels.
 
@@ -44,7 +45,7 @@ class PairwiseRotary:
         return rotated.flatten(-2).type_as(tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HalfRotary(PairwiseRotary):
     """Rotates the channels of the first half of a head with those of the second. Kernels do not compute it."""
 

@@ -146,7 +146,8 @@ def test_wrapped_and_compiled_models():
     expected = AttentionTracker(batch).record(model, 0)["layers"]
     compiled = torch.compile(copy.deepcopy(model), backend="eager")
     assert AttentionTracker(batch).record(compiled, 0)["layers"] == expected
-    parallel = torch.nn.DataParallel(copy.deepcopy(model))
+    # Without devices, or a machine that has a GPU would move the model there.
+    parallel = torch.nn.DataParallel(copy.deepcopy(model), device_ids=[])
     assert AttentionTracker(batch).record(parallel, 0)["layers"] == expected
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -242,7 +243,7 @@ def test_conversion_json(pipeline_dir, tmp_path):
     assert {name: content["source"].pop(name) for name in origin} == origin
     assert content["source"] == {"location": pipeline_dir.name}
     assert str(tmp_path) not in json.dumps(content) and str(pipeline_dir) not in json.dumps(content)
-    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["torch"] == version("torch")
     assert content["versions"]["mhla-hf"] == mhla_hf.__version__
     part = content["components"]["transformer"]
     file = pipeline_dir / "transformer/diffusion_pytorch_model.safetensors"

@@ -176,7 +176,7 @@ def assert_fresh(model: torch.nn.Module) -> None:
         for name, parameter in module.named_parameters():
             assert parameter.device.type != "meta", name
             initial = module.initial_tensor(name).to(parameter.dtype)
-            torch.testing.assert_close(parameter.detach(), initial, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(parameter.detach().cpu(), initial, rtol=0, atol=0, msg=name)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -151,6 +151,7 @@ def test_what_is_wrong_with_kernels(fault, expected, monkeypatch):
     assert kernel_failure("block", torch.device("cpu"), torch.float32, WIDTH, WIDTH, False) == expected
 
 
+@on_cpu
 def test_single_numbers_that_are_wrong_show(monkeypatch):
     """One number in a thousand, by a third of its size, is one in a hundred of the whole."""
     right = kernel_cases._results

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +139,7 @@ def test_recover(kind, sources, tmp_path):
     stored = json.loads((out / "report.json").read_text())
     assert stored["figures"] == report.figures and stored["recipe"]["match"]["steps"] == 6
     # What a model card names, and no path of the data.
-    assert stored["seed"] == 0 and stored["machine"]["torch"] == torch.__version__
+    assert stored["seed"] == 0 and stored["machine"]["torch"] == version("torch")
     assert stored["data"].get("origin") in (None, "digits", "generated") and str(tmp_path.parent) not in str(
         stored["data"]
     )

@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ...layers.state import DecodingState, WindowState
 from ...ops.band import StoredMixing
-from ...ops.operands import MHLAState
+from ...ops.operands import MHLAState, records_gradients
 from ...ops.recurrent import rewind
 from ...utils.compat.transformers import cache_names
 
@@ -53,6 +53,8 @@ class MHLACacheLayer(CacheLayerMixin):
     def __init__(self, max_cache_len: int | None = None, is_compileable: bool = False) -> None:
         # The last tokens, each tensor a ring of `REWINDABLE_TOKENS` columns.
         self._last: dict[str, torch.Tensor] = {}
+        # In a static cache, the tensors that everything is written into: CUDA graphs know them by their addresses.
+        self._fixed: dict[str, torch.Tensor] = {}
         super().__init__()
         self.max_cache_len = max_cache_len
         self.is_compileable = is_compileable and max_cache_len is not None
@@ -98,7 +100,7 @@ class MHLACacheLayer(CacheLayerMixin):
         """Note dtype and device; the state itself is made by the first attention."""
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         if self.max_cache_len is not None:
-            self._seen = torch.zeros((), dtype=torch.long, device=self.device)
+            self._set_length(torch.zeros((), dtype=torch.long, device=self.device))
         self.is_initialized = True
 
     def update(
@@ -114,8 +116,9 @@ class MHLACacheLayer(CacheLayerMixin):
         if self.batch_size != key_states.shape[0]:
             raise ValueError(f"The cache has a batch of {self.batch_size}, but the input has {key_states.shape[0]}.")
         new = key_states.shape[-2]
-        self._before = self._length
-        self._set_length(self._before + new)
+        before = self._length
+        self._before = self._kept("before", before) if isinstance(before, torch.Tensor) else before
+        self._set_length(before + new)
         self._record(model_key=key_states.transpose(1, 2), value=value_states.transpose(1, 2))
         return key_states, value_states
 
@@ -193,7 +196,7 @@ class MHLACacheLayer(CacheLayerMixin):
         valid = self._last["valid"].index_select(1, columns % REWINDABLE_TOKENS)
         self._take_out(columns, valid)
         assert self._hidden is not None
-        self._hidden = self._hidden - _hash_of_hidden(valid, columns)
+        self._hidden = self._kept("hidden", self._hidden - _hash_of_hidden(valid, columns))
         self._oldest = self._length - rewindable
         self._set_length(self._length - count)
 
@@ -208,7 +211,7 @@ class MHLACacheLayer(CacheLayerMixin):
 
     def _set_length(self, length: int | torch.Tensor) -> None:
         if isinstance(length, torch.Tensor):
-            self._seen = length
+            self._seen = self._kept("seen", length)
         else:
             self._seen = torch.empty(0, length, device="cpu")
             _allow_other_sizes(self._seen, 1)
@@ -282,7 +285,7 @@ class MHLACacheLayer(CacheLayerMixin):
             return False
         self._take_out(columns, valid, kept)
         self._last["valid"].index_copy_(1, columns % REWINDABLE_TOKENS, kept)
-        self._hidden = hidden
+        self._hidden = self._kept("hidden", hidden)
         return True
 
     def store(self, state: DecodingState, valid: torch.Tensor | None, hidden: torch.Tensor | None = None) -> None:
@@ -298,24 +301,51 @@ class MHLACacheLayer(CacheLayerMixin):
         if valid is None:
             valid = torch.ones(last.key.shape[:2], dtype=torch.bool, device=last.key.device)
         self._record(key=last.key, normalizer_key=last.normalizer_key, valid=valid)
-        self._mixing = last.mixing
-        self.state, self.window_state = state.blocks, state.window
+        weights, decay = last.mixing.weights, last.mixing.decay
+        decay = None if decay is None else self._kept("decay", decay)
+        self._mixing = StoredMixing(self._kept("mixing", weights), decay)
+        self._keep(state.blocks, state.window)
         if self.max_cache_len is None:
             _allow_other_sizes(state.blocks.summaries, 2)
         if hidden is not None:
             # The flag is written and not read, or graphs would be compiled for either value.
-            self._hidden, self._may_hide = hidden, True
+            self._hidden, self._may_hide = self._kept("hidden", hidden), True
         elif self._hidden is None:
-            self._hidden = torch.zeros_like(state.blocks.position)
+            self._hidden = self._kept("hidden", torch.zeros_like(state.blocks.position))
 
     def _take_out(self, columns: torch.Tensor, valid: torch.Tensor, kept: torch.Tensor | None = None) -> None:
         """Take the tokens of the last columns out of the state, but those that are kept."""
         assert self.state is not None and self._mixing is not None
         slots = columns % REWINDABLE_TOKENS
         tokens = {name: self._last[name].index_select(1, slots) for name in ("key", "normalizer_key", "value")}
-        self.state = rewind(self.state, self._mixing, **tokens, valid=valid, kept=kept)
-        if self.window_state is not None:
-            self.window_state = self.window_state.rewound(valid, kept)
+        state = rewind(self.state, self._mixing, **tokens, valid=valid, kept=kept)
+        self._keep(state, None if self.window_state is None else self.window_state.rewound(valid, kept))
+
+    def _keep(self, state: MHLAState, window: WindowState | None) -> None:
+        """Keep a new state."""
+        changed: dict[str, Any] = {name: self._kept(name, getattr(state, name)) for name in _STATE_TENSORS}
+        self.state, self.window_state = dataclasses.replace(state, **changed), window
+        if window is not None:
+            changed = {name: self._kept(f"window {name}", getattr(window, name)) for name in _WINDOW_TENSORS}
+            self.window_state = dataclasses.replace(window, **changed)
+
+    def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor to keep under a name: in a static cache always the same one, into which `tensor` is copied.
+
+        Compiled decoding runs as CUDA graphs. What a graph returns is overwritten by the next one, and the tensors
+        that it changes have to stay where they are.
+        """
+        if self.max_cache_len is None or records_gradients(tensor):
+            return tensor
+        fixed = self._fixed.get(name)
+        if fixed is None or (fixed.shape, fixed.dtype, fixed.device) != (tensor.shape, tensor.dtype, tensor.device):
+            fixed = self._fixed[name] = torch.empty_like(tensor)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(fixed)
+        if fixed is not tensor:
+            fixed.copy_(tensor)
+        # Not what `copy_` returns, nor `tensor`: compiled code would take them for new ones, and return them.
+        return fixed
 
     def _check_room(self, new_tokens: int) -> None:
         """Refuse tokens that a static cache was not made for."""
@@ -340,7 +370,7 @@ class MHLACacheLayer(CacheLayerMixin):
         for name, tensor in tokens.items():
             if name not in self._last:
                 shape = [tensor.shape[0], REWINDABLE_TOKENS, *tensor.shape[2:]]
-                self._last[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+                self._last[name] = self._kept(f"last {name}", tensor.new_zeros(shape))
             ring, new = self._last[name], tensor.detach().narrow(1, length - kept, kept)
             if columns is None:
                 ring.narrow(1, self._before % REWINDABLE_TOKENS, 1).copy_(new)
@@ -369,16 +399,17 @@ class MHLACacheLayer(CacheLayerMixin):
             )
 
     def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        window = self.window_state
+        if window is not None:
+            changed: dict[str, Any] = {name: function(getattr(window, name)) for name in _WINDOW_TENSORS}
+            window = dataclasses.replace(window, **changed)
         if self.state is not None:
-            changed: dict[str, Any] = {name: function(getattr(self.state, name)) for name in _STATE_TENSORS}
-            self.state = dataclasses.replace(self.state, **changed)
-        if self.window_state is not None:
-            changed = {name: function(getattr(self.window_state, name)) for name in _WINDOW_TENSORS}
-            self.window_state = dataclasses.replace(self.window_state, **changed)
-        self._last = {name: function(tensor) for name, tensor in self._last.items()}
+            changed = {name: function(getattr(self.state, name)) for name in _STATE_TENSORS}
+            self._keep(dataclasses.replace(self.state, **changed), window)
+        self._last = {name: self._kept(f"last {name}", function(tensor)) for name, tensor in self._last.items()}
         self.batch_size = self._last["value"].shape[0]
         if self._hidden is not None:
-            self._hidden = function(self._hidden)
+            self._hidden = self._kept("hidden", function(self._hidden))
 
 
 _STATE_TENSORS = ("summaries", "current", "prefix", "upcoming", "left", "num_left", "position")

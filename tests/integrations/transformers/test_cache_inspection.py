@@ -132,13 +132,59 @@ def test_quantised_caches_are_refused_with_the_way_out(model, stock):
             assert "quanto" in str(error)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="offloads from a GPU")
-@pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
-def test_other_caches_generate_the_same(model, implementation):
-    model, ids = copy.deepcopy(model).cuda(), tokens().cuda()
-    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
-    output = model.generate(ids, max_new_tokens=5, do_sample=False, cache_implementation=implementation)
-    assert torch.equal(output, expected)
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"window": "adjacent"}], ids=str)
+def test_a_static_cache_stays_where_it_is(options):
+    """CUDA graphs know tensors by their addresses."""
+    model = mhla_model("llama", **options)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+
+    def addresses():
+        found = {}
+        for index, layer in enumerate(cache.layers):
+            kept = {**vars(layer), **layer._last, **vars(layer.state), **vars(layer.window_state or layer.state)}
+            found |= {(index, name): x.data_ptr() for name, x in kept.items() if isinstance(x, torch.Tensor)}
+        return found
+
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :3] = 0
+    for count, given in enumerate([tokens(), *tokens(length=12).split(1, dim=1)]):
+        mask = mask if count == 0 else torch.nn.functional.pad(mask, (0, 1), value=1)
+        model(given, attention_mask=mask, **{CACHE: cache})
+        if count == 0:
+            expected = addresses()
+    cache.reorder_cache(torch.tensor([1, 1]))
+    cache.crop(-3)
+    assert addresses().items() >= expected.items() and len(expected) > 30
+    cache.reset()
+    model(tokens(), **{CACHE: cache})
+    assert {name: x for name, x in addresses().items() if name in expected} == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": "adjacent"}], ids=str)
+def test_compiled_decoding_returns_logits_alone(options, padded):
+    """CUDA graphs overwrite what they return in the next step: nothing of it may be kept for that."""
+    model = mhla_model("llama", sizes={"num_hidden_layers": 1}, **options)
+    cache, mask, returned = StaticCache(config=model.config, max_cache_len=32), None, []
+    if padded:
+        mask = torch.ones(2, 11, dtype=torch.long)
+        mask[0, :3] = 0
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        returned.append(output.args[0])
+        return graph.forward
+
+    model(tokens(), attention_mask=mask, **{CACHE: cache})
+    decode = torch.compile(model, fullgraph=True, backend=backend)
+    for token in tokens(length=4).split(1, dim=1):
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1) if padded else None
+        decode(token, attention_mask=mask, **{CACHE: cache})
+    torch._dynamo.reset()
+    assert returned and all(len(tensors) == 1 for tensors in returned)
 
 
 def compilations(model, lengths, padded, caplog, **options):

@@ -81,7 +81,6 @@ def test_the_window_is_that_of_the_softmax_model_of_short_texts():
     "options",
     [
         {"cache_implementation": "static"},
-        {"cache_implementation": "offloaded"},
         {"prefill_chunk_size": 4},
         {"prefill_chunk_size": 3, "cache_implementation": "static"},
     ],
@@ -89,8 +88,6 @@ def test_the_window_is_that_of_the_softmax_model_of_short_texts():
 )
 def test_other_ways_to_the_same_tokens(llama, options):
     ids, _ = recompute(llama, **prompt(True))
-    if options.get("cache_implementation") == "offloaded" and not torch.cuda.is_available():
-        options = {CACHE: DynamicCache(config=llama.config)}
     assert torch.equal(generate(llama, prompt(True), **options).sequences, ids)
 
 

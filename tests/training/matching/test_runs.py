@@ -120,6 +120,7 @@ def in_two_processes(tmp_path, action):
     return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd of a process that has a GPU cannot be forked")
 @pytest.mark.parametrize("cache", ["memory", "disk", pytest.param("none", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(cache, tmp_path):
     whole = run(tmp_path / "whole", cache=cache)
