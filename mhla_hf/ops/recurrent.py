@@ -432,7 +432,8 @@ def _advance(
 
 def _decayed(mixing: StoredMixing, distance: torch.Tensor) -> torch.Tensor:
     """The decay to the power of a distance of each batch entry `[B]`, `[B, S or 1, 1, 1]`."""
-    return mixing.decayed(distance).transpose(0, 1)[..., None, None]
+    # Contiguous, or products would take these strides, and compiled decoding would be recompiled for them.
+    return mixing.decayed(distance).transpose(0, 1).contiguous()[..., None, None]
 
 
 def step(
