@@ -523,7 +523,11 @@ def _upcoming_share(state: MHLAState, mixing: StoredMixing, block: torch.Tensor,
     """
     size, slots, share = state.block_size, state.num_slots, torch.zeros_like(state.upcoming)
     row = (block + 1)[:, None]
-    chosen = offset[:, None] + size * indices(-(-slots // size), block.device)
+    count = -(-slots // size)
+    if torch.compiler.is_compiling():
+        # Compilers take a size of 1 for another case than all greater ones. What is too many is not `inside`.
+        count = torch.sym_max(2, count)
+    chosen = offset[:, None] + size * indices(count, block.device)
     inside, chosen = chosen < slots, chosen.clamp(max=slots - 1)
     held = _blocks_in_slots(block, slots).gather(1, chosen)
     inside, is_last = inside & (held >= 0), offset == size - 1
