@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -179,9 +179,6 @@ class MHLA(nn.Module):
             self.lepe = convolution(channels, channels, kernel, padding=kernel // 2, groups=channels)
         self.window_size = with_window_size(config, len(self.blocks)).window_size
         self.window_bias = None if config.window is None else nn.Parameter(torch.empty(num_heads))
-        # Only layers with text beside the grid have these.
-        self.register_parameter("text_bias", None)
-        self.register_parameter("normalizer_scale", None)
         self.reset_parameters()
 
     def initial_tensor(self, name: str) -> torch.Tensor:
@@ -524,6 +521,18 @@ class MHLA(nn.Module):
         image = value[:, layout.num_prefix_tokens :].flatten(2).transpose(1, 2).unflatten(2, layout.grid)
         tokens = convolution(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
         return F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0))
+
+    def text_parts(self, *tokens: torch.Tensor, **options: Any) -> torch.Tensor | None:
+        """The part of the output that is softmax attention to text, from the arguments of a call; `None` without."""
+        return None
+
+    def fit_text(self, calls: Iterable[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]) -> dict[Any, torch.Tensor]:
+        """New values for the parameters that a layer has for its text, in closed form.
+
+        Args:
+            calls: Queries, keys and keyword arguments of each call.
+        """
+        return {}
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"
