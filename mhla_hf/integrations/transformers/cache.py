@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ...layers.state import DecodingState, WindowState
 from ...ops.band import StoredMixing
-from ...ops.operands import MHLAState
+from ...ops.operands import MHLAState, tensors_of
 from ...ops.recurrent import rewind
 from ...utils.compat.transformers import cache_names
 
@@ -222,11 +222,9 @@ class MHLACacheLayer(CacheLayerMixin):
     @property
     def num_bytes(self) -> int:
         """Memory of the state, the tokens kept for taking back included."""
-        tensors = [] if self.state is None else [getattr(self.state, name) for name in _STATE_TENSORS]
-        if self.window_state is not None:
-            tensors += [getattr(self.window_state, name) for name in _WINDOW_TENSORS]
-        tensors += [] if self._hidden is None else [self._hidden]
-        return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *self._last.values()])
+        states = [state for state in (self.state, self.window_state) if state is not None]
+        tensors = [*self._last.values(), *(tensor for state in states for tensor in tensors_of(state).values())]
+        return sum(tensor.nbytes for tensor in (*tensors, *([] if self._hidden is None else [self._hidden])))
 
     def new_tokens(self, mask: torch.Tensor, length: int) -> torch.Tensor:
         """The part of a padding mask `[B, all tokens]` that belongs to the `length` tokens of this call."""
@@ -369,20 +367,14 @@ class MHLACacheLayer(CacheLayerMixin):
             )
 
     def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.state is not None:
-            changed: dict[str, Any] = {name: function(getattr(self.state, name)) for name in _STATE_TENSORS}
-            self.state = dataclasses.replace(self.state, **changed)
-        if self.window_state is not None:
-            changed = {name: function(getattr(self.window_state, name)) for name in _WINDOW_TENSORS}
-            self.window_state = dataclasses.replace(self.window_state, **changed)
+        for name, state in (("state", self.state), ("window_state", self.window_state)):
+            if state is not None:
+                changed: dict[str, Any] = {field: function(tensor) for field, tensor in tensors_of(state).items()}
+                setattr(self, name, dataclasses.replace(state, **changed))
         self._last = {name: function(tensor) for name, tensor in self._last.items()}
         self.batch_size = self._last["value"].shape[0]
         if self._hidden is not None:
             self._hidden = function(self._hidden)
-
-
-_STATE_TENSORS = ("summaries", "current", "prefix", "upcoming", "left", "num_left", "position")
-_WINDOW_TENSORS = ("keys", "values", "position", "left", "num_left")
 
 
 class MHLACache(DynamicCache):
@@ -413,7 +405,7 @@ def cache_layer_bytes(layer: Any) -> int:
     if isinstance(layer, MHLACacheLayer):
         return layer.num_bytes
     tensors = [tensor for tensor in (layer.keys, layer.values) if isinstance(tensor, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLayer:
