@@ -372,10 +372,7 @@ def _block_tokens(layout: BlockLayout, dtype: torch.dtype, device: torch.device)
 
 
 def of_all_tokens(
-    text: TextTokens,
-    rotary: PairwiseRotary | None = None,
-    hidden_states: torch.Tensor | None = None,
-    **options: Any,
+    text: TextTokens, rotary: PairwiseRotary | None = None, hidden_states: torch.Tensor | None = None, **options: Any
 ) -> dict[str, Any]:
     """Return options of a call for the tokens of the grid as those for the text and them."""
     if rotary is not None:

@@ -29,28 +29,13 @@ from ..ops.backends import choose_backend, kernels_pass
 from ..ops.band import StoredMixing, extend_mixing, sequence_mixing
 from ..ops.definitions import FEATURE_MAPS, SEQUENCE_NORMALIZERS
 from ..ops.forms import attend_on
-from ..ops.operands import (
-    Operands,
-    accumulation_dtype,
-    autocast_type,
-    check_layout,
-    check_tokens,
-    check_valid,
-)
+from ..ops.operands import Operands, accumulation_dtype, autocast_type, check_layout, check_tokens, check_valid
 from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
 from ..ops.sums import BlockMixing, repeat_heads
 from ..utils.messages import check_choice, shorten_value
 from .convolution import DepthwiseConv3d
-from .fused import (
-    Call,
-    HeadNorms,
-    OutputNorm,
-    can_fuse,
-    features_by_kernel,
-    fused_attention,
-    has_features_kernel,
-)
+from .fused import Call, HeadNorms, OutputNorm, can_fuse, features_by_kernel, fused_attention, has_features_kernel
 from .mixing import (
     LOW_RANK_FROM,
     LearnedFeatureMap,
@@ -66,13 +51,7 @@ from .mixing import (
     with_window_size,
 )
 from .state import DecodingState, LastTokens, TokenSequence
-from .window import (
-    empty_window_state,
-    extend_window,
-    grid_window_attention,
-    join_window,
-    sequence_window_attention,
-)
+from .window import empty_window_state, extend_window, grid_window_attention, join_window, sequence_window_attention
 
 
 _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: DepthwiseConv3d}
@@ -456,11 +435,7 @@ class MHLA(nn.Module):
                 half = value.dtype == torch.bfloat16 and not self.training
                 assert isinstance(layout, BlockLayout)
                 return attend_sharded(
-                    operands,
-                    self._matrix_of(call),
-                    layout,
-                    call.shard,
-                    torch.bfloat16 if half else None,
+                    operands, self._matrix_of(call), layout, call.shard, torch.bfloat16 if half else None
                 ), None
             causal = config.causal if sequence is None else sequence.causal
             return attend_on(backend, operands, self._mixing_of(call), layout, causal=causal), None

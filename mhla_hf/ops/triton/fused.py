@@ -18,13 +18,7 @@ from ...layouts.blocks import BlockLayout
 from ..definitions import FEATURE_MAPS, NORMALIZERS
 from .block_gradient import block_flops
 from .fused_gradient import fused_attention_backward
-from .fused_products import (
-    Features,
-    fused_attend,
-    fused_outer,
-    inverse_norm,
-    rotary_table,
-)
+from .fused_products import Features, fused_attend, fused_outer, inverse_norm, rotary_table
 from .launching import line_groups, repeated, row_count, summary_dtype
 from .mixing import Mixing
 from .operators import operator

@@ -56,17 +56,7 @@ from .fused_products import (
     row_warps,
     slot_entries,
 )
-from .launching import (
-    as_rows,
-    ceil_divide,
-    dense_like,
-    launch,
-    line_groups,
-    or_empty,
-    padded,
-    repeated,
-    row_count,
-)
+from .launching import as_rows, ceil_divide, dense_like, launch, line_groups, or_empty, padded, repeated, row_count
 from .mixing import Mixing
 from .operators import operator
 
