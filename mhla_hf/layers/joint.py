@@ -176,7 +176,7 @@ class JointMHLA(MHLA):
         assert self.text_bias is not None
         return join_window(output, parts.text, self.text_bias)
 
-    def text_parts(
+    def text_parts(  # type: ignore[override]
         self,
         query: torch.Tensor,
         key: torch.Tensor,

@@ -322,8 +322,8 @@ def _decode(backend: str) -> Callable[[Results, Sizes], Results]:
     def compute(inputs: Results, sizes: Sizes) -> Results:
         state, tokens = _past_state(inputs, sizes)
         device, dtype = inputs["query"].device, torch.float64 if backend == "torch" else torch.float32
-        held = {name: x.to(device) for name, x in tensors_of(state).items()}
-        held = {name: x.to(dtype) if x.is_floating_point() else x for name, x in held.items()}
+        kept = {name: x.to(device) for name, x in tensors_of(state).items()}
+        held: Results = {name: x.to(dtype) if x.is_floating_point() else x for name, x in kept.items()}
         state = dataclasses.replace(state, **held)
         outputs = []
         for part in zip(*[x.split(1, dim=1) for x in tokens.values()]):
