@@ -162,9 +162,7 @@ class MHLAConfig(Options):
     feature_map_eps: float = option(0.0, "Constant added to φ(q) and φ(k).", minimum=0, advanced=True)
     eps: float = option(1e-6, "Constant added to the normaliser.", minimum=0, advanced=True)
     blocks: tuple[int, ...] | None = option(
-        None,
-        "Number of blocks per axis: frames,height,width, such as 3,5,10; height,width for images.",
-        minimum=1,
+        None, "Number of blocks per axis: frames,height,width, such as 3,5,10; height,width for images.", minimum=1
     )
     block_size: tuple[int, ...] | None = option(
         None, "Tokens per block and axis, in place of blocks: such as 7,6,5; one number for text.", minimum=1

@@ -41,9 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     names = None if arguments.cases is None else [name.strip() for name in arguments.cases.split(",")]
     from mhla_hf.gpu.cases import kernel_cases
-    from mhla_hf.gpu.checks import CHECKS, run_checks
-    from mhla_hf.gpu.examination import compile_in_parallel, run_cases
-    from mhla_hf.gpu.report import Report
+    from mhla_hf.gpu.examination import CHECKS, Report, compile_in_parallel, run_cases, run_checks
     from mhla_hf.ops.backends import ENVIRONMENT_VARIABLE
     from mhla_hf.utils.messages import check_choice
 

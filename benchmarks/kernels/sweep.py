@@ -10,9 +10,9 @@ from typing import Any
 
 from mhla_hf.bench import failure_reason
 from mhla_hf.gpu.cases import ON_GPU, KernelCase, Tensors, kernel_cases
-from mhla_hf.gpu.checks import LIMITS, relative_error
-from mhla_hf.gpu.report import Report
-from mhla_hf.gpu.timing import device_milliseconds
+from mhla_hf.gpu.examination import LIMITS, Report, relative_error
+
+from .timing import device_milliseconds
 
 
 WARPS, STAGES, TOKEN_TILES = (4, 8), (1, 2, 3, 4), (16, 32, 64)

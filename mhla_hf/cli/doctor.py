@@ -139,8 +139,7 @@ def _examine_kernels(device: str, json_file: JsonFile) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     from rich.console import Console
 
-    from ..gpu.examination import SECONDS, examine_kernels, markdown_table
-    from ..gpu.report import Report
+    from ..gpu.examination import SECONDS, Report, examine_kernels, markdown_table
     from ..ops.diagnosis import describe_environment
 
     # To the terminal alone: what is piped into a file is Markdown.

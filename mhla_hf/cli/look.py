@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class _Size:
     tokens: int | None = option(
-        "Length of a text; also tokens of an image or video, in place of its size. Default: the model's longest.",
+        "Length of a text; also tokens of an image or video, in place of its size. Default: the model's longest."
     )
     height: int | None = option("Height in pixels. Default: the model's own.")
     width: int | None = option("Width in pixels. Default: the model's own.")
@@ -173,7 +173,7 @@ def inspect_command(
     html: Path | None = option("Write a self-contained HTML page to FILE.", dir_okay=False),
     original: str | None = option(
         "Softmax original to compare outputs with: directory or Hub id. Default: what conversion.json names, if it is "
-        "on this machine.",
+        "on this machine."
     ),
     json_file: JsonFile = None,
     quiet: Quiet = False,
@@ -257,7 +257,7 @@ def app_command(
     share: bool = option("Make a public link through gradio's servers.", "--share", default=False),
     device: Device = "auto",
     dtype: str | None = option(
-        f"Type of the weights: {common.listed(common.DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.",
+        f"Type of the weights: {common.listed(common.DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU."
     ),
     space: Path | None = option("Write a folder for a Space of the Hub instead.", "--export-space"),
     overwrite: Overwrite = False,

@@ -52,10 +52,7 @@ class DemoConfig(Options):
     held_out_videos: int = option(48, "Videos of held-out scans to compare on.", minimum=1)
     prompts: tuple[str, ...] = option(PROMPTS, "Captions to generate.")
     long_frames: int = option(
-        257,
-        "Frames of the longer video that compares speed; a multiple of 8 plus 1.",
-        minimum=9,
-        maximum=505,
+        257, "Frames of the longer video that compares speed; a multiple of 8 plus 1.", minimum=9, maximum=505
     )
     inference_steps: int = option(20, "Denoising steps.", minimum=1)
     guidance: float = option(4.0, "Guidance scale.", minimum=0)

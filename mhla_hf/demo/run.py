@@ -368,10 +368,7 @@ def write_outputs(
         "seconds": seconds,
         "options": config.to_dict(),
         "recipe": results["mhla"]["recipe"],
-        "softmax": {
-            "held_out_loss": results["mhla"]["figures"]["softmax"]["loss"],
-            **costs["softmax"],
-        },
+        "softmax": {"held_out_loss": results["mhla"]["figures"]["softmax"]["loss"], **costs["softmax"]},
         "variants": variants,
         "long_videos": long_videos,
         "machine": machine_facts(torch.device("cpu")),

@@ -119,7 +119,6 @@ class KernelCase:
         shape: Sizes; small ones where kernels are interpreted.
         normalizer: `"none"` or `"query"`.
         trains: Whether it includes the backward pass.
-        target: Milliseconds to aim for.
         kind: `"operator"`, or what is computed from the projections on: `"fused"` or `"hedgehog"`.
     """
 
@@ -127,7 +126,6 @@ class KernelCase:
     shape: OperatorShape
     normalizer: str
     trains: bool
-    target: float | None = None
     kind: str = "operator"
 
     @property
@@ -173,32 +171,25 @@ def small(shape: OperatorShape) -> OperatorShape:
     return replace(shape, **sizes, grid=grid, blocks=(1, 2, 2) if len(grid) == 3 else (2, 2))
 
 
-def _case(shape: str, label: str, target: float | None = None) -> KernelCase:
-    """A case by its label: a normaliser, or a kind with the `query` normaliser; `train` adds the backward pass."""
+# A normaliser, or a kind with the `query` normaliser; `train` adds the backward pass.
+_LABELS = {
+    "wan": "none, query, none train, query train, fused, fused train, hedgehog, hedgehog train",
+    "wan-720p-h24": "none, none train",
+    "dit-512": "query, query train",
+    "causal-2k": "query",
+    "causal-32k": "query",
+    "causal-128k": "query",
+}
+
+
+def _case(shape: str, label: str) -> KernelCase:
     kind = label.split()[0]
     normalizer, kind = (kind, "operator") if kind in ("none", "query") else ("query", kind)
-    return KernelCase(f"{shape} {label}", SHAPES[shape], normalizer, label.endswith("train"), target, kind)
+    return KernelCase(f"{shape} {label}", SHAPES[shape], normalizer, label.endswith("train"), kind)
 
 
 CASES: dict[str, KernelCase] = {
-    case.name: case
-    for case in (
-        _case("wan", "none", 0.16),
-        _case("wan", "query", 0.20),
-        _case("wan", "none train", 0.9),
-        _case("wan", "query train", 0.9),
-        _case("wan", "fused", 0.28),
-        _case("wan", "fused train"),
-        _case("wan", "hedgehog"),
-        _case("wan", "hedgehog train"),
-        _case("wan-720p-h24", "none", 0.7),
-        _case("wan-720p-h24", "none train"),
-        _case("dit-512", "query", 0.09),
-        _case("dit-512", "query train", 0.40),
-        _case("causal-2k", "query", 0.15),
-        _case("causal-32k", "query", 0.35),
-        _case("causal-128k", "query"),
-    )
+    f"{shape} {label}": _case(shape, label) for shape, labels in _LABELS.items() for label in labels.split(", ")
 }
 """All cases by name."""
 

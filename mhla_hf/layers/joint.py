@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, cached, positive_axes
-from ..ops.definitions import FEATURE_MAPS
+from ..ops.definitions import FEATURE_MAPS, NORMALIZERS
 from ..ops.operands import autocast_type, check_layout, head_blocks
 from ..ops.sharded import TokenShard
 from .fused import PairwiseRotary
@@ -47,6 +47,8 @@ from .window import join_window
 
 # In a channel of the key: small enough that the weight of the token is 0, and within the range of float16.
 _HIDDEN = -3e4
+# Queries of a sample that tell the bias of the text; each meets all keys.
+_BIAS_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class JointMHLA(MHLA):
         assert self.text_bias is not None
         return join_window(output, parts.text, self.text_bias)
 
-    def text_parts(
+    def text_parts(  # type: ignore[override]
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -184,13 +186,15 @@ class JointMHLA(MHLA):
         grid: Sequence[int],
         rotary: PairwiseRotary | None = None,
         **unused: Any,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Softmax attention of the grid's queries to the text and to landmarks of the grid.
 
         Returns:
             `[B, T, H, W]` in the dtype of `value`: first the weights of the text and of the landmarks together, last
-            the sum `[B, T, H, V]` of the text's values by their weights.
+            the sum `[B, T, H, V]` of the text's values by their weights. `None` with `text="block"`.
         """
+        if self.text_bias is None:
+            return None
         scale = query.shape[3] ** -0.5
         width = -(-(2 + max(query.shape[3], value.shape[3])) // 8) * 8
         query = F.pad(_rotated(rotary, query, value), (width - query.shape[3], 0), value=1.0)
@@ -273,6 +277,33 @@ class JointMHLA(MHLA):
         of_queries, of_keys = sums
         return (of_queries * (mixing @ of_keys)).sum((2, 3)) / query.shape[1]
 
+    @torch.no_grad()
+    def fit_text(self, calls: Iterable[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]) -> dict[Any, torch.Tensor]:
+        """New values for the bias of the text and the scale of the normaliser; none with `text="block"`.
+
+        The bias is the mean over queries spread over the grid. The scale makes the mean normaliser 1.
+
+        Args:
+            calls: Queries, keys and keyword arguments of each call.
+        """
+        if self.text_bias is None:
+            return {}
+        errors, means = [], []
+        for query, key, options in calls:
+            means.append(self.mean_normalizer(query, key, **options))
+            places = torch.linspace(0, query.shape[1] - 1, min(query.shape[1], _BIAS_QUERIES)).round().long()
+            rotary = options["rotary"]
+            query = (query if rotary is None else rotary(query))[:, places.to(query.device)]
+            errors.append(self.landmark_error(query, key, **options).flatten(0, 1))
+        changes: dict[Any, torch.Tensor] = {self.text_bias: torch.cat(errors).mean(0).to(self.text_bias)}
+        if NORMALIZERS[self.config.normalizer].divides:
+            mean = torch.cat(means).mean(0)
+            scale = self.normalizer_scale / (mean if len(self.normalizer_scale) > 1 else mean.mean())
+            # A head whose normaliser is 0 or below keeps its scale.
+            is_sound = scale.isfinite() & (scale > 0)
+            changes[self.normalizer_scale] = scale.to(self.normalizer_scale).where(is_sound, self.normalizer_scale)
+        return changes
+
     def _landmarks(self, key: torch.Tensor, grid: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Means of rotated keys by block `[B, H, M, K]`, and numbers of tokens `[M]`, in float32 or wider."""
         layout, dtype = self.layout_for(grid), torch.promote_types(key.dtype, torch.float32)
@@ -341,10 +372,7 @@ def _block_tokens(layout: BlockLayout, dtype: torch.dtype, device: torch.device)
 
 
 def of_all_tokens(
-    text: TextTokens,
-    rotary: PairwiseRotary | None = None,
-    hidden_states: torch.Tensor | None = None,
-    **options: Any,
+    text: TextTokens, rotary: PairwiseRotary | None = None, hidden_states: torch.Tensor | None = None, **options: Any
 ) -> dict[str, Any]:
     """Return options of a call for the tokens of the grid as those for the text and them."""
     if rotary is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,28 +29,13 @@ from ..ops.backends import choose_backend, kernels_pass
 from ..ops.band import StoredMixing, extend_mixing, sequence_mixing
 from ..ops.definitions import FEATURE_MAPS, SEQUENCE_NORMALIZERS
 from ..ops.forms import attend_on
-from ..ops.operands import (
-    Operands,
-    accumulation_dtype,
-    autocast_type,
-    check_layout,
-    check_tokens,
-    check_valid,
-)
+from ..ops.operands import Operands, accumulation_dtype, autocast_type, check_layout, check_tokens, check_valid
 from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
 from ..ops.sums import BlockMixing, repeat_heads
 from ..utils.messages import check_choice, shorten_value
 from .convolution import DepthwiseConv3d
-from .fused import (
-    Call,
-    HeadNorms,
-    OutputNorm,
-    can_fuse,
-    features_by_kernel,
-    fused_attention,
-    has_features_kernel,
-)
+from .fused import Call, HeadNorms, OutputNorm, can_fuse, features_by_kernel, fused_attention, has_features_kernel
 from .mixing import (
     LOW_RANK_FROM,
     LearnedFeatureMap,
@@ -66,13 +51,7 @@ from .mixing import (
     with_window_size,
 )
 from .state import DecodingState, LastTokens, TokenSequence
-from .window import (
-    empty_window_state,
-    extend_window,
-    grid_window_attention,
-    join_window,
-    sequence_window_attention,
-)
+from .window import empty_window_state, extend_window, grid_window_attention, join_window, sequence_window_attention
 
 
 _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: DepthwiseConv3d}
@@ -179,9 +158,6 @@ class MHLA(nn.Module):
             self.lepe = convolution(channels, channels, kernel, padding=kernel // 2, groups=channels)
         self.window_size = with_window_size(config, len(self.blocks)).window_size
         self.window_bias = None if config.window is None else nn.Parameter(torch.empty(num_heads))
-        # Only layers with text beside the grid have these.
-        self.register_parameter("text_bias", None)
-        self.register_parameter("normalizer_scale", None)
         self.reset_parameters()
 
     def initial_tensor(self, name: str) -> torch.Tensor:
@@ -459,11 +435,7 @@ class MHLA(nn.Module):
                 half = value.dtype == torch.bfloat16 and not self.training
                 assert isinstance(layout, BlockLayout)
                 return attend_sharded(
-                    operands,
-                    self._matrix_of(call),
-                    layout,
-                    call.shard,
-                    torch.bfloat16 if half else None,
+                    operands, self._matrix_of(call), layout, call.shard, torch.bfloat16 if half else None
                 ), None
             causal = config.causal if sequence is None else sequence.causal
             return attend_on(backend, operands, self._mixing_of(call), layout, causal=causal), None
@@ -524,6 +496,18 @@ class MHLA(nn.Module):
         image = value[:, layout.num_prefix_tokens :].flatten(2).transpose(1, 2).unflatten(2, layout.grid)
         tokens = convolution(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
         return F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0))
+
+    def text_parts(self, *tokens: torch.Tensor, **options: Any) -> torch.Tensor | None:
+        """The part of the output that is softmax attention to text, from the arguments of a call; `None` without."""
+        return None
+
+    def fit_text(self, calls: Iterable[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]) -> dict[Any, torch.Tensor]:
+        """New values for the parameters that a layer has for its text, in closed form.
+
+        Args:
+            calls: Queries, keys and keyword arguments of each call.
+        """
+        return {}
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"

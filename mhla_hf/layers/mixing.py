@@ -369,13 +369,7 @@ def features_and_normalizer(
 
 
 def token_dtype(
-    config: MHLAConfig,
-    backend: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    changed: bool,
+    config: MHLAConfig, backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, changed: bool
 ) -> torch.dtype:
     """Return the dtype that feature maps are computed in and the operator is given tokens in.
 

@@ -233,8 +233,8 @@ def _attend_adjacent(
     """Attention of the tokens of a grid to their blocks and those beside them, and to the keys and values before."""
     query, key, value = tokens
     layout = cached(BlockLayout, grid, None, size)
-    seen = cached(_blocks_seen, layout, query.device)
-    mask = cached(_slots_seen, layout, query.device)
+    seen = cached(_blocks_seen, tuple(layout.blocks), (-1, 0, 1), query.device)
+    mask = cached(_slots_seen, layout, (-1, 0, 1), query.device).flatten(-2).unsqueeze(-2)
     # Append globally visible tokens as extra blocks after the dummy block, so that a single gather suffices.
     count, size_of_block = prefix[0].shape[1], mask.shape[-1] // seen.shape[1]
     extra = -(-count // size_of_block)
@@ -312,11 +312,16 @@ def sequence_window_attention(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     offsets = _offsets_seen(window, sequence.causal)
     layout = sequence.layout(query, window_size)
-    seen = cached(_neighbours, layout.num_blocks, offsets, device)
+    seen = cached(_blocks_seen, (layout.num_blocks,), offsets, device)
     if isinstance(layout, BlockLayout):
-        mask = cached(_tokens_seen, layout, offsets, device)
+        mask = cached(_slots_seen, layout, offsets, device)
     else:
-        mask = _of_documents(layout.token_table(device) < length, layout.first_blocks(), seen)
+        mask = _of_seen((layout.token_table(device) < length)[:, None], seen)
+        if (first := layout.first_blocks()) is not None:
+            # Blocks of another document are as good as missing. Those past the last one have no document.
+            same = F.pad(first, (0, 1), value=-1)[:, seen] == first[:, :, None]
+            mask = mask & same[:, None, ..., None]
+    mask = mask.unsqueeze(-3)
     if sequence.causal:
         mask = mask & cached(_up_to_itself, mask.shape[-1], offsets, device)
     # All see the landmark, blocks without tokens as well, so that nothing divides by zero.
@@ -495,34 +500,6 @@ def _offsets_seen(window: str, causal: bool) -> tuple[int, ...]:
     return (-1, 0) if causal else (-1, 0, 1)
 
 
-def _neighbours(num_blocks: int, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The blocks that each block of a sequence sees, LongTensor `[M, S]`; M where there is none."""
-    seen = torch.arange(num_blocks, device=device)[:, None] + torch.tensor(offsets, device=device)
-    return torch.where((seen >= 0) & (seen < num_blocks), seen, num_blocks)
-
-
-def _of_documents(filled: torch.Tensor, first_block: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:
-    """Mask of what each block of a sequence sees, BoolTensor `[B, 1, M, 1, S, N]`.
-
-    Args:
-        filled: Mask of the slots that hold a token, `[B, M, N]`.
-        first_block: First block of each block's document, `[B, M]`; `None` where every row is one document.
-        seen: See [`_neighbours`].
-    """
-    if first_block is None:
-        first_block = filled.new_zeros(1, filled.shape[1], dtype=torch.long)
-    # Blocks of another document are as good as missing. Those past the last one have no document.
-    document = F.pad(first_block, (0, 1), value=-1)
-    same = document[:, seen] == first_block[:, :, None]
-    return (_of_seen(filled[:, None], seen) & same[:, None, ..., None]).unsqueeze(-3)
-
-
-def _tokens_seen(layout: BlockLayout, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[`_of_documents`] for one document without padding."""
-    filled = (layout.token_table(device) < layout.num_tokens)[None]
-    return _of_documents(filled, None, _neighbours(layout.num_blocks, offsets, device))
-
-
 def _up_to_itself(size: int, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Mask of the tokens that a token of a block may look back to, BoolTensor `[N, S, N]`."""
     earlier = torch.ones(size, size, dtype=torch.bool, device=device).tril()
@@ -530,26 +507,25 @@ def _up_to_itself(size: int, offsets: tuple[int, ...], device: torch.device) -> 
     return earlier[:, None, :] | ~own[:, None]
 
 
-def _slots_seen(layout: BlockLayout, device: torch.device) -> torch.Tensor:
-    """Mask of the slots with a token that the blocks of a grid see, BoolTensor `[1, 1, M, 1, L]`."""
+def _slots_seen(layout: BlockLayout, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Mask of the slots with a token in the blocks that each block sees, BoolTensor `[1, 1, M, S, N]`."""
     filled = layout.token_table(device) < layout.num_tokens
-    seen = _blocks_seen(layout, device)
-    return _of_seen(filled[None, None], seen).flatten(-2).unsqueeze(-2)
+    return _of_seen(filled[None, None], _blocks_seen(tuple(layout.blocks), offsets, device))
 
 
-def _blocks_seen(layout: BlockLayout, device: torch.device) -> torch.Tensor:
-    """The blocks in and beside the place of each block, LongTensor `[M, S]`; M where there is none."""
-    number = torch.arange(layout.num_blocks, device=device)
-    beside = torch.arange(-1, 2, device=device)
-    offsets = torch.cartesian_prod(*[beside] * len(layout.blocks)).view(-1, len(layout.blocks))
-    seen = torch.zeros(len(number), len(offsets), dtype=torch.long, device=device)
-    exists, stride = seen == 0, layout.num_blocks
-    for axis, count in enumerate(layout.blocks):
-        stride = stride // count
-        place = (number // stride % count)[:, None] + offsets[:, axis]
-        exists = exists & (place >= 0) & (place < count)
-        seen = seen * count + place
-    return torch.where(exists, seen, layout.num_blocks)
+def _blocks_seen(blocks: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The blocks at some offsets along each axis from each block, LongTensor `[M, S]`; M where there is none."""
+    steps = torch.cartesian_prod(*[torch.tensor(offsets, device=device)] * len(blocks)).view(-1, len(blocks))
+    stride = count = math.prod(blocks)
+    number = torch.arange(count, device=device)
+    seen = torch.zeros(count, len(steps), dtype=torch.long, device=device)
+    exists = seen == 0
+    for axis, length in enumerate(blocks):
+        stride = stride // length
+        place = (number // stride % length)[:, None] + steps[:, axis]
+        exists = exists & (place >= 0) & (place < length)
+        seen = seen * length + place
+    return torch.where(exists, seen, count)
 
 
 def _attend_cross(

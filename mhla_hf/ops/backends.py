@@ -282,7 +282,7 @@ def kernel_failure(
     if not needs_test(device) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return ""
     kind = family, device, dtype, width, value_width, repeats, normalizer
-    return _test_kernels(*kind, False) or (_test_kernels(*kind, True) if backward else "")
+    return _test_kernels(kind, False) or (_test_kernels(kind, True) if backward else "")
 
 
 def needs_test(device: torch.device) -> bool:
@@ -292,26 +292,16 @@ def needs_test(device: torch.device) -> bool:
 
 
 @cache
-def _test_kernels(
-    family: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    width: int,
-    value_width: int,
-    repeats: int,
-    normalizer: str,
-    backward: bool,
-) -> str:
-    marker = _marker(device, family, str(dtype), width, value_width, repeats, normalizer, backward)
+def _test_kernels(kind: tuple[Any, ...], backward: bool) -> str:
+    family, device, dtype, width, *_ = kind
+    marker = _marker(device, *map(str, kind), backward)
     if marker is not None and marker.exists():
         return ""
     # One of the package's lazy names: the cases need the operator, which chooses its backend here.
     compare_kernels = import_module(__package__).compare_kernels
     # A thread of its own has none of the caller's modes: autocast, inference, streams, fake tensors.
     with ThreadPoolExecutor(1) as executor:
-        kind = {"repeats": repeats, "normalizer": normalizer}
-        test = executor.submit(compare_kernels, family, device, dtype, width, value_width, backward=backward, **kind)
-        _, failure = test.result()
+        _, failure = executor.submit(compare_kernels, *kind, backward=backward).result()
     if failure:
         logger.warning(
             "MHLA runs in plain torch in place of its %s kernels, which failed their test (%s, %s, width %d): %s. "

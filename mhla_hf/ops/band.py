@@ -221,12 +221,7 @@ class StoredMixing:
 
 
 def prefix_and_own(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixing: StoredMixing,
-    first: Tensor | None,
-    past: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, mixing: StoredMixing, first: Tensor | None, past: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """φ(q)ᵀ applied to the mixed earlier blocks plus the causal part of the own block.
 

@@ -74,15 +74,11 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
     ),
     # φ(x) = elu(x) + 1
     "elu": FeatureMap(
-        forward=_elu,
-        gradient=lambda gradient, tokens: gradient * tokens.clamp(max=0).exp(),
-        kernel="elu",
+        forward=_elu, gradient=lambda gradient, tokens: gradient * tokens.clamp(max=0).exp(), kernel="elu"
     ),
     # φ(x) = exp(x)
     "exp": FeatureMap(
-        forward=lambda tokens: tokens.exp(),
-        gradient=lambda gradient, tokens: gradient * tokens.exp(),
-        kernel="exp",
+        forward=lambda tokens: tokens.exp(), gradient=lambda gradient, tokens: gradient * tokens.exp(), kernel="exp"
     ),
     # φ(x) = softmax([Wx, -Wx]) with a learned W a head, twice as many features
     "hedgehog": FeatureMap(forward=_hedgehog, is_learned=True, width_factor=2),

@@ -93,9 +93,8 @@ def check_kernels(device: torch.device, part: int = 0, parts: int = 1) -> Iterat
     for family, name, width, repeats, normalizer, backward in runs[part::parts]:
         start = time.perf_counter()
         with _tf32(name == "tf32"):
-            errors, reason = compare_kernels(
-                family, device, TYPES[name], width, width, backward=backward, repeats=repeats, normalizer=normalizer
-            )
+            kind = family, device, TYPES[name], width, width, repeats, normalizer
+            errors, reason = compare_kernels(*kind, backward=backward)
         if errors or reason:
             yield {
                 "family": family,

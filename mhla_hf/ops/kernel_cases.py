@@ -25,7 +25,7 @@ from ..utils.messages import shorten_text
 from .band import StoredMixing
 from .definitions import FEATURE_MAPS
 from .forms import attend_by_block, attend_on
-from .operands import MHLAState, Operands
+from .operands import MHLAState, Operands, tensors_of
 from .recurrent import empty_state, extend, step
 
 
@@ -96,10 +96,10 @@ def compare_kernels(
     dtype: torch.dtype,
     width: int,
     value_width: int,
-    *,
-    backward: bool,
     repeats: int = 1,
     normalizer: str = "query",
+    *,
+    backward: bool,
 ) -> tuple[dict[str, float], str]:
     """Run a family of kernels on a small input, and judge its errors.
 
@@ -109,9 +109,9 @@ def compare_kernels(
         dtype: Type of the tokens.
         width: K.
         value_width: V.
-        backward: Whether to compute gradients too.
         repeats: Query heads that share a key head.
         normalizer: `"query"` or `"none"`.
+        backward: Whether to compute gradients too.
 
     Returns:
         ‖x - reference‖ / ‖reference‖ for the output, the tensors of a new state and the gradients, by name, which is
@@ -283,7 +283,6 @@ def _documents(sizes: Sizes, operands: Operands) -> SequenceLayout:
     return SequenceLayout(places >= 3, sizes.block_size, (places >= sizes.length // 3).long(), 2)
 
 
-STATE = ("summaries", "current", "prefix", "upcoming", "left", "num_left", "position")
 # Two stored blocks, and more before the tokens: some have left the ring.
 STORED, PAST, DECODED, DECAY = 2, 3, 2, 0.5
 
@@ -323,15 +322,15 @@ def _decode(backend: str) -> Callable[[Results, Sizes], Results]:
     def compute(inputs: Results, sizes: Sizes) -> Results:
         state, tokens = _past_state(inputs, sizes)
         device, dtype = inputs["query"].device, torch.float64 if backend == "torch" else torch.float32
-        held = {name: getattr(state, name).to(device) for name in STATE}
-        held = {name: x.to(dtype) if x.is_floating_point() else x for name, x in held.items()}
+        kept = {name: x.to(device) for name, x in tensors_of(state).items()}
+        held: Results = {name: x.to(dtype) if x.is_floating_point() else x for name, x in kept.items()}
         state = dataclasses.replace(state, **held)
         outputs = []
         for part in zip(*[x.split(1, dim=1) for x in tokens.values()]):
             operands = Operands(**dict(zip(tokens, part)), normalizer=sizes.normalizer)
             output, state = step(operands, _decayed(inputs["mixing"]), state, None, backend)
             outputs.append(output)
-        tensors = {f"state.{name}": getattr(state, name).double() for name in STATE}
+        tensors = {f"state.{name}": x.double() for name, x in tensors_of(state).items()}
         return {"output": torch.cat(outputs, dim=1), **tensors}
 
     return compute

@@ -157,6 +157,11 @@ class MHLAState:
         return replace(self, summaries=F.pad(self.summaries, (0, 0, 0, 0, 0, missing)))
 
 
+def tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state by the names of its fields."""
+    return {name: value for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
+
+
 def ring_slots(block_size: int, num_stored_blocks: int, rewindable: int, max_tokens: int | None) -> int:
     """Return how many finished blocks a state holds; see [`mhla_hf.ops.empty_state`]."""
     slots = max(num_stored_blocks - 2, 0) + max(1, -(-rewindable // block_size))

@@ -8,6 +8,7 @@ memory for their queries, keys, values and heads. Nothing is written before all 
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,7 +40,7 @@ from ..utils.files import link_or_copy, list_files, read_json, write_json
 from ..utils.messages import StepCounter, check_count, did_you_mean, shorten_text
 from ..utils.tensor_files import FLOATS, read_entries
 from .data import open_probe
-from .fits import HeadsCall, TemperatureFit, fit_heads, fit_text
+from .fits import HeadsCall, TemperatureFit, fit_heads
 from .own_weights import fit_own_weights, trained_weights
 
 
@@ -315,7 +316,7 @@ def _calibrate_layer(
         raise ValueError(
             "batches must hold at least 2 samples, one to fit and one to measure the error; the more, the better."
         )
-    starts = [fit_text(layer, calls[:_TEMPERATURE_CALLS])]
+    starts = [layer.mhla.fit_text(call.fitted for call in calls[:_TEMPERATURE_CALLS])]
     if TemperatureFit.applies(layer):
         temperatures = TemperatureFit(layer)
         with swapped_parameters(starts[0]):
@@ -340,17 +341,9 @@ def _calibrate_layer(
         report.note = "left alone: the held-out error does not fall"
         return report, {}
     report.error_after, report.projection_ridge = solution.error / scale, solution.strength
-    mhla, projection = layer.mhla, layer.projection
-    fitted = {
-        "feature_map": getattr(mhla.feature_map_key, "weight", None),
-        "mixing": mhla.mixing,
-        "window_bias": mhla.window_bias,
-        "text_bias": mhla.text_bias,
-        "normalizer_scale": mhla.normalizer_scale,
-        "lepe": getattr(mhla.lepe, "weight", None),
-        "projection": getattr(projection, "weight", None),
-    }
-    report.changed = [name for name, parameter in fitted.items() if parameter in changes]
+    names = [name for name, parameter in layer.mhla.named_parameters() if parameter in changes]
+    parts = {re.sub(r"(_query|_key)?(\..*)?$", "", name) for name in names}
+    report.changed = [*sorted(parts), *["projection"] * bool(solution.changes)]
     return report, changes
 
 

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers import AttentionParts
-from ..ops.definitions import NORMALIZERS
 from ..ops.sums import repeat_heads
 from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters, valid_tokens
 from ..training.matching.ridge import Moments, solve_ridge, sums_device
@@ -31,8 +30,6 @@ TEMPERATURES = (1.0, 0.63, 1.6, 2.5, 4.0, 6.3, 10.0)
 HEADS_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
 # Rows with their neighbours are many times what the values are: so many numbers are made at a time.
 _ROW_NUMBERS = 2**23
-# Queries of a sample that tell the bias of the text; each meets all keys.
-_BIAS_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,12 @@ class HeadsCall:
     def value(self) -> torch.Tensor:
         """`[B, T, H_kv, V]`."""
         return self.args[2] if len(self.args) > 2 else self.kwargs["value"]
+
+    @property
+    def fitted(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Queries and keys of the samples that are not held out, and the keyword arguments."""
+        query, key = (tokens[~self.held_out] for tokens in self.args[:2])
+        return query, key, self.kwargs
 
     def rows(self, tokens: torch.Tensor, held_out: bool, start: int = 0) -> torch.Tensor:
         """The tokens of one part of the samples as rows `[N, ...]`, from `[B, T, ...]`, without padding.
@@ -95,8 +98,7 @@ class TemperatureFit:
     def observe(self, call: HeadsCall) -> None:
         """Add the errors of one call at each temperature."""
         weights = self._weights()
-        mhla: Any = self.mhla
-        text = None if mhla.text_bias is None else mhla.text_parts(*call.args, **call.kwargs)
+        text = self.mhla.text_parts(*call.args, **call.kwargs)
         for index, temperature in enumerate(TEMPERATURES):
             with swapped_parameters({weight: weight * temperature for weight in weights}):
                 attended = self.mhla.attention_parts(*call.args, **call.kwargs, attended_alone=True).attended
@@ -219,37 +221,6 @@ def fit_heads(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -
         fit.observe(call)
     with swapped_parameters(own):
         return fit.solve().changes
-
-
-@torch.no_grad()
-def fit_text(layer: AttentionLayer, calls: Sequence[HeadsCall]) -> Changes:
-    """New values for what a layer with text has by itself: the bias of the text and the scale of the normaliser.
-
-    The bias is the mean over queries spread over the grid. The scale makes the mean normaliser 1.
-
-    Args:
-        layer: The layer.
-        calls: Its calls.
-    """
-    mhla: Any = layer.mhla
-    if mhla.text_bias is None:
-        return {}
-    found: list[torch.Tensor] = []
-    changes: Changes = {}
-    if NORMALIZERS[mhla.config.normalizer].divides:
-        means = [mhla.mean_normalizer(*call.args[:2], **call.kwargs)[~call.held_out] for call in calls]
-        mean = torch.cat(means).mean(0)
-        scale = mhla.normalizer_scale / (mean if len(mhla.normalizer_scale) > 1 else mean.mean())
-        # Of a head whose normaliser is 0 or below nothing can be said.
-        is_sound = scale.isfinite() & (scale > 0)
-        changes[mhla.normalizer_scale] = scale.to(mhla.normalizer_scale).where(is_sound, mhla.normalizer_scale)
-    for call in calls:
-        query, key, _ = (tokens[~call.held_out] for tokens in call.args)
-        places = torch.linspace(0, query.shape[1] - 1, min(query.shape[1], _BIAS_QUERIES)).round().long()
-        rotary = call.kwargs["rotary"]
-        query = (query if rotary is None else rotary(query))[:, places.to(query.device)]
-        found.append(mhla.landmark_error(query, key, grid=call.kwargs["grid"], rotary=rotary).flatten(0, 1))
-    return {**changes, mhla.text_bias: torch.cat(found).mean(0).to(mhla.text_bias)}
 
 
 def _patches(image: torch.Tensor, kernel: int) -> torch.Tensor:

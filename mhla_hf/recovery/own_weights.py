@@ -105,11 +105,8 @@ def _train(
 @torch.no_grad()
 def _fixed_parts(layer: AttentionLayer, call: HeadsCall) -> AttentionParts:
     """What does not depend on the weights that train: window, convolution and text."""
-    nothing = call.heads.new_empty(0)
-    mhla = layer.mhla
-    if mhla.window_bias is None and mhla.lepe is None and mhla.text_bias is None:
-        return AttentionParts(nothing, None, None)
-    return dataclasses.replace(mhla.attention_parts(*call.args, **call.kwargs), attended=nothing)
+    parts = layer.mhla.attention_parts(*call.args, **call.kwargs)
+    return dataclasses.replace(parts, attended=call.heads.new_empty(0))
 
 
 def _target(call: HeadsCall, parts: AttentionParts) -> torch.Tensor:

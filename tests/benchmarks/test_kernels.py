@@ -13,8 +13,7 @@ import torch
 from benchmarks.kernels.sweep import sweep_cases
 from benchmarks.kernels.timing import time_cases
 from mhla_hf.gpu.cases import CASES, kernel_cases
-from mhla_hf.gpu.checks import run_checks
-from mhla_hf.gpu.report import Report
+from mhla_hf.gpu.examination import Report, run_checks
 from mhla_hf.ops.backends import TRITON_INSTALLED
 from tests import ROOT
 

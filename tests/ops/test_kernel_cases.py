@@ -38,7 +38,7 @@ def checks(monkeypatch):
     seen: list[tuple[str, bool]] = []
     failures: dict[tuple[str, bool], str] = {}
 
-    def compare_kernels(family, device, dtype, width, value_width, *, backward, repeats, normalizer):
+    def compare_kernels(family, device, dtype, width, value_width, repeats, normalizer, *, backward):
         seen.append(
             (family, backward) if (repeats, normalizer) == (1, "query") else (family, backward, repeats, normalizer)
         )

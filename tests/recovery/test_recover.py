@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 import mhla_hf
 from mhla_hf.cli.main import app
-from mhla_hf.estimate.candidates import find_candidate, on_meta
-from mhla_hf.estimate.estimating import training_memory
+from mhla_hf.estimate import find_candidate, on_meta, training_memory
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery import data
 from mhla_hf.recovery import recover as module

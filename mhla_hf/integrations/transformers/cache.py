@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ...layers.state import DecodingState, WindowState
 from ...ops.band import StoredMixing
-from ...ops.operands import MHLAState, records_gradients
+from ...ops.operands import MHLAState, records_gradients, tensors_of
 from ...ops.recurrent import rewind
 from ...utils.compat.transformers import cache_names
 
@@ -225,11 +225,9 @@ class MHLACacheLayer(CacheLayerMixin):
     @property
     def num_bytes(self) -> int:
         """Memory of the state, the tokens kept for taking back included."""
-        tensors = [] if self.state is None else [getattr(self.state, name) for name in _STATE_TENSORS]
-        if self.window_state is not None:
-            tensors += [getattr(self.window_state, name) for name in _WINDOW_TENSORS]
-        tensors += [] if self._hidden is None else [self._hidden]
-        return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *self._last.values()])
+        states = [state for state in (self.state, self.window_state) if state is not None]
+        tensors = [*self._last.values(), *(tensor for state in states for tensor in tensors_of(state).values())]
+        return sum(tensor.nbytes for tensor in (*tensors, *([] if self._hidden is None else [self._hidden])))
 
     def new_tokens(self, mask: torch.Tensor, length: int) -> torch.Tensor:
         """The part of a padding mask `[B, all tokens]` that belongs to the `length` tokens of this call."""
@@ -321,13 +319,19 @@ class MHLACacheLayer(CacheLayerMixin):
         state = rewind(self.state, self._mixing, **tokens, valid=valid, kept=kept)
         self._keep(state, None if self.window_state is None else self.window_state.rewound(valid, kept))
 
-    def _keep(self, state: MHLAState, window: WindowState | None) -> None:
-        """Keep a new state."""
-        changed: dict[str, Any] = {name: self._kept(name, getattr(state, name)) for name in _STATE_TENSORS}
-        self.state, self.window_state = dataclasses.replace(state, **changed), window
-        if window is not None:
-            changed = {name: self._kept(f"window {name}", getattr(window, name)) for name in _WINDOW_TENSORS}
-            self.window_state = dataclasses.replace(window, **changed)
+    def _keep(
+        self,
+        state: MHLAState | None,
+        window: WindowState | None,
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
+        """Keep a new state, after a change to each of its tensors."""
+        for name, new in (("state", state), ("window_state", window)):
+            if new is not None:
+                tensors = tensors_of(new).items()
+                changed: dict[str, Any] = {key: self._kept(f"{name} {key}", change(tensor)) for key, tensor in tensors}
+                new = dataclasses.replace(new, **changed)
+            setattr(self, name, new)
 
     def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor to keep under a name: in a static cache always the same one, into which `tensor` is copied.
@@ -399,21 +403,11 @@ class MHLACacheLayer(CacheLayerMixin):
             )
 
     def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        window = self.window_state
-        if window is not None:
-            changed: dict[str, Any] = {name: function(getattr(window, name)) for name in _WINDOW_TENSORS}
-            window = dataclasses.replace(window, **changed)
-        if self.state is not None:
-            changed = {name: function(getattr(self.state, name)) for name in _STATE_TENSORS}
-            self._keep(dataclasses.replace(self.state, **changed), window)
+        self._keep(self.state, self.window_state, function)
         self._last = {name: self._kept(f"last {name}", function(tensor)) for name, tensor in self._last.items()}
         self.batch_size = self._last["value"].shape[0]
         if self._hidden is not None:
             self._hidden = self._kept("hidden", function(self._hidden))
-
-
-_STATE_TENSORS = ("summaries", "current", "prefix", "upcoming", "left", "num_left", "position")
-_WINDOW_TENSORS = ("keys", "values", "position", "left", "num_left")
 
 
 class MHLACache(DynamicCache):
@@ -444,7 +438,7 @@ def cache_layer_bytes(layer: Any) -> int:
     if isinstance(layer, MHLACacheLayer):
         return layer.num_bytes
     tensors = [tensor for tensor in (layer.keys, layer.values) if isinstance(tensor, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLayer:

@@ -145,17 +145,9 @@ def attend_kernel(
 
 @operator("mhla_hf::block_attention")
 def block_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    normalizer_query: Tensor | None,
-    normalizer_key: Tensor | None,
-    divisor: Tensor | None,
-    mixing: Tensor,
-    table: Tensor,
-    divides: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, normalizer_query: Tensor | None, normalizer_key: Tensor | None,
+    divisor: Tensor | None, mixing: Tensor, table: Tensor, divides: bool, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Block-parallel MHLA.
 
     Args:

@@ -40,6 +40,7 @@ from .launching import (
     launch,
     line_groups,
     matrix_tiles,
+    or_empty,
     padded,
     product_flops,
     repeated,
@@ -128,22 +129,11 @@ def apply_kernel(
 
 
 def apply(
-    rows: Tensor,
-    matrices: Tensor,
-    table: Tensor,
-    groups: int,
-    lines: tuple[int, int],
-    result: Tensor,
-    *,
-    transpose: bool = False,
-    factor: float,
-    scale: Tensor | None = None,
-    vectors: Tensor | None = None,
-    second: Tensor | None = None,
-    outputs: Tensor | None = None,
-    queries: Tensor | None = None,
+    rows: Tensor, matrices: Tensor, table: Tensor, groups: int, lines: tuple[int, int], result: Tensor, *,
+    transpose: bool = False, factor: float, scale: Tensor | None = None, vectors: Tensor | None = None,
+    second: Tensor | None = None, outputs: Tensor | None = None, queries: Tensor | None = None,
     weight: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Computes factor · scale_t · rows_tᵀ matrix_b(t) + weight_t · vector_b(t) for a group of lines.
 
     Args:
@@ -190,21 +180,12 @@ def needs_output(width: int, columns: int, dtype: torch.dtype) -> bool:
     return max(width, columns) > (128 if dtype == torch.bfloat16 else 64)
 
 
-def block_gradients(
-    gradient: Tensor,
-    output: Tensor | None,
-    denominator: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    normalizer_query: Tensor | None,
-    normalizer_key: Tensor | None,
-    divisor: Tensor | None,
-    mixing: Tensor,
-    table: Tensor,
-    divides: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operator("mhla_hf::block_attention_backward", differentiable=False)
+def block_attention_backward(
+    gradient: Tensor, output: Tensor | None, denominator: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    normalizer_query: Tensor | None, normalizer_key: Tensor | None, divisor: Tensor | None, mixing: Tensor,
+    table: Tensor, divides: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value, the normaliser's pair, divisor and mixing, empty for what is not given.
 
     Args beyond those of `block_attention`:
@@ -254,58 +235,14 @@ def block_gradients(
             vectors=grad_sums, second=grad_normalizer_key,
         )  # fmt: skip
         apply(key, grad_summaries, table, groups, lines, grad_value, factor=1 / slots)
-    return (
-        grad_query,
-        grad_key,
-        grad_value,
-        query.new_empty(0) if grad_normalizer_query is None else grad_normalizer_query,
-        query.new_empty(0) if grad_normalizer_key is None else grad_normalizer_key,
-        query.new_empty(0) if divisor is None or weight is None else weight,
-        weights.gradient(),
-    )
-
-
-@operator("mhla_hf::block_attention_backward", differentiable=False)
-def block_attention_backward(
-    gradient: Tensor,
-    output: Tensor | None,
-    denominator: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    normalizer_query: Tensor | None,
-    normalizer_key: Tensor | None,
-    divisor: Tensor | None,
-    mixing: Tensor,
-    table: Tensor,
-    divides: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """[`block_gradients`], as an operator."""
-    return block_gradients(
-        gradient,
-        output,
-        denominator,
-        query,
-        key,
-        value,
-        normalizer_query,
-        normalizer_key,
-        divisor,
-        mixing,
-        table,
-        divides,
-        eps,
-    )
+    pair = or_empty(query, grad_normalizer_query, grad_normalizer_key)
+    grad_divisor = or_empty(query, None if divisor is None else weight)
+    return grad_query, grad_key, grad_value, *pair, *grad_divisor, weights.gradient()
 
 
 @torch.library.register_fake("mhla_hf::block_attention_backward")
-def _(
-    gradient, output, denominator, query, key, value, normalizer_query, normalizer_key, divisor, mixing, table,
-    divides, eps,
-):  # fmt: skip
-    tensors = query, key, value, normalizer_query, normalizer_key, divisor, mixing
-    return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)
+def _(gradient, output, denominator, *inputs):
+    return or_empty(inputs[0], *(tensor if tensor is None else dense_like(tensor) for tensor in inputs[:7]))
 
 
 def block_flops(query, key, value, mixing) -> int:
@@ -316,19 +253,7 @@ def block_flops(query, key, value, mixing) -> int:
 
 
 @register_flop_formula(torch.ops.mhla_hf.block_attention_backward)
-def _flops(
-    gradient,
-    output,
-    denominator,
-    query,
-    key,
-    value,
-    normalizer_query,
-    normalizer_key,
-    divisor,
-    mixing,
-    *args,
-    **kwargs,
-):
+def _flops(*args, **kwargs) -> int:
     """Twice the forward pass, as of any product. What is computed again does not count."""
+    query, key, value, _, _, _, mixing = args[3:10]
     return 2 * block_flops(query, key, value, mixing)

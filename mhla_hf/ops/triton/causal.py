@@ -187,19 +187,9 @@ def causal_attend_kernel(
 
 @operator("mhla_hf::causal_attention")
 def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    normalizer_query: Tensor | None,
-    normalizer_key: Tensor | None,
-    window: Tensor,
-    carry: Tensor,
-    own: Tensor,
-    table: Tensor,
-    starts: Tensor | None,
-    divides: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, normalizer_query: Tensor | None, normalizer_key: Tensor | None,
+    window: Tensor, carry: Tensor, own: Tensor, table: Tensor, starts: Tensor | None, divides: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Causal MHLA in chunks.
 
     Args:

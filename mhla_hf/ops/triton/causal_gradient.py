@@ -47,7 +47,7 @@ from .device_functions import (
     store_rows,
     token_product,
 )
-from .launching import as_rows, dense_like, launch, multiplied_for, padded, token_tensor
+from .launching import as_rows, dense_like, launch, multiplied_for, or_empty, padded, token_tensor
 from .operators import operator
 from .outer import outer
 
@@ -142,19 +142,9 @@ def query_gradient_kernel(
 
 
 def query_gradient(
-    gradient: Tensor,
-    output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prefix: Tensor,
-    prefix_sum: Tensor | None,
-    scale: Tensor | None,
-    own: Tensor,
-    limit: Tensor,
-    table: Tensor,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor]:
+    gradient: Tensor, output: Tensor, query: Tensor, key: Tensor, value: Tensor, prefix: Tensor,
+    prefix_sum: Tensor | None, scale: Tensor | None, own: Tensor, limit: Tensor, table: Tensor, weight: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of queries and of m_ii.
 
     Args:
@@ -253,19 +243,9 @@ def key_gradient_kernel(
 
 
 def key_gradient(
-    rows: Tensor,
-    inner: Tensor,
-    other: Tensor,
-    matrices: Tensor,
-    own: Tensor,
-    limit: Tensor,
-    table: Tensor,
-    *,
-    transpose: bool,
-    scale: Tensor | None,
-    weight: Tensor | None = None,
-    vectors: Tensor | None = None,
-) -> Tensor:
+    rows: Tensor, inner: Tensor, other: Tensor, matrices: Tensor, own: Tensor, limit: Tensor, table: Tensor, *,
+    transpose: bool, scale: Tensor | None, weight: Tensor | None = None, vectors: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """m_ii Σ_{t ≥ j} (scale_t rows_j · inner_t + weight_t) other_t, plus the part of the summaries.
 
     The gradient of values for rows = keys, inner = queries, other = gradients of the outputs; that of keys for
@@ -318,15 +298,9 @@ def _rows_of_tokens(rows: Tensor, tokens: Tensor, table: Tensor) -> Tensor:
 
 
 def pair_gradients(
-    query: Tensor,
-    key: Tensor,
-    mixed_sums: Tensor,
-    grad_sums: Tensor,
-    own: Tensor,
-    limit: Tensor,
-    table: Tensor,
+    query: Tensor, key: Tensor, mixed_sums: Tensor, grad_sums: Tensor, own: Tensor, limit: Tensor, table: Tensor,
     weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of a normaliser's pair other than query and key themselves, and its part of that of m_ii.
 
     By operations of torch: no product of theirs is large, and few models have such a pair.
@@ -396,20 +370,10 @@ def mixed_prefix_backward(
 
 @operator("mhla_hf::causal_attention_backward", differentiable=False)
 def causal_attention_backward(
-    gradient: Tensor,
-    output: Tensor,
-    denominator: Tensor,
-    limit: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    normalizer_query: Tensor | None,
-    normalizer_key: Tensor | None,
-    window: Tensor,
-    carry: Tensor,
-    own: Tensor,
+    gradient: Tensor, output: Tensor, denominator: Tensor, limit: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    normalizer_query: Tensor | None, normalizer_key: Tensor | None, window: Tensor, carry: Tensor, own: Tensor,
     table: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value, the normaliser's pair (empty without one of its own), window, carry and own."""
     batch, heads, groups, slots = query.shape[0], query.shape[2], key.shape[2], table.shape[-1]
     divides, has_pair = denominator.numel() > 0, normalizer_query is not None
@@ -468,7 +432,7 @@ def _(
     table,
 ):  # fmt: skip
     tensors = query, key, value, normalizer_query, normalizer_key, window, carry, own
-    return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)
+    return or_empty(query, *(tensor if tensor is None else dense_like(tensor) for tensor in tensors))
 
 
 def causal_flops(query, key, value, window, carry, table) -> int:

@@ -222,25 +222,10 @@ def decode_kernel(
 
 @operator("mhla_hf::decode_token", writes=("summaries",))
 def decode_token(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    normalizer_query: Tensor | None,
-    normalizer_key: Tensor | None,
-    valid: Tensor | None,
-    mixing: Tensor,
-    decay: Tensor | None,
-    summaries: Tensor,
-    current: Tensor,
-    prefix: Tensor,
-    upcoming: Tensor,
-    left: Tensor,
-    num_left: Tensor,
-    position: Tensor,
-    block_size: int,
-    divides: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, normalizer_query: Tensor | None, normalizer_key: Tensor | None,
+    valid: Tensor | None, mixing: Tensor, decay: Tensor | None, summaries: Tensor, current: Tensor, prefix: Tensor,
+    upcoming: Tensor, left: Tensor, num_left: Tensor, position: Tensor, block_size: int, divides: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """One token of every batch entry; see [`mhla_hf.ops.mhla_step`] and [`mhla_hf.ops.MHLAState`].
 
     Args:

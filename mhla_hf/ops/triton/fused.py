@@ -18,36 +18,18 @@ from ...layouts.blocks import BlockLayout
 from ..definitions import FEATURE_MAPS, NORMALIZERS
 from .block_gradient import block_flops
 from .fused_gradient import fused_attention_backward
-from .fused_products import (
-    Features,
-    fused_attend,
-    fused_outer,
-    inverse_norm,
-    rotary_table,
-)
+from .fused_products import Features, fused_attend, fused_outer, inverse_norm, rotary_table
 from .launching import line_groups, repeated, row_count, summary_dtype
 from .mixing import Mixing
 from .operators import operator
 
 
 def fused_mhla_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixing: Tensor,
-    layout: BlockLayout,
-    *,
-    feature_map: str,
-    feature_map_eps: float,
-    normalizer: str,
-    eps: float,
-    scaling: float,
-    rotary: tuple[Tensor, Tensor] | None = None,
-    query_norm: tuple[Tensor, float] | None = None,
-    key_norm: tuple[Tensor, float] | None = None,
-    output_norm: tuple[Tensor, float] | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, layout: BlockLayout, *, feature_map: str,
+    feature_map_eps: float, normalizer: str, eps: float, scaling: float, rotary: tuple[Tensor, Tensor] | None = None,
+    query_norm: tuple[Tensor, float] | None = None, key_norm: tuple[Tensor, float] | None = None,
+    output_norm: tuple[Tensor, float] | None = None, gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Non-causal MHLA from projections on, with everything between them and the output inside of the kernels.
 
     Summaries are float32, but bfloat16 for bfloat16 tokens; sums always run in float32.
@@ -101,25 +83,10 @@ def fused_mhla_attention(
 
 @operator("mhla_hf::fused_attention")
 def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    mixing: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    output_norm: Tensor | None,
-    rotary: Tensor | None,
-    table: Tensor,
-    feature_map: str,
-    scaling: float,
-    feature_eps: float,
-    divides: bool,
-    eps: float,
-    query_eps: float,
-    key_eps: float,
-    output_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, mixing: Tensor, query_norm: Tensor | None,
+    key_norm: Tensor | None, output_norm: Tensor | None, rotary: Tensor | None, table: Tensor, feature_map: str,
+    scaling: float, feature_eps: float, divides: bool, eps: float, query_eps: float, key_eps: float, output_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Block-parallel MHLA from projections on.
 
     Args:

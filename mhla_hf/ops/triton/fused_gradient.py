@@ -56,16 +56,7 @@ from .fused_products import (
     row_warps,
     slot_entries,
 )
-from .launching import (
-    as_rows,
-    ceil_divide,
-    dense_like,
-    launch,
-    line_groups,
-    padded,
-    repeated,
-    row_count,
-)
+from .launching import as_rows, ceil_divide, dense_like, launch, line_groups, or_empty, padded, repeated, row_count
 from .mixing import Mixing
 from .operators import operator
 
@@ -126,22 +117,10 @@ def fused_gradient_kernel(
 
 
 def feature_gradient(
-    rows: Tensor,
-    outputs: Tensor,
-    matrices: Tensor,
-    vectors: Tensor | None,
-    features: Features,
-    map_name: str,
-    table: Tensor,
-    heads: int,
-    lines: tuple[int, int],
-    result: Tensor,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    *,
-    factor: float,
-    eps: float = 0.0,
-) -> None:
+    rows: Tensor, outputs: Tensor, matrices: Tensor, vectors: Tensor | None, features: Features, map_name: str,
+    table: Tensor, heads: int, lines: tuple[int, int], result: Tensor, scale: Tensor | None = None,
+    weight: Tensor | None = None, *, factor: float, eps: float = 0.0,
+) -> None:  # fmt: skip
     """The gradient of norm(x_t) for a group of lines, see [`fused_gradient_kernel`].
 
     Args:
@@ -292,26 +271,11 @@ def output_gradient_kernel(
 
 @operator("mhla_hf::fused_attention_backward", differentiable=False)
 def fused_attention_backward(
-    gradient: Tensor,
-    query_inverse: Tensor,
-    key_inverse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    mixing: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    output_norm: Tensor | None,
-    rotary: Tensor | None,
-    table: Tensor,
-    feature_map: str,
-    scaling: float,
-    feature_eps: float,
-    divides: bool,
-    eps: float,
-    output_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gradient: Tensor, query_inverse: Tensor, key_inverse: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    gate: Tensor | None, mixing: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
+    output_norm: Tensor | None, rotary: Tensor | None, table: Tensor, feature_map: str, scaling: float,
+    feature_eps: float, divides: bool, eps: float, output_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value, gate, mixing and the weights of the norms; empty for what is not there.
 
     Args beyond those of `fused.fused_attention`:
@@ -373,23 +337,20 @@ def fused_attention_backward(
         fused_attend(
             key, grad_summaries, None, key_features, feature_map, table, groups, lines, grad_value, factor=1 / slots
         )
-    grad_gate, grad_query_norm, grad_key_norm, grad_output_norm = (
-        query.new_empty(0) if part is None else part
-        for part in (
-            grad_gate,
-            norm_gradient_(query, grad_query, query_norm, query_inverse),
-            norm_gradient_(key, grad_key, key_norm, key_inverse),
-            None if output_norm is None or shares is None else shares.sum(0).to(output_norm.dtype),
-        )
+    grad_gate, *grad_norms = or_empty(
+        query,
+        grad_gate,
+        norm_gradient_(query, grad_query, query_norm, query_inverse),
+        norm_gradient_(key, grad_key, key_norm, key_inverse),
+        None if output_norm is None or shares is None else shares.sum(0).to(output_norm.dtype),
     )
-    grad_norms = grad_query_norm, grad_key_norm, grad_output_norm
     return grad_query, grad_key, grad_value, grad_gate, weights.gradient(), *grad_norms
 
 
 @torch.library.register_fake("mhla_hf::fused_attention_backward")
 def _(gradient, query_inverse, key_inverse, query, key, value, gate, mixing, query_norm, key_norm, output_norm, *args):
     tensors = query, key, value, gate, mixing, query_norm, key_norm, output_norm
-    return tuple(query.new_empty(0) if tensor is None else dense_like(tensor) for tensor in tensors)
+    return or_empty(query, *(tensor if tensor is None else dense_like(tensor) for tensor in tensors))
 
 
 @register_flop_formula(torch.ops.mhla_hf.fused_attention_backward)

@@ -316,20 +316,9 @@ def fused_outer_kernel(
 
 
 def fused_outer(
-    rows: Tensor,
-    value: Tensor,
-    features: Features,
-    map_name: str,
-    table: Tensor,
-    heads: int,
-    lines: tuple[int, int],
-    *,
-    factor: float,
-    dtype: torch.dtype,
-    total: bool,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    rows: Tensor, value: Tensor, features: Features, map_name: str, table: Tensor, heads: int, lines: tuple[int, int],
+    *, factor: float, dtype: torch.dtype, total: bool, scale: Tensor | None = None, weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """factor Σ ψ(x_t) (scale_t value_t)ᵀ and Σ weight_t φ(x_t) over the tokens of each block of a group of lines.
 
     Args:
@@ -417,22 +406,10 @@ def fused_attend_kernel(
 
 
 def fused_attend(
-    query: Tensor,
-    matrices: Tensor,
-    vectors: Tensor | None,
-    features: Features,
-    map_name: str,
-    table: Tensor,
-    heads: int,
-    lines: tuple[int, int],
-    output: Tensor,
-    *,
-    factor: float,
-    eps: float = 0.0,
-    gate: Tensor | None = None,
-    output_weight: Tensor | None = None,
-    output_eps: float = 0.0,
-) -> None:
+    query: Tensor, matrices: Tensor, vectors: Tensor | None, features: Features, map_name: str, table: Tensor,
+    heads: int, lines: tuple[int, int], output: Tensor, *, factor: float, eps: float = 0.0, gate: Tensor | None = None,
+    output_weight: Tensor | None = None, output_eps: float = 0.0,
+) -> None:  # fmt: skip
     """Computes norm(factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps)) · silu(gate) for a group of lines.
 
     Args:

@@ -356,15 +356,9 @@ def _(tokens, weight, norm, *others):
 
 @operator("mhla_hf::hedgehog_features_backward", differentiable=False)
 def hedgehog_features_backward(
-    gradient: Tensor,
-    inverse: Tensor,
-    tokens: Tensor,
-    weight: Tensor,
-    norm: Tensor | None,
-    rotary: Tensor | None,
-    scaling: float,
-    feature_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, inverse: Tensor, tokens: Tensor, weight: Tensor, norm: Tensor | None, rotary: Tensor | None,
+    scaling: float, feature_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of tokens, W and the norm's weight, which is empty without a norm."""
     projection = _projection(weight, norm, inverse, rotary, scaling, feature_eps)
     grad_tokens, grad_weight = features_gradient(gradient, tokens, projection)

@@ -136,6 +136,11 @@ def launch(
     _plans[key] = compiled, tuple(keywords[name] for name in names)
 
 
+def or_empty(like: torch.Tensor, *tensors: torch.Tensor | None) -> Any:
+    """The tensors, with empty ones in place of None, which operators cannot return."""
+    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
+
+
 def ceil_divide(number: int, divisor: int) -> int:
     """Quotient, rounded up. `triton.cdiv` may be called in kernels too, and takes 2 µs for that."""
     return -(-number // divisor)

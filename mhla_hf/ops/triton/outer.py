@@ -148,21 +148,10 @@ class Sums(NamedTuple):
 
 
 def outer(
-    left: Tensor,
-    right: Tensor,
-    table: Tensor,
-    num_heads: int,
-    lines: tuple[int, int] | None = None,
-    *,
-    factor: float,
-    dtype: torch.dtype,
-    scale: Tensor | None = None,
-    total: bool = False,
-    plain: Tensor | None = None,
-    weight: Tensor | None = None,
-    limit: Tensor | None = None,
-    finite: bool = False,
-) -> Sums:
+    left: Tensor, right: Tensor, table: Tensor, num_heads: int, lines: tuple[int, int] | None = None, *, factor: float,
+    dtype: torch.dtype, scale: Tensor | None = None, total: bool = False, plain: Tensor | None = None,
+    weight: Tensor | None = None, limit: Tensor | None = None, finite: bool = False,
+) -> Sums:  # fmt: skip
     """factor Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MHLA can gain in a model, from its configuration alone: operations, bounds on the speed-up, memory.
+"""`mhla-hf estimate`: what MHLA can gain in a model, from its configuration alone: operations, speed-up, memory.
 
 Models are built on torch's meta device, without memory for weights, and run once while torch counts the operations of
 products. This works for any model of diffusers or transformers whose softmax goes through
@@ -8,20 +8,33 @@ products. This works for any model of diffusers or transformers whose softmax go
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..bench import ORDINARY, BenchOptions, cast_model, compare
-from ..integrations.transformers.cache import cache_layer_bytes
-from ..recovery.recipes import (
+from .bench import ORDINARY, BenchOptions, cast_model, compare
+from .integrations.transformers.cache import cache_layer_bytes
+from .integrations.transformers.configuration import max_positions
+from .integrations.transformers.limits import check_sizes
+from .integrations.transformers.modules import is_image_model, patch_grid
+from .integrations.transformers.towers import towers_of
+from .layouts import MAX_TOKENS
+from .models.directory import ModelDirectory
+from .models.limits import check_model_config
+from .models.registry import FAMILIES, family_for
+from .presets import PRESETS, from_preset, is_preset
+from .recovery.recipes import (
     DATA_FREE,
     STAGES,
     Recipe,
@@ -30,12 +43,13 @@ from ..recovery.recipes import (
     default_settings,
     packaged_recipes,
 )
-from ..recovery.recipes import FAMILIES as RECOVERED
-from ..training.matching.blocks import OnMeta, record_bytes
-from ..training.matching.layers import AttentionLayer, base_model, mhla_layers, run
-from ..utils.compat.transformers import cache_of_output
-from ..utils.messages import shorten_text
-from .candidates import Candidate, on_meta
+from .recovery.recipes import FAMILIES as RECOVERED
+from .training.data.probes import diffusion_inputs
+from .training.matching.blocks import OnMeta, record_bytes
+from .training.matching.layers import AttentionLayer, base_model, mhla_layers, run
+from .utils import locations
+from .utils.compat.transformers import cache_of_output, set_attention
+from .utils.messages import check_count, shorten_list, shorten_text
 
 
 CHOICES = ("all", "3/4", "2/3", "1/2")
@@ -53,6 +67,215 @@ _FP32 = 4
 _TOLERANCE = 0.2
 # Tokens of a row, or of a passage, in recipes that do not name them.
 _TEXT_ROWS = {"causal": 512, "encoder": 128}
+# Of scaled_dot_product_attention.
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_CONFIGURATIONS = ["model_index.json", "config.json", "*/config.json"]
+
+
+class Candidate:
+    """A model as its configuration describes it, whether MHLA supports it or not: a transformer of diffusers.
+
+    Args:
+        directory: Its configurations.
+        config: Its configuration, a dict.
+
+    Attributes:
+        name: Directory, Hub id or name of a preset.
+        class_name: Class of the softmax model.
+        is_linear: Whether the model's own attention is linear.
+        window: Width of the sliding window that some layers have, or `None`.
+    """
+
+    window: int | None = None
+
+    def __init__(self, directory: ModelDirectory, config: Any) -> None:
+        self.directory, self.config = directory, config
+        self.name, self.class_name = directory.location, directory.class_name
+        self.is_linear = self.class_name in FAMILIES and directory.original_attention == "linear"
+
+    def build(self, mhla: Mapping[str, Any] | None = None, *, one_block: bool = False) -> Any:
+        """Build the model on the current device.
+
+        Args:
+            mhla: Options of its MHLA version; `None` for the softmax model.
+            one_block: Leave out all transformer blocks but the first of each list.
+
+        Raises:
+            ValueError: If it has sizes that no model has, or MHLA does not support it.
+        """
+        upstream = self.directory.load_class()
+        check_model_config(upstream, self.config, self.name)
+        config = dict(self.config)
+        if one_block:
+            # One of each list of blocks.
+            others = {"num_single_layers": 1, "vace_layers": [0]}
+            config |= {"num_layers": 1, **{name: value for name, value in others.items() if name in config}}
+        if mhla is not None:
+            upstream, config["mhla"] = family_for(self.class_name).load_class(), dict(mhla)
+        return upstream.from_config(config).eval()
+
+    def grid(self, **given: int) -> tuple[int, ...]:
+        """Return the tokens along each axis of a sample; what is not given is the model's own.
+
+        Args:
+            **given: `tokens` (the length of a text, or tokens of an image or video), or `height` and `width` in pixels
+                and `num_frames`.
+
+        Raises:
+            ValueError: If the model does not have what is given, or nothing tells the size.
+        """
+        return self.directory.sample_grid(**given)
+
+    def inputs(self, model: Any, grid: Sequence[int], dtype: Any, device: Any, text: int = 0) -> dict[str, Any]:
+        """Random arguments of the model's `forward`; `text` counts tokens of prompts."""
+        return diffusion_inputs(model, grid, dtype, device, text=text)
+
+    def options(self, grid: Sequence[int]) -> dict[str, Any]:
+        """Options of MHLA for samples of a size, beside the defaults; none for text."""
+        return {"grid": list(grid)} if len(grid) > 1 else {}
+
+    def family(self, model: Any) -> str | None:
+        """Family of recipes for the MHLA version of the model; `None` where there is none."""
+        return family_for(self.class_name).training
+
+
+class TransformersModel(Candidate):
+    """A language model, encoder or vision model of transformers; its configuration is an object."""
+
+    def __init__(self, directory: ModelDirectory, config: Any) -> None:
+        super().__init__(directory, config)
+        text = config.get_text_config()
+        self.window = getattr(text, "sliding_window", None) or getattr(text, "local_attention", None)
+
+    def build(self, mhla: Mapping[str, Any] | None = None, *, one_block: bool = False) -> Any:
+        import transformers
+
+        config = copy.deepcopy(self.config)
+        found = getattr(transformers, self.class_name, None) or transformers.MODEL_MAPPING.get(type(config), None)
+        if found is None:
+            raise ValueError(f"{self.class_name} is not in transformers {transformers.__version__}.")
+        if one_block:
+            config.num_hidden_layers = 1
+            if getattr(config, "layer_types", None):
+                config.layer_types = ["full_attention"]
+        if mhla is not None:
+            config.mhla = dict(mhla)
+            set_attention(config, "mhla")
+        model = found(config).eval()
+        for part in (model.config, *towers_of(model.config).values()) if mhla is None else ():
+            # Undeclared too: it is counted, not computed.
+            set_attention(part, "sdpa")
+        return model
+
+    def grid(self, **given: int) -> tuple[int, ...]:
+        if is_image_model(self.config):
+            if not given.keys() <= {"height", "width"}:
+                raise ValueError(f"{self.class_name} sees images: give height and width.")
+            return patch_grid(self.config, **given)
+        if not given.keys() <= {"tokens"}:
+            raise ValueError(f"{self.class_name} reads text: give tokens.")
+        length = given.get("tokens") or max_positions(self.config.get_text_config())
+        if length is None:
+            raise ValueError("tokens must be given: the configuration does not tell the longest text.")
+        return (length,)
+
+    def inputs(self, model: Any, grid: Sequence[int], dtype: Any, device: Any, text: int = 0) -> dict[str, Any]:
+        taken = inspect.signature(model.forward).parameters
+        if is_image_model(self.config):
+            # The patch is one number or two.
+            sides = np.multiply(grid, self.config.patch_size).tolist()
+            pixels = torch.randn(1, self.config.num_channels, *sides, dtype=dtype, device=device)
+            resized = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in taken else {}
+            return {"pixel_values": pixels, **resized}
+        inputs: dict[str, Any] = {"input_ids": torch.zeros(1, *grid, dtype=torch.long, device=device)}
+        if self.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = inputs["input_ids"][:, :1]
+        if "logits_to_keep" in taken:
+            inputs["logits_to_keep"] = 1
+        return inputs
+
+    def family(self, model: Any) -> str | None:
+        options = model.config.mhla
+        if options is None:
+            # Several towers, each with options of its own.
+            return None
+        return "causal" if options["causal"] else "vision" if is_image_model(self.config) else "encoder"
+
+
+def on_meta(
+    candidate: Candidate, mhla: Mapping[str, Any] | None = None, dtype: Any = torch.bfloat16, **options: Any
+) -> Any:
+    """Build a model without memory for its weights; see [`Candidate.build`].
+
+    Raises:
+        ValueError: As there, and for whatever libraries raise for wrong values in a configuration.
+    """
+    try:
+        with torch.device("meta"):
+            model = candidate.build(mhla, **options)
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{candidate.name}: no {candidate.class_name} can be built of its configuration "
+            f"({shorten_text(f'{type(error).__name__}: {error}', 300)}): correct its values."
+        ) from error
+    if dtype is not None:
+        cast_model(model, dtype)
+    return model
+
+
+def find_candidate(location: str | Path, component: str | None = None, **hub: Any) -> Candidate:
+    """Read the configuration of a model, whether MHLA supports it or not.
+
+    Args:
+        location: A directory, a Hub id (only configurations are downloaded), or the name of a preset.
+        component: Name of the model in a pipeline; by default its first transformer.
+        **hub: `revision`, `token` and `cache_dir`, for a Hub repository.
+
+    Raises:
+        ValueError: If there is none, or the model is MHLA already.
+    """
+    name = str(location)
+    if is_preset(name):
+        with torch.device("meta"):
+            made = from_preset(name, mhla=False)
+        if PRESETS[name].library == "transformers":
+            return TransformersModel(ModelDirectory(name, Path(), None, {"model": made.to_dict()}, "model"), made)
+        config = {**made.config, "_class_name": type(made).__name__}
+        return Candidate(ModelDirectory(name, Path(), None, {"transformer": config}, "transformer"), config)
+    root = locations.local_directory(location, "model")
+    if root is None:
+        try:
+            root = locations.download_repository(name, allow_patterns=_CONFIGURATIONS, **hub)
+        except OSError as error:
+            for same in (preset for preset, content in PRESETS.items() if content.repository == name):
+                error.args = (f"{error} The preset {same} is the same model, and needs no download.",)
+            raise
+    directory = ModelDirectory.read(root, component, location=name, require_supported=False)
+    if directory.is_mhla:
+        raise ValueError(f"{name} is MHLA already: give the model that it was converted from.")
+    if directory.is_transformers:
+        # Before the configuration is loaded, which may make a list of all layers.
+        check_sizes(directory.config, name)
+        return TransformersModel(directory, directory.load_config())
+    return Candidate(directory, directory.config)
+
+
+def find_grid(candidate: Candidate, **size: int | None) -> tuple[int, ...]:
+    """Return the token grid of a size that a user gives; see [`Candidate.grid`].
+
+    Raises:
+        ValueError: If a number is wrong, or tokens are given with a size in pixels.
+    """
+    given = {name: value for name, value in size.items() if value is not None}
+    for name, value in given.items():
+        check_count(name, value, maximum=MAX_TOKENS)
+    if "tokens" in given and len(given) > 1:
+        raise ValueError(f"tokens cannot be given with {shorten_list(name for name in given if name != 'tokens')}.")
+    # A configuration that no model can be built of is reported here.
+    on_meta(candidate)
+    return candidate.grid(**given)
 
 
 @dataclass(frozen=True)
@@ -171,18 +394,9 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
             f"{candidate.class_name} has no self-attention that goes through scaled_dot_product_attention: there is "
             "nothing that MHLA could replace."
         )
-    found = Estimate(
-        model=candidate.name,
-        class_name=candidate.class_name,
-        grid=grid,
-        tokens=count["tokens"] or math.prod(grid),
-        layers=count["layers"],
-        operations=count["operations"],
-        mixing=count["mixing"],
-        parameters=count_parameters(softmax),
-        is_linear=candidate.is_linear,
-        kv_bytes=count["cache_bytes"],
-    )
+    kv_bytes, count["tokens"] = count.pop("cache_bytes"), count["tokens"] or math.prod(grid)
+    own = {"parameters": count_parameters(softmax), "is_linear": candidate.is_linear, "kv_bytes": kv_bytes}
+    found = Estimate(candidate.name, candidate.class_name, grid, **count, **own)
     try:
         model = on_meta(candidate, candidate.options(grid))
     except ValueError as error:
@@ -198,9 +412,6 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
         for name in sorted(recipes, key=lambda name: name != best)
     ]
     return replace(found, mhla_operations=count["operations"], state_bytes=count["cache_bytes"], training=training)
-
-
-# Counting.
 
 
 class _Attentions(OnMeta):
@@ -220,18 +431,9 @@ class _Attentions(OnMeta):
             return func(*args)
         if func is not F.scaled_dot_product_attention:
             return super().__torch_function__(func, types, args, kwargs)
-        return self._count(*args, **(kwargs or {}))
+        return self._count(**dict(zip(_ARGUMENTS, args)), **(kwargs or {}))
 
-    def _count(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: Any = 0,
-        is_causal: Any = False,
-        **_: Any,
-    ) -> torch.Tensor:
+    def _count(self, query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = False, **_: Any) -> Any:
         tokens, keys = query.shape[-2], key.shape[-2]
         in_window = self.window is not None and attn_mask is not None and self.window < keys
         reached = self.window if in_window else keys
@@ -347,9 +549,6 @@ def _block_of(layer: AttentionLayer) -> str:
     return re.sub(r"(\.\d+)\..*", r"\1", layer.name)
 
 
-# Measuring.
-
-
 def measure_block(candidate: Candidate, grid: Sequence[int], options: BenchOptions) -> dict[str, Any]:
     """Time the first transformer block of a model with random weights, with its own attention and with MHLA.
 
@@ -367,10 +566,8 @@ def measure_block(candidate: Candidate, grid: Sequence[int], options: BenchOptio
     device, dtype = options.place()
     mhla = candidate.options(grid)
     name = _block_of(mhla_layers(on_meta(candidate, mhla, None, one_block=True))[0])
-    makers = {
-        ORDINARY: partial(_block_run, candidate, name, grid, None, dtype, device),
-        "mhla": partial(_block_run, candidate, name, grid, mhla, dtype, device),
-    }
+    sides = {ORDINARY: None, "mhla": mhla}
+    makers = {key: partial(_block_run, candidate, name, grid, side, dtype, device) for key, side in sides.items()}
     own = "linear" if candidate.is_linear else "softmax"
     rows = [
         {"model": name, "contestant": key, "attention": own if key == ORDINARY else "mhla", **row}

@@ -15,9 +15,15 @@ from typer.testing import CliRunner
 from benchmarks.estimates import MODELS, PAGE, bounds_row, estimates
 from mhla_hf.bench import BenchOptions
 from mhla_hf.cli.main import app
-from mhla_hf.estimate import estimate, find_candidate, find_grid, measure_block
-from mhla_hf.estimate.candidates import on_meta
-from mhla_hf.estimate.estimating import count_operations, training_memory
+from mhla_hf.estimate import (
+    count_operations,
+    estimate,
+    find_candidate,
+    find_grid,
+    measure_block,
+    on_meta,
+    training_memory,
+)
 from mhla_hf.models.registry import family_for
 from mhla_hf.presets import PRESETS
 from mhla_hf.recovery.recipes import (
