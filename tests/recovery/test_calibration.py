@@ -164,19 +164,19 @@ def test_convolution_equals_a_dense_solution(window):
     fit = HeadsFit(layer, {})
     for call in calibration._Probe(model, [layer], batches, lambda: None).calls([layer.name])[layer.name]:
         fit.observe(call)
-    solution = fit.solve()
+    changes, strength = fit.solve()
     rows = columns[~held].flatten(0, 1).transpose(0, 1)
     means = rows.mean(1)
     rows = rows - means[:, None]
-    found = solution.changes[layer.mhla.lepe.weight].flatten(1).double()
+    found = changes[layer.mhla.lepe.weight].flatten(1).double()
     for channel, (near, target) in enumerate(zip(rows[..., :-1], rows[..., -1])):
-        scale = near.square().sum(0).mean() * solution.strength
+        scale = near.square().sum(0).mean() * strength
         # The penalties are rows of their own.
         penalised = torch.cat([near, scale.sqrt() * torch.eye(near.shape[1], dtype=torch.float64)])
         expected = torch.linalg.lstsq(penalised, torch.cat([target, target.new_zeros(near.shape[1])])).solution
         torch.testing.assert_close(found[channel], expected, rtol=5e-3, atol=2e-4)
     bias = means[:, -1] - (found * means[:, :-1]).sum(-1)
-    torch.testing.assert_close(solution.changes[layer.mhla.lepe.bias].double(), bias, rtol=5e-3, atol=2e-4)
+    torch.testing.assert_close(changes[layer.mhla.lepe.bias].double(), bias, rtol=5e-3, atol=2e-4)
 
 
 SETTINGS = {
