@@ -494,11 +494,7 @@ def valid_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
 
 
 def take_hidden_states(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    streams: Sequence[str] = (),
-    masks: bool = False,
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], streams: Sequence[str] = (), masks: bool = False
 ) -> tuple[CallArguments, torch.Tensor]:
     """Split the arguments of a module.
 
