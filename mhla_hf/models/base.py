@@ -334,6 +334,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
             config = config.replace(layers=layers)
         for index in layers:
             attentions[index].mhla = self.layer_class(config, **self._attention_widths(attentions[index]))
+            attentions[index].mhla.replaces_linear = self.upstream_is_linear
         self._use_mhla(attentions, layers)
         self.register_to_config(mhla=config.to_dict())
         record_weights(self)

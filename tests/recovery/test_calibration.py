@@ -55,7 +55,7 @@ def output_errors(model, batches):
         valid = torch.ones(output.shape[:2], dtype=torch.bool) if valid is None else valid
         kept[layer.name].append((output.flatten(2)[valid].double(), heads.flatten(2)[valid].double()))
 
-    with torch.no_grad(), original_heads(model, layers, observe):
+    with torch.no_grad(), original_heads(layers, observe):
         for batch in batches:
             run(model, batch)
     return layers, {name: [torch.cat(part) for part in zip(*pairs)] for name, pairs in kept.items()}
@@ -148,7 +148,7 @@ def dense_heads(model, batches):
         left = heads - layer.mhla.join(dataclasses.replace(parts, positional=None))
         columns.append(torch.stack([*near, left.flatten(2)], -1).double())
 
-    with torch.no_grad(), original_heads(model, [layer], observe):
+    with torch.no_grad(), original_heads([layer], observe):
         for batch in batches:
             run(model, batch)
     return layer, torch.cat(columns)
