@@ -241,7 +241,7 @@ def inspect_model(
     """
     check_count("tokens", tokens, 2)
     converted = {layer.name: layer for layer in mhla_layers(model)}
-    original = "linear" if getattr(model, "upstream_is_linear", False) else "softmax"
+    original = "linear" if next(iter(converted.values())).mhla.replaces_linear else "softmax"
     found, modules = [], attention_modules(model)
     chosen = parse_layers(layers, len(modules))
     for index, name in enumerate(modules):

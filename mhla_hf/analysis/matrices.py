@@ -412,7 +412,6 @@ def layer_tokens(
     rotary: Any = None,
     norms: HeadNorms | None = None,
     scaling: float | None = None,
-    linear: bool = False,
     text: TextTokens | None = None,
     **unused: Any,
 ) -> list[LayerTokens]:
@@ -420,11 +419,9 @@ def layer_tokens(
 
     Args:
         mhla: The layer.
-        query: As in [`MHLA.attention_parts`][mhla_hf.MHLA], like all that follow but `linear`:
-            `[B, T, H, K]`.
+        query: As in [`MHLA.attention_parts`][mhla_hf.MHLA], like all that follow: `[B, T, H, K]`.
         key: `[B, T, H_kv, K]`.
         value: `[B, T, H_kv, V]`.
-        linear: Whether the host model's own attention is linear, as in SANA.
         text: The text of joint attention. With `text="softmax"` matrices are of the grid alone, whose weights add up
             to one; with `text="block"` of text and grid.
         **unused: `hidden_states` of the output gate, which is no part of a matrix.
@@ -466,7 +463,7 @@ def layer_tokens(
         query, key, value = query.double(), key.double(), value.double()
         learned = mhla.feature_map_query, mhla.feature_map_key
         features = _features(mhla.config, (query, key), learned, rotary, scaling)
-        if linear:
+        if mhla.replaces_linear:
             original = _features(_LINEAR, (query, key), (None, None), rotary, None)
         if rotary is not None:
             query, key = rotary(query), rotary(key)
@@ -483,7 +480,7 @@ def layer_tokens(
         own |= {"mhla": mhla, "layout": layout, "mixing": mixing.double(), "causal": causal, "scaling": scaling}
         if text is not None and not mhla.num_prefix_tokens:
             own["text"] = words[index : index + 1, slice(None) if text.valid is None else text.valid[index]].double()
-        own["original"] = _of_sample(original, index, keep) if linear else None
+        own["original"] = _of_sample(original, index, keep) if original else None
         samples.append(LayerTokens(**own, features=_of_sample(features, index, keep)))
     return samples
 

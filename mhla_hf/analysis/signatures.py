@@ -108,7 +108,6 @@ def weight_signatures(
     *,
     mixing: torch.Tensor | None = None,
     decay: torch.Tensor | None = None,
-    linear: bool = False,
     settled: bool | None = None,
     tokens: int | None = None,
 ) -> list[FailureSignature]:
@@ -119,12 +118,11 @@ def weight_signatures(
         layer: Its name.
         mixing: The stored mixing weights, if not the layer's own.
         decay: Its stored `mixing_decay` beside them, if it has one.
-        linear: Whether the host model's own attention is linear, as in SANA: equal weights are no failure then.
         settled: Whether weights that were initialised as equal should differ by now; `None` for whether they have
             changed, since untrained weights are no failure.
         tokens: Number of tokens of the longest text; `None` for what the mixing weights reach.
     """
-    config, layout = mhla.config, reference_layout(mhla)
+    config, layout, linear = mhla.config, reference_layout(mhla), mhla.replaces_linear
     stored, first = full_tensor(mhla.mixing if mixing is None else mixing), mhla.initial_tensor("mixing")
     moved = not torch.equal(stored, first.to(stored.dtype))
     weights, initial = (_on_grid(mhla, tensor) for tensor in (stored.double(), first.double()))
@@ -152,6 +150,7 @@ def weight_signatures(
             add("unstable-normalizer", growth, _GROWING, longer=longer)
     uneven, uneven_at_first = _unevenness(weights, config.causal), _unevenness(initial, config.causal)
     judged = uneven_at_first >= EVEN or (moved if settled is None else settled)
+    # Equal weights are what replaces linear attention exactly.
     if uneven < EVEN and judged and not linear:
         add("uniform-mixing", uneven)
     elif EVEN <= uneven_at_first < math.inf:
@@ -272,7 +271,6 @@ def directory_signatures(root: str | Path) -> list[tuple[Path, FailureSignature]
 
 def _stored_signatures(directory: ModelDirectory) -> list[FailureSignature]:
     model = directory.build()
-    linear = bool(getattr(model, "upstream_is_linear", False))
     entries = {entry.name: entry for entry in directory.weight_sets()[0].entries()}
     stored = {name: name for name in entries}
     if directory.is_transformers:
@@ -284,7 +282,7 @@ def _stored_signatures(directory: ModelDirectory) -> list[FailureSignature]:
         if mixing is not None:
             found += weight_signatures(
                 layer.mhla, layer.name, mixing=entries[mixing].load(),
-                decay=None if decay is None else entries[decay].load(), linear=linear, tokens=tokens,
+                decay=None if decay is None else entries[decay].load(), tokens=tokens,
             )  # fmt: skip
     return found
 

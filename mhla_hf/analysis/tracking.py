@@ -92,11 +92,10 @@ def observe_batch(
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     modules = list(attention_modules(model).items())
     chosen = parse_layers(layers, len(modules))
-    linear = bool(getattr(model, "upstream_is_linear", False))
 
     def of_mhla(name: str) -> Callable[..., None]:
         def hook(module: MHLA, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            for sample in layer_tokens(module, *args, **kwargs, linear=linear):
+            for sample in layer_tokens(module, *args, **kwargs):
                 observe(name, sample)
 
         return hook
@@ -363,15 +362,13 @@ class AttentionTracker:
         if not records:
             raise ValueError(_UNSEEN.format(type(model).__name__))
         layers = {name: record.to_dict() for name, record in records.items()}
-        linear = bool(getattr(model, "upstream_is_linear", False))
         found: dict[tuple[str, str], FailureSignature] = {}
         for name, record in records.items():
             if record.mhla is not None:
+                facts = layers[name]
                 for signature in (
-                    *probe_signatures(name, layers[name], record.bound, linear),
-                    *weight_signatures(
-                        record.mhla, name, linear=linear, settled=settled, tokens=layers[name]["tokens"]
-                    ),
+                    *probe_signatures(name, facts, record.bound, record.mhla.replaces_linear),
+                    *weight_signatures(record.mhla, name, settled=settled, tokens=facts["tokens"]),
                 ):
                     found.setdefault((name, signature.name), signature)
         return layers, list(found.values())

@@ -106,9 +106,11 @@ class MHLA(nn.Module):
     Attributes:
         streams: What the host's attention returns, by the names of its arguments, where it returns text beside the
             grid; empty where it returns one tensor.
+        replaces_linear: Whether the host's own attention is linear, as in SANA, and not softmax.
     """
 
     streams: ClassVar[tuple[str, ...]] = ()
+    replaces_linear = False
 
     def __init__(
         self,

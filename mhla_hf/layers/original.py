@@ -34,7 +34,6 @@ def original_attention(
     rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
     norms: HeadNorms | None = None,
     scaling: float | None = None,
-    linear: bool = False,
     shard: TokenShard | None = None,
     text: TextTokens | None = None,
     **unused: Any,
@@ -47,7 +46,6 @@ def original_attention(
     Args:
         mhla: The layer.
         scaling: Scale of the logits; `None` for `K ** -0.5`.
-        linear: `True` if the host's attention is linear, with ReLU as its feature map (SANA, arXiv 2410.10629).
         shard: Has to be `None`: the tokens of other processes are needed.
         text: The text of joint attention.
 
@@ -65,7 +63,8 @@ def original_attention(
         raise ValueError("A model's original attention cannot be computed under context parallelism.")
     if norms is not None:
         query, key = norms.apply(query, key)
-    if linear:
+    if mhla.replaces_linear:
+        # With ReLU as its feature map (SANA, arXiv 2410.10629).
         return _linear_attention(query, key, value, rotary)
     if rotary is not None:
         query, key = rotary(query), rotary(key)

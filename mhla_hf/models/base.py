@@ -333,7 +333,9 @@ class MHLAModelMixin(MHLAAdapterMixin):
         if isinstance(config.layers, str):
             config = config.replace(layers=layers)
         for index in layers:
-            attentions[index].mhla = self.layer_class(config, **self._attention_widths(attentions[index]))
+            mhla = self.layer_class(config, **self._attention_widths(attentions[index]))
+            mhla.replaces_linear = self.upstream_is_linear
+            attentions[index].mhla = mhla
         self._use_mhla(attentions, layers)
         self.register_to_config(mhla=config.to_dict())
         record_weights(self)

@@ -271,7 +271,7 @@ class _Probe:
             found[layer.name].append(HeadsCall(args, kwargs, heads, numbers % _HELD_OUT == 1))
 
         for index, batch in enumerate(self.batches[:count]):  # noqa: B007 (observe reads it)
-            with original_heads(self.model, self.layers, observe):
+            with original_heads(self.layers, observe):
                 run(self.model, on_device(batch, self.model))
             self.advance()
         return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,21 +128,6 @@ class TemperatureFit:
         return [query.weight, key.weight]
 
 
-@dataclass(frozen=True)
-class HeadsSolution:
-    """Solution for the convolution.
-
-    Attributes:
-        error: Squared held-out error of the heads.
-        strength: Strength of the ridge; `None` for the parameters as they are.
-        changes: The parameters; empty for `None`.
-    """
-
-    error: float
-    strength: float | None
-    changes: Changes = field(repr=False)
-
-
 class HeadsFit:
     """The convolution of the values by ridge regression towards zero, for each channel.
 
@@ -182,18 +167,19 @@ class HeadsFit:
                 near = patches[chosen].flatten(2 + axes).flatten(1, 1 + axes)
                 moments.add(torch.cat([near.to(dtype), target[chosen, :, None].to(dtype)], dim=-1), channel)
 
-    def solve(self) -> HeadsSolution:
-        """New parameters, or none where the held-out error does not fall."""
-        best = HeadsSolution(self._error(self.lepe.weight.detach(), self.lepe.bias.detach()), None, {})
+    def solve(self) -> tuple[Changes, float | None]:
+        """New parameters and the strength of their ridge; none where the held-out error does not fall."""
+        least, chosen = self._error(self.lepe.weight.detach(), self.lepe.bias.detach()), None
+        changes: Changes = {}
         products, mean = self._moments[0].products(centred=True), self._moments[0].mean
         for strength in HEADS_STRENGTHS:
             solved = solve_ridge(products[:, :-1, :-1], products[:, :-1, -1:], strength)[..., 0]
             weight = solved.reshape(self.lepe.weight.shape).to(self.lepe.weight)
             bias = (mean[:, -1] - (weight.flatten(1).to(mean) * mean[:, :-1]).sum(-1)).to(self.lepe.bias)
             error = self._error(weight, bias)
-            if error < best.error:
-                best = HeadsSolution(error, strength, {self.lepe.weight: weight, self.lepe.bias: bias})
-        return best
+            if error < least:
+                least, chosen, changes = error, strength, {self.lepe.weight: weight, self.lepe.bias: bias}
+        return changes, chosen
 
     def _error(self, weight: torch.Tensor, bias: torch.Tensor) -> float:
         """Squared held-out error with a weight and a bias of the convolution."""
@@ -220,7 +206,7 @@ def fit_heads(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -
     for call in calls:
         fit.observe(call)
     with swapped_parameters(own):
-        return fit.solve().changes
+        return fit.solve()[0]
 
 
 def _patches(image: torch.Tensor, kernel: int) -> torch.Tensor:

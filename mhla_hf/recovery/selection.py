@@ -278,7 +278,7 @@ def steps_by_importance(steps: int, values: Sequence[float], least: float) -> li
 @torch.no_grad()
 def _output(model: nn.Module, batch: Batch, softmax: Sequence[AttentionLayer]) -> torch.Tensor:
     """The model's output, some layers with their original attention: rows `[N, D]` without padding, on the CPU."""
-    with original_heads(model, softmax):
+    with original_heads(softmax):
         return first_output(model, on_device(batch, model)).float().cpu()
 
 
@@ -292,16 +292,15 @@ def _relative_error(outputs: Sequence[torch.Tensor], reference: Sequence[torch.T
 @torch.no_grad()
 def _time(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch, report: SelectionReport) -> None:
     """Time the original attention and MHLA of every layer; derive the times of the models."""
-    linear = bool(getattr(model, "upstream_is_linear", False))
     scores = {score.name: score for score in report.layers}
     batch = on_device(batch, model)
 
     def observe(layer: AttentionLayer, args: Any, kwargs: Any, output: torch.Tensor, heads: torch.Tensor) -> None:
-        original = partial(original_attention, layer.mhla, *args, **kwargs, linear=linear)
+        original = partial(original_attention, layer.mhla, *args, **kwargs)
         scores[layer.name].softmax_ms = _milliseconds(original, heads.device)
         scores[layer.name].mhla_ms = _milliseconds(partial(layer.mhla.forward, *args, **kwargs), heads.device)
 
-    with original_heads(model, layers, observe):
+    with original_heads(layers, observe):
         run(model, batch)
     report.mhla_ms = report.chosen_ms = _milliseconds(partial(run, model, batch), next(model.parameters()).device)
     report.softmax_ms = report.mhla_ms + sum(score.extra_ms for score in report.layers)

@@ -276,7 +276,7 @@ class Quality:
         else:
             length = len(source.table[0]) if isinstance(source, PackedText) else 1
             self.batches = source.held_out(max(1, min(_BATCH_SIZE, _MOST_TOKENS // length)))
-        with original_heads(model, mhla_layers(model)):
+        with original_heads(mhla_layers(model)):
             self.original = self._absolute(model) if self.is_absolute else {}
             self.reference = [] if self.is_absolute else self._outputs(model)
 

@@ -60,14 +60,13 @@ def converted(name: str) -> tuple[torch.nn.Module, dict]:
 @pytest.mark.parametrize("name", [*DIFFUSERS, *served_names()])
 def test_matrix_times_values_is_the_layer_of_every_family(name):
     model, batch = converted(name)
-    linear = bool(getattr(model, "upstream_is_linear", False))
     seen = []
 
     def check(module, args, kwargs, output):
-        original = original_attention(module, *args, **kwargs, linear=linear)
+        original = original_attention(module, *args, **kwargs)
         value = args[2].repeat_interleave(module.num_heads // args[2].shape[2], dim=2)
         sequence = kwargs.get("sequence")
-        for index, sample in enumerate(layer_tokens(module, *args, **kwargs, linear=linear)):
+        for index, sample in enumerate(layer_tokens(module, *args, **kwargs)):
             keep = slice(None)
             if sequence is not None and sequence.valid is not None:
                 keep = sequence.valid[index]

@@ -53,7 +53,7 @@ def test_equals_the_softmax_model(name):
     with torch.no_grad():
         expected = run(softmax, batch)[0]
         assert not torch.allclose(kept(run(converted, batch)[0], batch), kept(expected, batch), atol=1e-4)
-        with original_heads(converted, mhla_layers(converted)):
+        with original_heads(mhla_layers(converted)):
             got = run(converted, batch)[0]
     torch.testing.assert_close(kept(got, batch), kept(expected, batch), atol=2e-5, rtol=1e-4)
 
@@ -65,7 +65,7 @@ def test_layers_called_by_themselves(name):
     assert all(layer.projection is not None for layer in layers)
     calls = record_calls(converted, layers, batch)
     assert list(calls) == [layer.name for layer in layers]
-    with torch.no_grad(), original_heads(converted, layers):
+    with torch.no_grad(), original_heads(layers):
         for layer in layers:
             call = calls[layer.name]
             again = layer(call.arguments, call.hidden_states)

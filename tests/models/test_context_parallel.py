@@ -197,7 +197,7 @@ def work(rank: int, path: Path, count: int, cases: list[tuple[str, torch.dtype]]
         for gradient in others["checkpointed"].values():
             dist.all_reduce(gradient)
     try:
-        with original_heads(model, mhla_layers(model)):
+        with original_heads(mhla_layers(model)):
             model(**wan_inputs(**EVEN), return_dict=False)
     except ValueError as error:
         others["original"] = str(error)

@@ -89,7 +89,7 @@ def test_original_attention_is_upstreams(case):
     """With norms, rotary embedding and gates, as calibration and matching need it."""
     stock = case.make()
     model = convert(copy.deepcopy(stock), case.options)
-    with original_heads(model, mhla_layers(model)):
+    with original_heads(mhla_layers(model)):
         for size in range(3):
             torch.testing.assert_close(case.run(model, size), case.run(stock, size))
 

@@ -55,7 +55,7 @@ def output_errors(model, batches):
         valid = torch.ones(output.shape[:2], dtype=torch.bool) if valid is None else valid
         kept[layer.name].append((output.flatten(2)[valid].double(), heads.flatten(2)[valid].double()))
 
-    with torch.no_grad(), original_heads(model, layers, observe):
+    with torch.no_grad(), original_heads(layers, observe):
         for batch in batches:
             run(model, batch)
     return layers, {name: [torch.cat(part) for part in zip(*pairs)] for name, pairs in kept.items()}
@@ -148,7 +148,7 @@ def dense_heads(model, batches):
         left = heads - layer.mhla.join(dataclasses.replace(parts, positional=None))
         columns.append(torch.stack([*near, left.flatten(2)], -1).double())
 
-    with torch.no_grad(), original_heads(model, [layer], observe):
+    with torch.no_grad(), original_heads([layer], observe):
         for batch in batches:
             run(model, batch)
     return layer, torch.cat(columns)
@@ -164,19 +164,19 @@ def test_convolution_equals_a_dense_solution(window):
     fit = HeadsFit(layer, {})
     for call in calibration._Probe(model, [layer], batches, lambda: None).calls([layer.name])[layer.name]:
         fit.observe(call)
-    solution = fit.solve()
+    changes, strength = fit.solve()
     rows = columns[~held].flatten(0, 1).transpose(0, 1)
     means = rows.mean(1)
     rows = rows - means[:, None]
-    found = solution.changes[layer.mhla.lepe.weight].flatten(1).double()
+    found = changes[layer.mhla.lepe.weight].flatten(1).double()
     for channel, (near, target) in enumerate(zip(rows[..., :-1], rows[..., -1])):
-        scale = near.square().sum(0).mean() * solution.strength
+        scale = near.square().sum(0).mean() * strength
         # The penalties are rows of their own.
         penalised = torch.cat([near, scale.sqrt() * torch.eye(near.shape[1], dtype=torch.float64)])
         expected = torch.linalg.lstsq(penalised, torch.cat([target, target.new_zeros(near.shape[1])])).solution
         torch.testing.assert_close(found[channel], expected, rtol=5e-3, atol=2e-4)
     bias = means[:, -1] - (found * means[:, :-1]).sum(-1)
-    torch.testing.assert_close(solution.changes[layer.mhla.lepe.bias].double(), bias, rtol=5e-3, atol=2e-4)
+    torch.testing.assert_close(changes[layer.mhla.lepe.bias].double(), bias, rtol=5e-3, atol=2e-4)
 
 
 SETTINGS = {

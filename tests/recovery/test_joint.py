@@ -41,7 +41,7 @@ def sharpen(model):
 def test_the_original_is_the_softmax_model(case):
     stock = case.make()
     model = mhla_hf.convert(copy.deepcopy(stock), case.options)
-    with original_heads(model, mhla_layers(model)):
+    with original_heads(mhla_layers(model)):
         output = case.run(model, 2, batch=2)
     assert relative_error(output, case.run(stock, 2, batch=2)) < 1e-5
 
@@ -84,14 +84,14 @@ def test_layers_and_blocks_can_be_called_separately(case):
     model, batch = case.make_mhla(), case.inputs(2, batch=2)
     layers = find_projections(model, mhla_layers(model), batch)
     calls = SharedTeacher(model).record(layers, batch)
-    reference = original_heads(model, layers)
+    reference = original_heads(layers)
     for layer in layers:
         call = calls[layer.name]
         assert call.valid is None or not call.valid[1, call.num_beside - 1]
         with reference:
             output = layer(call.arguments, call.hidden_states)
         torch.testing.assert_close(output, call.output, rtol=1e-5, atol=1e-5)
-        reference = original_heads(model, layers)
+        reference = original_heads(layers)
         error = layer_loss(layer, call).item()
         # That of the grid, the text being exact; changes of padding are none.
         part = attention_matching_loss(

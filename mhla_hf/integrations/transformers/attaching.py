@@ -164,7 +164,7 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
     given = [getattr(module, "layer_idx", None) for _, module in attentions]
     indices = [position if index is None else int(index) for position, index in enumerate(given)]
     windows = {index: modules.window_reason(module, index) for index, (_, module) in zip(indices, attentions)}
-    options = _resolve(model, config, attentions[0][1])
+    options = _resolve(config, attentions[0][1])
     chosen = _chosen_layers(model_name, options, indices, windows)
     if isinstance(options.layers, str):
         options = options.replace(layers=sorted(chosen))
@@ -182,7 +182,7 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
     config.mhla = options.to_dict()
 
 
-def _resolve(model: PreTrainedModel, config: Any, attention: nn.Module) -> MHLAConfig:
+def _resolve(config: Any, attention: nn.Module) -> MHLAConfig:
     if modules.is_image_model(config):
         return configuration.resolve_image(config.mhla, modules.patch_grid(config))
     tested = TRANSFORMERS_FAMILIES.get(config.model_type)

@@ -115,7 +115,7 @@ def pipeline_batches(
     try:
         with ExitStack() as stack:
             for model in models.values() if original else ():
-                stack.enter_context(original_heads(model, mhla_layers(model)))
+                stack.enter_context(original_heads(mhla_layers(model)))
             for number, subject in enumerate(subjects):
                 generator = torch.Generator().manual_seed(stable_seed(seed, "probe", number))
                 with _recorded(models) as calls, torch.no_grad():

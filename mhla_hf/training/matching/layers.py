@@ -245,23 +245,19 @@ Observer = Callable[[AttentionLayer, tuple[Any, ...], dict[str, Any], torch.Tens
 
 
 @contextmanager
-def original_heads(
-    model: nn.Module, layers: Iterable[AttentionLayer], observer: Observer | None = None
-) -> Iterator[None]:
+def original_heads(layers: Iterable[AttentionLayer], observer: Observer | None = None) -> Iterator[None]:
     """A context in which MHLA layers return the heads of the original attention.
 
-    If only parameters of `mhla` modules were changed, the model then computes what its original does.
+    If only parameters of `mhla` modules were changed, their model then computes what its original does.
 
     Args:
-        model: The model; its class says whether its original attention is softmax.
-        layers: All its MHLA layers.
+        layers: All MHLA layers of a model.
         observer: Called for every call of an `mhla` module; without one, MHLA is not computed at all.
     """
-    linear = bool(getattr(model, "upstream_is_linear", False))
 
     def replace(layer: AttentionLayer) -> Callable[..., torch.Tensor]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor):
-            heads = original_attention(layer.mhla, *args, **kwargs, linear=linear).to(output.device)
+            heads = original_attention(layer.mhla, *args, **kwargs).to(output.device)
             if observer is not None:
                 observer(layer, args, kwargs, output, heads)
             return heads
@@ -272,8 +268,7 @@ def original_heads(
         for layer in layers:
             if observer is None:
                 # Reads none of its parameters.
-                forward = partial(original_attention, layer.mhla, linear=linear)
-                stack.enter_context(replaced_forward(layer.mhla, forward))
+                stack.enter_context(replaced_forward(layer.mhla, partial(original_attention, layer.mhla)))
             else:
                 stack.callback(layer.mhla.register_forward_hook(replace(layer), with_kwargs=True).remove)
         yield
@@ -343,7 +338,7 @@ def record_calls(
 
         return hook
 
-    with original_heads(model, layers), ExitStack() as hooks:
+    with original_heads(layers), ExitStack() as hooks:
         for layer in layers:
             if only is not None and layer.name not in only:
                 continue
@@ -494,11 +489,7 @@ def valid_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
 
 
 def take_hidden_states(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    streams: Sequence[str] = (),
-    masks: bool = False,
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], streams: Sequence[str] = (), masks: bool = False
 ) -> tuple[CallArguments, torch.Tensor]:
     """Split the arguments of a module.
 

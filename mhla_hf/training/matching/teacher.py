@@ -104,7 +104,7 @@ class SharedTeacher:
     def active(self) -> Iterator[None]:
         """A context in which the model computes what the teacher does, but for the stored weights."""
         with evaluating(self.model), torch.no_grad(), _without_adapters(self.model):
-            with original_heads(self.model, self.layers):
+            with original_heads(self.layers):
                 yield
 
     def _by_present_names(self) -> dict[str, torch.Tensor]:

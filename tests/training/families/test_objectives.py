@@ -157,7 +157,7 @@ class TestTransfer:
         inputs = case.objective.inputs_of(student, batch)
         layers = find_projections(student, mhla_layers(student), inputs)
         records = SharedTeacher(student).record(layers, inputs)
-        with original_heads(student, layers) if name == "dit" else nullcontext():
+        with original_heads(layers) if name == "dit" else nullcontext():
             assert all(layer_loss(layer, records[layer.name]) < 1e-9 for layer in layers)
         for layer in layers:
             torch.nn.init.normal_(layer.attention.to_q.weight)
