@@ -30,7 +30,7 @@ class ModelFamily:
         name: Short name, in commands and recipes too.
         title: Name of its models in texts.
         kind: Kind of output, `"video"` or `"image"`.
-        module: Module in this folder that defines the MHLA class.
+        module: Module of `mhla_hf.families` that defines the MHLA class.
         upstream: Name of the diffusers class.
         pipelines: Diffusers pipelines that the family was tested in.
         refused_pipelines: Those that call the transformer with more than a text, and cannot be recovered or trained.
@@ -78,7 +78,7 @@ class ModelFamily:
     def load_class(self) -> Any:
         """Import the MHLA class; `ImportError` without a supported version of diffusers."""
         check_version("diffusers")
-        return getattr(importlib.import_module(f"mhla_hf.models.{self.module}"), self.mhla_class)
+        return getattr(importlib.import_module(f"mhla_hf.families.{self.module}"), self.mhla_class)
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,10 @@ _FAMILIES = (
         _FLUX, name="chroma", title="Chroma", upstream="ChromaTransformer2DModel", pipelines=("ChromaPipeline",),
         refused_pipelines=(), note="", objective="", text_tokens=0),
     ModelFamily(
-        "dit", "DiT", "image", "image", "DiTTransformer2DModel", ("DiTPipeline",),
+        "dit", "DiT", "image", "dit", "DiTTransformer2DModel", ("DiTPipeline",),
         recipe="dit", objective="noise prediction"),
     ModelFamily(
-        "pixart", "PixArt", "image", "image", "PixArtTransformer2DModel",
+        "pixart", "PixArt", "image", "dit", "PixArtTransformer2DModel",
         ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), recipe="pixart", data_free=True, call_samples=2),
     ModelFamily(
         "sana", "SANA", "image", "sana", "SanaTransformer2DModel", ("SanaPipeline", "SanaSprintPipeline"),

@@ -10,9 +10,9 @@ from diffusers.models.attention_processor import AttnProcessor
 from safetensors.torch import load_file, save_file
 
 from mhla_hf import convert, convert_pretrained, load_pipeline, unconvert
+from mhla_hf.families.flux import grid_of
 from mhla_hf.hub.card import describe_model
 from mhla_hf.models.directory import ModelDirectory
-from mhla_hf.models.flux import grid_of
 from mhla_hf.models.registry import MHLA_CLASSES
 from mhla_hf.training.data.probes import sample_size
 from tests import tiny_joint

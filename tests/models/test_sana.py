@@ -7,7 +7,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from mhla_hf import MHLASanaTransformer2DModel, convert, load_pipeline
-from mhla_hf.models.sana import MHLASanaTransformerBlock
+from mhla_hf.families.sana import MHLASanaTransformerBlock
 from tests import tiny_images
 from tests.models.adapter_checks import AdapterChecks
 from tests.models.cases import SanaCase, SanaSprintCase

@@ -19,9 +19,9 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxPo
 
 from ..layers import PairwiseRotary
 from ..layouts.blocks import positive_axes
+from ..models.attention import compact
+from ..models.joint import JointImageMixin, MHLAJointAttention
 from ..utils.compat.diffusers import checkpointed, with_checkpoint_function
-from .attention import compact
-from .joint import JointImageMixin, MHLAJointAttention
 
 
 class MHLAFluxPosEmbed(FluxPosEmbed):

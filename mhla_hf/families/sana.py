@@ -22,9 +22,15 @@ from diffusers.models.transformers.transformer_sana_video import (
     WanRotaryPosEmbed,
 )
 
+from ..models.attention import (
+    KeepsMHLAProcessors,
+    MHLAAttnProcessor,
+    MHLAImageAttention,
+    MHLAImageModelMixin,
+    RotaryWithGrid,
+    tables_of_layer,
+)
 from ..utils.compat.diffusers import declared, skip_attention_in, skip_layers_in
-from .attention import KeepsMHLAProcessors, MHLAAttnProcessor, RotaryWithGrid, tables_of_layer
-from .image import MHLAImageAttention, MHLAImageModelMixin
 
 
 class MHLASanaAttnProcessor(MHLAAttnProcessor):

@@ -32,9 +32,9 @@ from diffusers.models.transformers.transformer_wan import (
 )
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel
 
+from ..models.attention import KeepsMHLAProcessor, KeepsMHLAProcessors, RotaryWithGrid, tables_of_layer
+from ..models.base import shard_of
 from ..utils.compat.diffusers import context_parallel_plan, skip_attention_in, skip_layers_in
-from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, RotaryWithGrid, tables_of_layer
-from .base import shard_of
 
 
 skip_attention_in(WanAttnProcessor, animate.WanAttnProcessor, SkyReelsV2AttnProcessor)

@@ -26,7 +26,7 @@ from diffusers.models.transformers.transformer_ltx2 import (
 )
 
 from ..layers import HalfRotary, PairwiseRotary
-from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor
+from ..models.attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor
 
 
 def check_grid(grid: tuple[int | None, ...], num_tokens: int) -> None:

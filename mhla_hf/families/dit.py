@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MHLA for image models: attention and processor of those that use diffusers' `Attention`, DiT and PixArt.
-
-`Attention` sees a flat token sequence. Each model says how the token grid gets to it: in `cross_attention_kwargs`,
-which the blocks of DiT and PixArt hand to their attentions. Here it is a keyword argument, so nothing is remembered
-between calls: checkpointing, compilation and two forwards at different grids before one backward cannot go wrong.
-"""
+"""MHLA for DiT and PixArt: the token grid travels in `cross_attention_kwargs`, which blocks give their attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -20,42 +14,8 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
+from ..models.attention import KeepsMHLAProcessors, MHLAAttnProcessor, MHLAImageAttention, MHLAImageModelMixin
 from ..utils.compat.diffusers import checkpointed
-from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor, attend_in_parts
-from .base import MHLAModelMixin
-
-
-class MHLAImageAttention(KeepsMHLAProcessor, Attention):
-    """Self-attention of every layer, MHLA or not: only MHLA layers get the grid."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        grid: tuple[int, ...] | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if not hasattr(self, "mhla"):
-            return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-        kwargs.update(encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, grid=grid)
-        if isinstance(self.processor, self.mhla_processor_class):
-            return self.processor(self, hidden_states, **kwargs)
-        # Pipelines of perturbed-attention guidance set the attribute and put the processors back afterwards.
-        return attend_in_parts(self.processor, self.mhla_processor_class(), self, hidden_states, **kwargs)
-
-
-class MHLAImageModelMixin(MHLAModelMixin):
-    """`MHLAModelMixin` for models with `transformer_blocks[i].attn1`, and square `sample_size` and `patch_size`."""
-
-    default_grid: ClassVar[tuple[int, ...]] = (32, 32)
-    attention_class = MHLAImageAttention
-
-    @classmethod
-    def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """The grid of an image of the size that the model was made for, in patches."""
-        size = cls.config_value(config, "sample_size") // cls.config_value(config, "patch_size")
-        return (size, size)
 
 
 class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, PeftAdapterMixin):

@@ -25,9 +25,9 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import (
 )
 
 from ..layers import PairwiseRotary
+from ..models.attention import Upstream, compact
+from ..models.joint import MHLAJointAttention, MHLAJointModelMixin
 from ..utils.compat.diffusers import skip_attention_in, skip_layers_in
-from .attention import Upstream, compact
-from .joint import MHLAJointAttention, MHLAJointModelMixin
 
 
 skip_attention_in(HunyuanVideoAttnProcessor2_0, HunyuanVideo15AttnProcessor2_0, is_joint=True)
