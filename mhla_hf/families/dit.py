@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +19,26 @@ from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DMod
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
 from ..models.attention import KeepsMHLAProcessors, MHLAAttnProcessor, MHLAImageAttention, MHLAImageModelMixin
+from ..models.directory import ModelDirectory
 from ..utils.compat.diffusers import checkpointed
+from . import noise_prediction
+from .noise_prediction import NoiseSchedule
+from .objectives import LatentBatch, Objective, Tensors, read_scheduler
+
+
+# Entries of a scheduler's configuration that the noise of DiT depends on.
+_NOISE_ENTRIES = (
+    "beta_start", "beta_end", "beta_schedule", "num_train_timesteps", "prediction_type", "trained_betas",
+    "rescale_betas_zero_snr", "use_flow_sigmas", "_class_name",
+)  # fmt: skip
+# Scheduler of DiT's pipeline, for models that come without one.
+_DIT_SCHEDULER = {
+    "beta_start": 1e-4,
+    "beta_end": 0.02,
+    "beta_schedule": "linear",
+    "num_train_timesteps": 1000,
+    "prediction_type": "epsilon",
+}
 
 
 class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, PeftAdapterMixin):
@@ -122,3 +145,99 @@ class MHLAPixArtTransformer2DModel(
         for attention in self.modules():
             if isinstance(attention, Attention):
                 attention.set_processor(MHLAAttnProcessor() if hasattr(attention, "mhla") else AttnProcessor())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTObjective(Objective):
+    """Noise prediction on uniform timesteps; where the model predicts variances, with their variational bound.
+
+    Samples have `latents` `[C, H, W]` and `class_label` `[]`, int64. The label of a sample without class is the
+    number of classes.
+
+    Attributes:
+        scheduler: Configuration of the pipeline's scheduler, whose steps are trained.
+
+    Raises:
+        ValueError: If the scheduler is for another objective; see `noise_prediction.NoiseSchedule`.
+    """
+
+    name = "dit"
+    condition_names = ("class_label",)
+    encoders = ("vae",)
+    # The last layer of the model reuses the first block's embeddings, after that block was resharded.
+    sharded_classes = ("BasicTransformerBlock", "CombinedTimestepLabelEmbeddings")
+
+    scheduler: Mapping[str, Any] = field(default_factory=lambda: dict(_DIT_SCHEDULER))
+
+    def __post_init__(self) -> None:
+        # Fail before the first batch.
+        _ = self.schedule
+
+    @cached_property
+    def schedule(self) -> NoiseSchedule:
+        """The scheduler's betas and all that follows from them, on the CPU."""
+        return NoiseSchedule.from_config(self.scheduler)
+
+    @classmethod
+    def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
+        """Check that labels are those of the model; a wrong null label would train a class."""
+        super().check_data(model, sample, null_condition)
+        config: Any = model.config
+        label, classes = int(sample["class_label"]), config["num_embeds_ada_norm"]
+        null_label = classes if null_condition is None else int(null_condition["class_label"])
+        if not 0 <= label <= classes or null_label != classes:
+            raise ValueError(
+                f"class_label must be from 0 to {classes} for this model, and {classes} in null_condition; got "
+                f"{label} and {null_label}"
+            )
+
+    def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
+        """Return timesteps, int64."""
+        return noise_prediction.timesteps_from_uniform(uniform, self.schedule)
+
+    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        """Return x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps."""
+        return noise_prediction.add_noise(latents, noise, levels, self.schedule)
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts noise `[B, C, H, W]`, and variances in some models."""
+        labels = condition["class_label"]
+        return {"hidden_states": noisy, "timestep": levels, "class_labels": labels, "return_dict": False}
+
+    def losses_of(self, prediction: torch.Tensor, noisy: torch.Tensor, batch: LatentBatch) -> torch.Tensor:
+        """Return the mean squared error of the noise, plus the weighted variational bound of predicted variances."""
+        return noise_prediction.noise_prediction_losses(
+            prediction, batch.noise, noisy, batch.latents, batch.levels, self.schedule
+        )
+
+    def distillation_losses(
+        self, prediction: torch.Tensor, target: torch.Tensor, noisy: torch.Tensor, batch: LatentBatch
+    ) -> torch.Tensor:
+        """Return the mean squared error to the teacher's noise, plus the divergence from its learned variances."""
+        return noise_prediction.noise_distillation_losses(prediction, target, noisy, batch.levels, self.schedule)
+
+    @classmethod
+    def check_model(cls, config: Any) -> None:
+        """Take all: variances that a model predicts are further channels."""
+
+    @classmethod
+    def fields_for(cls, config: Any, directory: ModelDirectory | None) -> dict[str, Any]:
+        """Take the noise of the pipeline's scheduler."""
+        stored = {} if directory is None else read_scheduler(directory)
+        noise = {name: stored[name] for name in _NOISE_ENTRIES if stored.get(name) is not None}
+        return {"scheduler": noise} if noise else {}
+
+    @classmethod
+    def encode_condition(cls, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
+        return {"class_label": torch.tensor(int(condition))}
+
+    @classmethod
+    def encode_null_condition(cls, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
+        """Return the label after the last class."""
+        return {"class_label": torch.tensor(num_classes)}
+
+    def training_context(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Drop classes by the seed of the sample alone, not also in every block."""
+        return noise_prediction.no_label_dropout(model)

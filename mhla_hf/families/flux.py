@@ -8,7 +8,8 @@ which blocks hand to their attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,7 @@ from ..layouts.blocks import positive_axes
 from ..models.attention import compact
 from ..models.joint import JointImageMixin, MHLAJointAttention
 from ..utils.compat.diffusers import checkpointed, with_checkpoint_function
+from .objectives import TWO_ENCODERS, FlowObjective, Tensors
 
 
 class MHLAFluxPosEmbed(FluxPosEmbed):
@@ -172,3 +174,34 @@ def grid_of(ids: torch.Tensor) -> tuple[int, int]:
             "MHLA layers of Flux and Chroma take the tokens of one image, row by row: no reference images beside it."
         )
     return len(row) // columns, columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxObjective(FlowObjective):
+    """Flow matching of images.
+
+    Samples have `latents` `[C, H, W]`, `prompt_embeds` `[L, D]` and `pooled_prompt_embeds` `[P]`. Models that are told
+    a guidance scale are told 1: data have none.
+    """
+
+    name = "flux"
+    condition_names = ("prompt_embeds", "pooled_prompt_embeds")
+    packed = 2
+    encoders = TWO_ENCODERS
+    # Flux attends to the padding of captions: it stays.
+    encoded_names = ("prompt_embeds", "pooled_prompt_embeds")
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the packed direction `[B, H W / 4, 4 C]`."""
+        text = condition["prompt_embeds"]
+        sides = (1, *(side // self.packed for side in noisy.shape[2:]))
+        return {
+            **super().model_inputs(config, noisy, levels, condition),
+            "timestep": levels,
+            "guidance": torch.ones_like(levels) if config["guidance_embeds"] else None,
+            "pooled_projections": condition["pooled_prompt_embeds"],
+            "txt_ids": text.new_zeros(text.shape[1], 3),
+            "img_ids": torch.cartesian_prod(*(torch.arange(side).to(noisy) for side in sides)),
+        }

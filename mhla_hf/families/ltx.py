@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +29,8 @@ from diffusers.models.transformers.transformer_ltx2 import (
 
 from ..layers import HalfRotary, PairwiseRotary
 from ..models.attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor
+from ..models.directory import ModelDirectory
+from .objectives import MASKED_NAMES, PADDED, FlowObjective, Tensors
 
 
 def check_grid(grid: tuple[int | None, ...], num_tokens: int) -> None:
@@ -217,3 +221,58 @@ class MHLALTX2VideoTransformer3DModel(KeepsMHLAProcessors, LTX2VideoTransformer3
             video_coords = self.rope.prepare_video_coords(batch, *sizes, hidden_states.device, fps=fps)
         check_grid(grid, video_coords.shape[2])
         return super().forward(hidden_states, *args, video_coords=video_coords.unflatten(2, grid), **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTXObjective(FlowObjective):
+    """Flow matching of videos.
+
+    Samples have `latents` `[C, F, H, W]`, `prompt_embeds` `[L, D]` and `prompt_attention_mask` `[L]`.
+
+    Attributes:
+        temporal_factor: Frames per latent.
+        spatial_factor: Pixels of height or width per latent.
+        frame_rate: Frames per second of the videos; by default the pipeline's.
+    """
+
+    name = "ltx"
+    condition_names = PADDED
+    encoded_names = MASKED_NAMES
+    packed = 1
+
+    temporal_factor: int = 8
+    spatial_factor: int = 32
+    # Follows from the data, whose fingerprint tells runs apart.
+    frame_rate: float = field(default=25.0, compare=False)
+
+    def model_inputs(
+        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward`, which predicts the packed direction `[B, F H W, C]`."""
+        return {
+            **super().model_inputs(config, noisy, levels, condition),
+            "encoder_attention_mask": condition["prompt_attention_mask"].bool(),
+            **dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True)),
+            "rope_interpolation_scale": (
+                self.temporal_factor / self.frame_rate,
+                self.spatial_factor,
+                self.spatial_factor,
+            ),
+        }
+
+    @classmethod
+    def frames_per_second(cls, directory: ModelDirectory) -> float:
+        return cls.frame_rate
+
+    @classmethod
+    def validation_inputs(cls, pipeline: Any, config: Any, settings: Mapping[str, Any], **size: Any) -> list[Any]:
+        size["frame_rate"] = settings.get("fps") or cls.frame_rate
+        return super().validation_inputs(pipeline, config, settings, **size)
+
+    @classmethod
+    def fields_for(cls, config: Any, directory: ModelDirectory | None) -> dict[str, Any]:
+        """Take the distances between latents in seconds and pixels from the pipeline's VAE."""
+        fields = super().fields_for(config, directory)
+        if directory is not None and directory.index is not None:
+            fields |= dict(zip(("temporal_factor", "spatial_factor"), directory.sample_size.vae))
+        return fields

@@ -23,11 +23,11 @@ from ..training.data.images import image_batches, open_images
 from ..training.data.latent_cache import MANIFEST, CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.order import folder_fingerprint, stable_seed
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
-from ..training.families import objective_for
 from ..training.matching.blocks import record_bytes
 from ..training.matching.layers import Batch, mhla_layers
 from ..training.matching.records import choose_cache, free_room
 from ..training.parameters import load_model
+from ..training.stages.diffusion import objective_for
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from mhla_hf import convert
+from mhla_hf.families.objectives import Objective
 from mhla_hf.training import DiTObjective, SanaObjective, WanObjective
 from mhla_hf.training.data.latent_cache import MANIFEST, NULL_CONDITION, write_tensors
-from mhla_hf.training.stages.objectives import Objective
 from mhla_hf.utils.files import write_json
 
 from .. import tiny, tiny_images

@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers.models.embeddings import LabelEmbedding
 
+from mhla_hf.families.noise_prediction import no_label_dropout
 from mhla_hf.recovery.recover import find_model
 from mhla_hf.training import (
     DiffusionTrainer,
@@ -20,11 +21,10 @@ from mhla_hf.training import (
 )
 from mhla_hf.training.data.batches import make_batch
 from mhla_hf.training.data.order import DataOrder
-from mhla_hf.training.families import open_pipeline
+from mhla_hf.training.libraries import open_pipeline
 from mhla_hf.training.matching.layer_training import layer_loss
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.teacher import SharedTeacher
-from mhla_hf.training.stages.noise_prediction import no_label_dropout
 from mhla_hf.utils.files import write_json
 
 from ... import tiny, tiny_images, tiny_joint
