@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..bench import cast_model
+from ..families.inputs import example_inputs
 from ..integrations.transformers.configuration import max_positions
 from ..integrations.transformers.limits import check_sizes
 from ..integrations.transformers.modules import is_image_model, patch_grid
@@ -22,7 +23,6 @@ from ..models.directory import ModelDirectory
 from ..models.limits import check_model_config
 from ..models.registry import FAMILIES, family_for
 from ..presets import PRESETS, from_preset, is_preset
-from ..training.data.probes import diffusion_inputs
 from ..utils import locations
 from ..utils.compat.transformers import set_attention
 from ..utils.messages import check_count, shorten_list, shorten_text
@@ -135,7 +135,7 @@ class DiffusionModel(Candidate):
         return self.directory.sample_grid(**given)
 
     def inputs(self, model: Any, grid: Sequence[int], dtype: Any, device: Any, text: int = 0) -> dict[str, Any]:
-        return diffusion_inputs(model, grid, dtype, device, text=text)
+        return example_inputs(model, grid, dtype, device, text=text)
 
     def family(self, model: Any) -> str | None:
         return family_for(self.class_name).training

@@ -23,7 +23,7 @@ from ..models.directory import ModelDirectory
 from ..utils.compat.diffusers import checkpointed
 from . import noise_prediction
 from .noise_prediction import NoiseSchedule
-from .objectives import LatentBatch, Objective, Tensors, read_scheduler
+from .objectives import Inputs, LatentBatch, Objective, Tensors, read_scheduler
 
 
 # Entries of a scheduler's configuration that the noise of DiT depends on.
@@ -132,6 +132,15 @@ class MHLAPixArtTransformer2DModel(
             return_dict=return_dict,
         )
 
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return the size of the image, for models that are told it."""
+        return (
+            {"added_cond_kwargs": {"resolution": random(2), "aspect_ratio": random(1)}}
+            if model.use_additional_conditions
+            else {}
+        )
+
     def fuse_qkv_projections(self) -> None:
         """Not with MHLA layers.
 
@@ -178,8 +187,7 @@ class DiTObjective(Objective):
         """The scheduler's betas and all that follows from them, on the CPU."""
         return NoiseSchedule.from_config(self.scheduler)
 
-    @classmethod
-    def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
+    def check_data(self, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
         """Check that labels are those of the model; a wrong null label would train a class."""
         super().check_data(model, sample, null_condition)
         config: Any = model.config
@@ -199,9 +207,7 @@ class DiTObjective(Objective):
         """Return x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps."""
         return noise_prediction.add_noise(latents, noise, levels, self.schedule)
 
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
         """Return the arguments of `forward`, which predicts noise `[B, C, H, W]`, and variances in some models."""
         labels = condition["class_label"]
         return {"hidden_states": noisy, "timestep": levels, "class_labels": labels, "return_dict": False}
@@ -218,23 +224,20 @@ class DiTObjective(Objective):
         """Return the mean squared error to the teacher's noise, plus the divergence from its learned variances."""
         return noise_prediction.noise_distillation_losses(prediction, target, noisy, batch.levels, self.schedule)
 
-    @classmethod
-    def check_model(cls, config: Any) -> None:
+    def check_model(self, config: Any) -> None:
         """Take all: variances that a model predicts are further channels."""
 
     @classmethod
-    def fields_for(cls, config: Any, directory: ModelDirectory | None) -> dict[str, Any]:
+    def for_run(cls, config: Any, directory: ModelDirectory | None) -> Any:
         """Take the noise of the pipeline's scheduler."""
         stored = {} if directory is None else read_scheduler(directory)
         noise = {name: stored[name] for name in _NOISE_ENTRIES if stored.get(name) is not None}
-        return {"scheduler": noise} if noise else {}
+        return cls(scheduler=noise) if noise else cls()
 
-    @classmethod
-    def encode_condition(cls, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
+    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
         return {"class_label": torch.tensor(int(condition))}
 
-    @classmethod
-    def encode_null_condition(cls, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
+    def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
         """Return the label after the last class."""
         return {"class_label": torch.tensor(num_classes)}
 

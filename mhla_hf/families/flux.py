@@ -8,7 +8,7 @@ which blocks hand to their attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from ..layouts.blocks import positive_axes
 from ..models.attention import compact
 from ..models.joint import JointImageMixin, MHLAJointAttention
 from ..utils.compat.diffusers import checkpointed, with_checkpoint_function
-from .objectives import TWO_ENCODERS, FlowObjective, Tensors
+from .objectives import TWO_ENCODERS, FlowObjective, Inputs, Tensors
 
 
 class MHLAFluxPosEmbed(FluxPosEmbed):
@@ -71,6 +71,13 @@ class _FluxMixin(JointImageMixin):
     attention_class = MHLAFluxAttention
     module_classes = MappingProxyType({"pos_embed": MHLAFluxPosEmbed})
     layer_counts = ("num_layers", "num_single_layers")
+
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return the noise level and positions of tokens."""
+        words = torch.zeros_like(random(text, 3)[0])
+        ids = {"img_ids": positions(grid, words), "txt_ids": words}
+        return {**super().own_inputs(model, grid, text, random), **ids}
 
 
 class MHLAFluxTransformer2DModel(_FluxMixin, FluxTransformer2DModel):
@@ -153,6 +160,11 @@ def _with_grid(joint_attention_kwargs: dict[str, Any] | None, img_ids: torch.Ten
     return {**given, "grid": grid}
 
 
+def positions(grid: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Invert `grid_of`: the positions `[T, 3]` of an image's tokens, with the device and dtype of a tensor."""
+    return torch.cartesian_prod(*(torch.arange(side).to(like) for side in (1, *grid)))
+
+
 def grid_of(ids: torch.Tensor) -> tuple[int, int]:
     """Return the rows and columns of the image whose tokens have these positions.
 
@@ -191,17 +203,15 @@ class FluxObjective(FlowObjective):
     # Flux attends to the padding of captions: it stays.
     encoded_names = ("prompt_embeds", "pooled_prompt_embeds")
 
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
         """Return the arguments of `forward`, which predicts the packed direction `[B, H W / 4, 4 C]`."""
         text = condition["prompt_embeds"]
-        sides = (1, *(side // self.packed for side in noisy.shape[2:]))
+        sides = [side // self.packed for side in noisy.shape[2:]]
         return {
             **super().model_inputs(config, noisy, levels, condition),
             "timestep": levels,
             "guidance": torch.ones_like(levels) if config["guidance_embeds"] else None,
             "pooled_projections": condition["pooled_prompt_embeds"],
             "txt_ids": text.new_zeros(text.shape[1], 3),
-            "img_ids": torch.cartesian_prod(*(torch.arange(side).to(noisy) for side in sides)),
+            "img_ids": positions(sides, noisy),
         }

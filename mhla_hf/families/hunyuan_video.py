@@ -7,8 +7,8 @@ the models of Wan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..layers import PairwiseRotary
 from ..models.attention import Upstream, compact
 from ..models.joint import MHLAJointAttention, MHLAJointModelMixin
 from ..utils.compat.diffusers import skip_attention_in, skip_layers_in
-from .objectives import TWO_ENCODERS, FlowObjective, Tensors, timesteps_from_sigmas
+from .objectives import TWO_ENCODERS, FlowObjective, Inputs, Tensors, timesteps_from_sigmas
 
 
 skip_attention_in(HunyuanVideoAttnProcessor2_0, HunyuanVideo15AttnProcessor2_0, is_joint=True)
@@ -104,6 +104,20 @@ class MHLAHunyuanVideo15Transformer3DModel(MHLAJointModelMixin, HunyuanVideo15Tr
     attention_class = MHLAHunyuanVideoAttention
     module_classes = MappingProxyType({"rope": MHLAHunyuanVideo15RotaryPosEmbed})
 
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return glyphs and no image, as pipelines from text give them; the model sorts its text by masks' values."""
+        glyphs = random(256, model.config.text_embed_2_dim)
+        kept = torch.device("cpu") if glyphs.is_meta else glyphs.device
+        batch, ones = len(glyphs), partial(torch.ones, dtype=torch.long, device=kept)
+        return {
+            "timestep": torch.full_like(random(), 500.0),
+            "encoder_hidden_states_2": glyphs,
+            "encoder_attention_mask": ones(batch, text),
+            "encoder_attention_mask_2": ones(batch, 256),
+            "image_embeds": torch.zeros(batch, 729, model.config.image_embed_dim, dtype=glyphs.dtype, device=kept),
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class HunyuanVideoObjective(FlowObjective):
@@ -119,9 +133,7 @@ class HunyuanVideoObjective(FlowObjective):
     # Captions follow the instruction that the pipeline puts before prompts.
     encoded_names = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
 
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
         """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
         return {
             **super().model_inputs(config, noisy, levels, condition),

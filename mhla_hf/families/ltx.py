@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +30,7 @@ from diffusers.models.transformers.transformer_ltx2 import (
 from ..layers import HalfRotary, PairwiseRotary
 from ..models.attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor
 from ..models.directory import ModelDirectory
-from .objectives import MASKED_NAMES, PADDED, FlowObjective, Tensors
+from .objectives import MASKED_NAMES, PADDED, FlowObjective, Inputs, Tensors
 
 
 def check_grid(grid: tuple[int | None, ...], num_tokens: int) -> None:
@@ -197,6 +197,20 @@ class MHLALTX2VideoTransformer3DModel(KeepsMHLAProcessors, LTX2VideoTransformer3
     block_streams = ("hidden_states", "audio_hidden_states")
     _no_split_modules = ["LTX2VideoTransformerBlock"]
 
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return the audio, 25 latents for a second of 24 frames, and both texts, which connectors of LTX-2.3 widen."""
+        config, sound = model.config, round(25 * (8 * grid[0] - 7) / 24)
+        widths = [config.cross_attention_dim, config.audio_cross_attention_dim]
+        if config.use_prompt_embeddings:
+            widths = [config.caption_channels] * 2
+        return {
+            "audio_hidden_states": random(sound, config.audio_in_channels),
+            "audio_num_frames": sound,
+            "encoder_hidden_states": random(text, widths[0]),
+            "audio_encoder_hidden_states": random(text, widths[1]),
+        }
+
     @functools.wraps(LTX2VideoTransformer3DModel.forward)
     def forward(
         self,
@@ -245,9 +259,7 @@ class LTXObjective(FlowObjective):
     # Follows from the data, whose fingerprint tells runs apart.
     frame_rate: float = field(default=25.0, compare=False)
 
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
         """Return the arguments of `forward`, which predicts the packed direction `[B, F H W, C]`."""
         return {
             **super().model_inputs(config, noisy, levels, condition),
@@ -260,19 +272,17 @@ class LTXObjective(FlowObjective):
             ),
         }
 
-    @classmethod
-    def frames_per_second(cls, directory: ModelDirectory) -> float:
-        return cls.frame_rate
+    def frames_per_second(self, directory: ModelDirectory) -> float:
+        return self.frame_rate
 
-    @classmethod
-    def validation_inputs(cls, pipeline: Any, config: Any, settings: Mapping[str, Any], **size: Any) -> list[Any]:
-        size["frame_rate"] = settings.get("fps") or cls.frame_rate
+    def validation_inputs(self, pipeline: Any, config: Any, settings: Mapping[str, Any], **size: Any) -> list[Any]:
+        size["frame_rate"] = settings.get("fps") or self.frame_rate
         return super().validation_inputs(pipeline, config, settings, **size)
 
     @classmethod
-    def fields_for(cls, config: Any, directory: ModelDirectory | None) -> dict[str, Any]:
+    def for_run(cls, config: Any, directory: ModelDirectory | None) -> Any:
         """Take the distances between latents in seconds and pixels from the pipeline's VAE."""
-        fields = super().fields_for(config, directory)
-        if directory is not None and directory.index is not None:
-            fields |= dict(zip(("temporal_factor", "spatial_factor"), directory.sample_size.vae))
-        return fields
+        objective = super().for_run(config, directory)
+        if directory is None or directory.index is None:
+            return objective
+        return replace(objective, **dict(zip(("temporal_factor", "spatial_factor"), directory.sample_size.vae)))

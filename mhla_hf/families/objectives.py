@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from ..utils.files import Types, read_json
 
 
 Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
-ObjectiveT = TypeVar("ObjectiveT", bound="Objective")
+Inputs: TypeAlias = "dict[str, Any]"
 
 NUM_TRAIN_TIMESTEPS = 1000
 _MOST_TIMESTEPS = 100_000
@@ -214,15 +214,13 @@ class Objective(ABC):
         compared = [item.name for item in dataclasses.fields(self) if item.compare]
         return json.loads(json.dumps({name: getattr(self, name) for name in compared}))
 
-    @classmethod
-    def pack(cls, latents: torch.Tensor) -> torch.Tensor:
+    def pack(self, latents: torch.Tensor) -> torch.Tensor:
         """Return latents `[B, C, ...]` as the model takes them, and predicts."""
-        return F.pixel_unshuffle(latents, cls.packed).flatten(2).mT if cls.packed else latents
+        return F.pixel_unshuffle(latents, self.packed).flatten(2).mT if self.packed else latents
 
-    @classmethod
-    def unpack(cls, latents: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+    def unpack(self, latents: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
         """Invert `pack` for one sample, whose tokens have a grid."""
-        return F.pixel_shuffle(latents.mT.unflatten(1, grid), cls.packed) if cls.packed else latents
+        return F.pixel_shuffle(latents.mT.unflatten(1, grid), self.packed) if self.packed else latents
 
     @abstractmethod
     def noise_levels(self, uniform: torch.Tensor) -> torch.Tensor:
@@ -246,9 +244,7 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
         """Return the keyword arguments of the model's `forward` for noisy latents.
 
         Args:
@@ -305,8 +301,7 @@ class Objective(ABC):
         }
         return self.model_inputs(cast(Any, model.config), noisy.to(dtype or noisy.dtype), batch.levels, condition)
 
-    @classmethod
-    def check_data(cls, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
+    def check_data(self, model: nn.Module, sample: Tensors, null_condition: Tensors | None = None) -> None:
         """Check what no error of the model would show: whole numbers as latents would round the noise.
 
         Args:
@@ -325,7 +320,8 @@ class Objective(ABC):
         return nullcontext()
 
     @classmethod
-    def for_run(cls: type[ObjectiveT], config: Any, directory: ModelDirectory | None) -> ObjectiveT:
+    @abstractmethod
+    def for_run(cls, config: Any, directory: ModelDirectory | None) -> Any:
         """Make the objective of a run.
 
         Args:
@@ -335,36 +331,27 @@ class Objective(ABC):
         Raises:
             ValueError: If the pipeline's scheduler does not go with this objective.
         """
-        return cls(**cls.fields_for(config, directory))
 
-    @classmethod
-    @abstractmethod
-    def fields_for(cls, config: Any, directory: ModelDirectory | None) -> dict[str, Any]:
-        """Return the fields of the objective of a run; see `for_run`."""
-
-    @classmethod
-    def check_model(cls, config: Any) -> None:
+    def check_model(self, config: Any) -> None:
         """Check that a model of a configuration can be trained; by default all that take latents and no images.
 
         Raises:
             ValueError: If it is of a kind that needs another objective.
         """
-        channels = config.get("in_channels", cls.out_channels)
+        channels = config.get("in_channels", self.out_channels)
         # As in diffusers, `null` stands for as many as go in.
-        takes_more = channels != (config.get("out_channels", cls.out_channels) or channels)
+        takes_more = channels != (config.get("out_channels", self.out_channels) or channels)
         if takes_more or config.get("image_condition_type"):
             raise ValueError(
-                f"model: this is an image-to-{TRAINED[cls.name].kind} model, which cannot be recovered or trained "
+                f"model: this is an image-to-{TRAINED[self.name].kind} model, which cannot be recovered or trained "
                 "here yet"
             )
 
-    @classmethod
-    def frames_per_second(cls, directory: ModelDirectory) -> float:
+    def frames_per_second(self, directory: ModelDirectory) -> float:
         """Return the frame rate that a pipeline's model was made for, where it makes videos."""
         return 24.0
 
-    @classmethod
-    def encode_media(cls, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, pipeline: Any, media: torch.Tensor) -> torch.Tensor:
         """Encode one video or image: to the mode of the VAE's distribution, normalised as its configuration says.
 
         Args:
@@ -376,8 +363,7 @@ class Objective(ABC):
         """
         return encode_media(pipeline.vae, media[None])[0]
 
-    @classmethod
-    def encode_condition(cls, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
+    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
         """Encode a caption or class; by default a caption, without guidance.
 
         Args:
@@ -388,20 +374,18 @@ class Objective(ABC):
         Returns:
             The tensors of `condition_names`, text that is masked without its padding.
         """
-        options = {"do_classifier_free_guidance": False} if TRAINED[cls.name].negative_prompts else {}
+        options = {"do_classifier_free_guidance": False} if TRAINED[self.name].negative_prompts else {}
         encoded = pipeline.encode_prompt(
-            str(condition), max_sequence_length=length, **options, **cls.prompt_options(pipeline)
+            str(condition), max_sequence_length=length, **options, **self.prompt_options(pipeline)
         )
-        named = zip(cls.encoded_names, encoded)
-        return without_padding({name: each[0] for name, each in named if name in cls.condition_names})
+        named = zip(self.encoded_names, encoded)
+        return without_padding({name: each[0] for name, each in named if name in self.condition_names})
 
-    @classmethod
-    def encode_null_condition(cls, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
+    def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
         """Encode the condition of a sample without caption or class; by default the empty prompt."""
-        return cls.encode_condition(pipeline, "", length)
+        return self.encode_condition(pipeline, "", length)
 
-    @classmethod
-    def validation_inputs(cls, pipeline: Any, config: Any, settings: Mapping[str, Any], **size: Any) -> list[Any]:
+    def validation_inputs(self, pipeline: Any, config: Any, settings: Mapping[str, Any], **size: Any) -> list[Any]:
         """Encode the prompts of validation samples.
 
         Args:
@@ -413,19 +397,19 @@ class Objective(ABC):
         Returns:
             Arguments of the pipeline's call for each prompt.
         """
-        takes_negative = TRAINED[cls.name].negative_prompts
+        takes_negative = TRAINED[self.name].negative_prompts
         encoded = pipeline.encode_prompt(
             list(config.validation_prompts),
             max_sequence_length=settings["max_sequence_length"],
             device=pipeline.text_encoder.device,
             **({"negative_prompt": config.validation_negative_prompt} if takes_negative else {}),
-            **cls.prompt_options(pipeline),
-        )[: len(cls.encoded_names)]
+            **self.prompt_options(pipeline),
+        )[: len(self.encoded_names)]
         by_prompt = zip(*(tensor.cpu().split(1) for tensor in encoded), strict=True)
-        return [{**dict(zip(cls.encoded_names, each, strict=True)), **cls.call_options, **size} for each in by_prompt]
+        common = {**self.call_options, **size}
+        return [{**dict(zip(self.encoded_names, each, strict=True)), **common} for each in by_prompt]
 
-    @classmethod
-    def prompt_options(cls, pipeline: Any) -> dict[str, Any]:
+    def prompt_options(self, pipeline: Any) -> dict[str, Any]:
         """Return further arguments of the pipeline's `encode_prompt`."""
         return {}
 
@@ -450,9 +434,7 @@ class FlowObjective(Objective):
         """Return x_t = (1 - sigma) x_0 + sigma eps."""
         return add_noise(latents, noise, levels)
 
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
         """Return the arguments of `forward`, which predicts the direction, packed as the model takes it."""
         return {
             "hidden_states": self.pack(noisy),
@@ -466,8 +448,8 @@ class FlowObjective(Objective):
         return flow_matching_losses(prediction, self.pack(batch.latents), self.pack(batch.noise))
 
     @classmethod
-    def fields_for(cls, config: Any, directory: ModelDirectory | None) -> dict[str, Any]:
-        """Return the distribution of noise levels; a shift that the options do not give is the scheduler's."""
+    def for_run(cls, config: Any, directory: ModelDirectory | None) -> Any:
+        """Make the objective of a run; a shift that the options do not give is the scheduler's."""
         shift: float | None = _DEFAULT_SHIFT
         if directory is not None:
             scheduler = read_scheduler(directory)
@@ -483,12 +465,9 @@ class FlowObjective(Objective):
                     f"{prediction_type!r} and a shift of {shift}; for flow matching prediction_type must be "
                     "'flow_prediction', and the shift above 0"
                 )
-        given = {
-            "logit_mean": config.logit_mean,
-            "logit_std": config.logit_std,
-            "flow_shift": config.flow_shift or shift,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        given = {name: getattr(config, name) for name in ("logit_mean", "logit_std")}
+        given["flow_shift"] = config.flow_shift or shift
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 def encode_media(vae: Any, media: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from ..models.attention import (
     tables_of_layer,
 )
 from ..utils.compat.diffusers import call_default, declared, skip_attention_in, skip_layers_in
-from .objectives import MASKED_NAMES, PADDED, FlowObjective, Tensors, timesteps_from_sigmas, without_padding
+from .objectives import MASKED_NAMES, PADDED, FlowObjective, Inputs, Tensors, timesteps_from_sigmas, without_padding
 
 
 class MHLASanaAttnProcessor(MHLAAttnProcessor):
@@ -177,9 +177,7 @@ class SanaObjective(FlowObjective):
     # By default the negative prompt is an empty text, which the pipeline refuses beside embeddings.
     call_options = {"negative_prompt": None, "use_resolution_binning": False}
 
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
         """Return the arguments of `forward`, which predicts the direction `[B, C, H, W]`."""
         return {
             **super().model_inputs(config, noisy, levels, condition),
@@ -188,8 +186,7 @@ class SanaObjective(FlowObjective):
             "timestep": timesteps_from_sigmas(levels) * config["timestep_scale"],
         }
 
-    @classmethod
-    def check_model(cls, config: Any) -> None:
+    def check_model(self, config: Any) -> None:
         """Refuse SANA-Sprint, which is distilled."""
         if config.get("guidance_embeds"):
             raise ValueError(
@@ -197,13 +194,11 @@ class SanaObjective(FlowObjective):
                 "SANA model that it comes from"
             )
 
-    @classmethod
-    def encode_null_condition(cls, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
+    def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
         """Encode the empty negative prompt."""
         _, _, embeddings, mask = pipeline.encode_prompt("", negative_prompt="", max_sequence_length=length)
         return without_padding({"prompt_embeds": embeddings[0], "prompt_attention_mask": mask[0]})
 
-    @classmethod
-    def prompt_options(cls, pipeline: Any) -> dict[str, Any]:
+    def prompt_options(self, pipeline: Any) -> dict[str, Any]:
         """Return the lines that the pipeline puts before prompts by default."""
         return {"complex_human_instruction": list(call_default(pipeline, "complex_human_instruction"))}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -41,7 +41,7 @@ from ..models.directory import ModelDirectory
 from ..models.sizes import SampleSize
 from ..models.weight_files import damage_named
 from ..utils.compat.diffusers import context_parallel_plan, skip_attention_in, skip_layers_in
-from .objectives import FlowObjective, Tensors, encode_media
+from .objectives import FlowObjective, Inputs, Tensors, encode_media
 
 
 skip_attention_in(WanAttnProcessor, animate.WanAttnProcessor, SkyReelsV2AttnProcessor)
@@ -111,6 +111,12 @@ class WanFamilyMixin(KeepsMHLAProcessors):
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn1 for block in self.blocks]
 
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return the tokens of an image."""
+        width = model.config.image_dim
+        return {"encoder_hidden_states_image": random(257, width)} if width else {}
+
 
 class MHLAWanTransformer3DModel(WanFamilyMixin, WanTransformer3DModel):
     """`WanTransformer3DModel` whose self-attention is MHLA in the chosen layers.
@@ -141,6 +147,11 @@ class MHLAWanVACETransformer3DModel(WanFamilyMixin, WanVACETransformer3DModel):
         """Count the control blocks as well."""
         return super().layer_count(config) + len(cls.config_value(config, "vace_layers"))
 
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return the control."""
+        return {"control_hidden_states": random(model.config.vace_in_channels, *grid)}
+
 
 class MHLAWanAnimateTransformer3DModel(WanFamilyMixin, animate.WanAnimateTransformer3DModel):
     """`WanAnimateTransformer3DModel` whose self-attention is MHLA in the chosen layers.
@@ -152,6 +163,16 @@ class MHLAWanAnimateTransformer3DModel(WanFamilyMixin, animate.WanAnimateTransfo
     default_grid = (21, 45, 80)
     attention_class = MHLAWanAnimateAttention
     module_classes = MappingProxyType({"rope": MHLAWanAnimateRotaryPosEmbed})
+
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return pose and face; the first latent frame is the reference image's, the others stand for four frames."""
+        frames, side = grid[0], model.config.motion_encoder_size
+        return {
+            **super().own_inputs(model, grid, text, random),
+            "pose_hidden_states": random(model.config.latent_channels, frames - 1, *grid[1:]),
+            "face_pixel_values": random(3, 4 * frames - 7, side, side),
+        }
 
 
 class MHLASkyReelsV2Transformer3DModel(WanFamilyMixin, SkyReelsV2Transformer3DModel):
@@ -193,30 +214,27 @@ class WanObjective(FlowObjective):
     out_channels = 16
 
     @classmethod
-    def fields_for(cls, config: Any, directory: ModelDirectory | None) -> dict[str, Any]:
+    def for_run(cls, config: Any, directory: ModelDirectory | None) -> Any:
         """Restrict each of two transformers of a pipeline to its side of the boundary."""
+        objective = super().for_run(config, directory)
         boundary = None if directory is None or directory.index is None else directory.index.get("boundary_ratio")
-        fields = super().fields_for(config, directory)
-        if boundary is not None:
-            is_first = directory is not None and directory.component == "transformer"
-            fields["sigma_range"] = (float(boundary), 1.0) if is_first else (0.0, float(boundary))
-        return fields
+        if directory is None or boundary is None:
+            return objective
+        is_first = directory.component == "transformer"
+        return replace(objective, sigma_range=(float(boundary), 1.0) if is_first else (0.0, float(boundary)))
 
-    @classmethod
-    def check_model(cls, config: Any) -> None:
+    def check_model(self, config: Any) -> None:
         """Refuse image-to-video models, and those that are told the frame rate, which are for diffusion forcing."""
         if config.get("inject_sample_info"):
             raise ValueError("model: this is a diffusion-forcing model, which cannot be trained here yet")
         super().check_model(config)
 
-    @classmethod
-    def frames_per_second(cls, directory: ModelDirectory) -> float:
+    def frames_per_second(self, directory: ModelDirectory) -> float:
         # Wan 2.2 5B has steps for every token.
         is_faster = "SkyReels" in directory.class_name or (directory.index or {}).get("expand_timesteps")
         return 24.0 if is_faster else 16.0
 
-    @classmethod
-    def encode_condition(cls, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
+    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
         embeddings = super().encode_condition(pipeline, condition, length)["prompt_embeds"]
         used = embeddings.abs().sum(dim=1).nonzero()
         return {"prompt_embeds": embeddings[: int(used.max()) + 1 if len(used) else 0]}
@@ -235,9 +253,7 @@ class WanVACEObjective(WanObjective):
 
     control: Callable[[tuple[int, ...], torch.device], torch.Tensor] | None = field(default=None, compare=False)
 
-    def model_inputs(
-        self, config: Mapping[str, Any], noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors
-    ) -> dict[str, Any]:
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
         """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
         if self.control is None:
             raise ValueError(
@@ -251,12 +267,12 @@ class WanVACEObjective(WanObjective):
         }
 
     @classmethod
-    def fields_for(cls, config: Any, directory: ModelDirectory | None) -> dict[str, Any]:
+    def for_run(cls, config: Any, directory: ModelDirectory | None) -> Any:
         """Have the pipeline's VAE encode what controls nothing, once for every size."""
-        fields = super().fields_for(config, directory)
-        if directory is not None and directory.index is not None:
-            fields["control"] = partial(_without_control, directory.root, directory.sample_size.vae)
-        return fields
+        objective = super().for_run(config, directory)
+        if directory is None or directory.index is None:
+            return objective
+        return replace(objective, control=partial(_without_control, directory.root, directory.sample_size.vae))
 
 
 @lru_cache(maxsize=8)

@@ -82,8 +82,8 @@ class ModelFamily:
         return self._load(self.mhla_class)
 
     def load_objective(self) -> Any:
-        """Import the class of its objective; see `load_class`."""
-        return self._load(self.objective)
+        """Return its objective as it is without a pipeline; see `load_class`."""
+        return self._load(self.objective)()
 
     def _load(self, name: str) -> Any:
         check_version("diffusers")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..conversion.planning import PlanOptions
+from ..families.inputs import example_inputs
 from ..models.directory import ModelDirectory
 from ..models.registry import TRAINED, is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, GENERATED, CacheConfig, TrainingConfig, parse_sizes
@@ -182,9 +183,7 @@ class RecoveryData:
         layers = mhla_layers(model)
         names = {layers[index].name for index in choose_layers(recipe.layers, len(layers))}
         grid = self.directory.sample_grid(**given)
-        batch = probes.diffusion_inputs(
-            model, grid, torch.float32, torch.device("meta"), text=recipe.data.max_length or 0
-        )
+        batch = example_inputs(model, grid, torch.float32, torch.device("meta"), text=recipe.data.max_length or 0)
         kept, from_calls = record_bytes(model, batch, names), self.data is None
         of_layers, of_blocks = recipe.record_bytes(*kept, from_calls)
         smaller = [

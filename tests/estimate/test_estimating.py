@@ -18,6 +18,7 @@ from mhla_hf.cli.main import app
 from mhla_hf.estimate import estimate, find_candidate, find_grid, measure_block
 from mhla_hf.estimate.candidates import on_meta
 from mhla_hf.estimate.estimating import count_operations, training_memory
+from mhla_hf.families.inputs import example_inputs
 from mhla_hf.models.registry import family_for
 from mhla_hf.presets import PRESETS
 from mhla_hf.recovery.recipes import (
@@ -29,12 +30,11 @@ from mhla_hf.recovery.recipes import (
     load_recipe,
     recipe_names,
 )
-from mhla_hf.training.data.probes import diffusion_inputs
 from mhla_hf.training.matching.blocks import _added, _bytes_of, _inputs, list_blocks
 from mhla_hf.training.matching.layers import mhla_layers, record_calls
 from mhla_hf.training.matching.records import tensor_bytes
 from tests import ROOT
-from tests.models.cases import (
+from tests.families.cases import (
     CASES,
     ChromaCase,
     FluxCase,
@@ -256,7 +256,7 @@ def test_records_are_as_large_as_the_stages_count_them(case, candidate):
     model = case.mhla_class.from_config({**config, "mhla": dict(recipe.mhla)}).eval()
     layers, grid = mhla_layers(model), subject.grid(**size)
     names = {layers[index].name for index in choose_layers(recipe.layers, len(layers))}
-    batch = diffusion_inputs(model, grid, torch.float32, torch.device("cpu"), text=recipe.data.max_length or 0)
+    batch = example_inputs(model, grid, torch.float32, torch.device("cpu"), text=recipe.data.max_length or 0)
     with torch.no_grad():
         calls = record_calls(model, layers, batch, only=names, keep=lambda each: each.to(torch.bfloat16))
         seen = _inputs(list_blocks(model, batch), batch)

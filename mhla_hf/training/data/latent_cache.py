@@ -326,7 +326,7 @@ class CachePlan:
         teacher: The original, if it was given.
 
     Attributes:
-        objective: The class of the model's objective, which encodes them.
+        objective: The model's objective, which encodes them.
         config: The options, with every size given.
         num_classes: Number of classes of the model; 0 for text-conditional models.
         samples: The samples.

@@ -28,9 +28,10 @@ from mhla_hf.training.data.latent_cache import CachePlan, make_cache
 from mhla_hf.training.data.order import stable_seed
 from mhla_hf.training.data.videos import _say_rate, write_video
 from mhla_hf.training.parameters import load_model
+from tests.families.cases import FluxCase
+from tests.families.model_case import relative_error
 
 from ... import tiny, tiny_joint
-from ...models.model_case import relative_error
 from .test_objectives import first_call
 
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 def flux():
     pipeline = tiny_joint.with_encoders(tiny_joint.flux_pipeline())
-    pipeline.register_modules(transformer=tiny_joint.flux(guidance_embeds=True))
+    pipeline.register_modules(transformer=FluxCase().make(guidance_embeds=True))
     pipeline.vae.register_to_config(shift_factor=0.1, scaling_factor=0.4)
     return pipeline
 

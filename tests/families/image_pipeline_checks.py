@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from mhla_hf import MHLAConfig, convert, load_pipeline
 from mhla_hf.cli.main import app
-from tests.models.model_case import assert_fresh, assert_same_parameters, captured, perturb_mhla, recorded_warnings
+from tests.families.model_case import assert_fresh, assert_same_parameters, captured, perturb_mhla, recorded_warnings
 
 
 def command(*arguments):
