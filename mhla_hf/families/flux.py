@@ -62,6 +62,11 @@ class MHLAFluxAttention(MHLAJointAttention, FluxAttention):
             valid=valid, **kwargs,
         )  # fmt: skip
 
+    def recorded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that a record of calls keeps in another form: the mask's last row, which MHLA reads."""
+        mask = kwargs.get("attention_mask")
+        return {} if mask is None else {"attention_mask": mask[:, :, -1:].clone()}
+
 
 class _FluxMixin(JointImageMixin):
     """What the models of Flux and Chroma have in common."""
