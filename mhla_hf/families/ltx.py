@@ -199,7 +199,7 @@ class MHLALTX2VideoTransformer3DModel(KeepsMHLAProcessors, LTX2VideoTransformer3
 
     @classmethod
     def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
-        """Return the audio, 25 latents for a second of 24 frames, and both texts, which LTX-2.3 takes at full width."""
+        """Return the audio, 25 latents for a second of 24 frames, and both texts, which LTX-2.3 widens itself."""
         config, sound = model.config, round(25 * (8 * grid[0] - 7) / 24)
         widths = [config.cross_attention_dim, config.audio_cross_attention_dim]
         if config.use_prompt_embeddings:

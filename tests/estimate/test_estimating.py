@@ -64,10 +64,10 @@ FLUX = {
     "num_single_layers": 2, "in_channels": 64, "joint_attention_dim": 32, "pooled_projection_dim": 8,
     "axes_dims_rope": [4, 6, 6],
 }  # fmt: skip
-SD3 = {
-    "_class_name": "SD3Transformer2DModel", "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3,
-    "in_channels": 16, "out_channels": 16, "sample_size": 128, "joint_attention_dim": 24, "caption_projection_dim": 32,
-    "pooled_projection_dim": 20,
+AURAFLOW = {
+    "_class_name": "AuraFlowTransformer2DModel", "num_attention_heads": 2, "attention_head_dim": 16, "sample_size": 64,
+    "num_mmdit_layers": 2, "num_single_dit_layers": 1, "in_channels": 4, "out_channels": 4, "joint_attention_dim": 24,
+    "caption_projection_dim": 32, "pos_embed_max_size": 4096,
 }  # fmt: skip
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32,
@@ -149,13 +149,13 @@ def test_caches_are_as_large_as_measured(candidate):
 
 
 def test_a_model_without_mhla(candidate):
-    subject = candidate(SD3)
+    subject = candidate(AURAFLOW)
     found = estimate(subject, find_grid(subject, height=512, width=768))
-    # The text takes part.
-    tokens, width = 512 + 32 * 48, 32
+    # The text and eight registers take part.
+    tokens, width = 512 + 8 + 32 * 48, 32
     assert (found.grid, found.tokens, found.layers) == ((32, 48), tokens, 3)
     assert found.mixing == 3 * 4 * tokens**2 * width and found.mhla_operations is None and found.training == []
-    assert "MHLA does not support it: SD3Transformer2DModel has no MHLA version" in found.sentence()
+    assert "MHLA does not support it: AuraFlowTransformer2DModel has no MHLA version" in found.sentence()
     assert [row["with_mhla"] for row in found.bounds()] == [None] * 4
 
 

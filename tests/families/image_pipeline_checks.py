@@ -181,10 +181,10 @@ class ImagePipelineChecks:
         folder = tmp_path / "other"
         shutil.copytree(ordinary_dir, folder, ignore=shutil.ignore_patterns("transformer"))
         index = json.loads((folder / "model_index.json").read_text())
-        index["transformer"] = ["diffusers", "SD3Transformer2DModel"]
+        index["transformer"] = ["diffusers", "AuraFlowTransformer2DModel"]
         (folder / "model_index.json").write_text(json.dumps(index))
         self.refused(
-            folder, tmp_path, "no model that can be converted", "SD3Transformer2DModel", "DiTTransformer2DModel"
+            folder, tmp_path, "no model that can be converted", "AuraFlowTransformer2DModel", "DiTTransformer2DModel"
         )
 
 
