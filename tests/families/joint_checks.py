@@ -24,6 +24,7 @@ class JointCase(ModelCase):
     Attributes:
         is_padded: Whether the text may be padded.
         make_pipeline: Makes a pipeline without encoders.
+        latents_of: Makes latents by a pipeline.
         full_size: Size of the samples that the mixing weights are made for.
     """
 
@@ -31,13 +32,16 @@ class JointCase(ModelCase):
     is_padded: ClassVar[bool] = True
     make_pipeline: ClassVar[Any]
     full_size: ClassVar[dict[str, int]]
+    latents_of: ClassVar[Any] = staticmethod(tiny_joint.latents_of)
     attention = "attn"
     untrained = (".normalizer_scale",)
 
     def silence(self, model, layer):
         attention = self.mhla_class._self_attentions(model)[layer]
-        if getattr(attention, "to_add_out", None) is not None:
-            attention.to_out[0].weight.data.zero_(), attention.to_add_out.weight.data.zero_()
+        outs = [getattr(attention, "to_add_out", None), *(getattr(attention, "to_out", None) or ())[:1]]
+        for out in filter(None, outs):
+            out.weight.data.zero_()
+        if any(outs):
             return
         # A block with a single stream: its own projection takes the heads.
         width = attention.to_v.out_features
@@ -65,7 +69,7 @@ def dense_attention(call, layout, mixing, text_bias):
     """The output of a captured call from its definition, in float64, by a loop over blocks."""
     text = call.keywords["text"]
     query, key, value = (tensor.double() for tensor in call.arguments)
-    rotary, text_rotary = call.keywords["rotary"], text.rotary or (lambda tokens: tokens)
+    rotary, text_rotary = (each or (lambda tokens: tokens) for each in (call.keywords["rotary"], text.rotary))
     scale, block = query.shape[3] ** -0.5, layout.block_of_token
     weights = mixing.double()[block][:, block]
     features = query.relu(), key.relu()
@@ -177,23 +181,23 @@ class JointChecks(JointCase):
         )
         axes = len(MHLA_CLASSES[f"MHLA{type(stock.transformer).__name__}"].load_class().default_grid)
         options = {"blocks": [3, 2, 2][-axes:], "layers": [0, count - 1]}
-        absent = tiny_joint.encoders(type(stock))
+        absent = {name: part for name, part in stock.components.items() if part is None}
         stock.save_pretrained(tmp_path / "softmax")
         report = convert_pretrained(tmp_path / "softmax", tmp_path / "mhla", options, progress=False)
         assert report.components["transformer"].num_layers == count
         assert describe_model(ModelDirectory.read(tmp_path / "mhla"))["num_layers"] == count
-        expected = tiny_joint.latents_of(stock)
+        expected = self.latents_of(stock)
         in_memory = convert(stock, options)
         on_disk = type(stock).from_pretrained(tmp_path / "mhla", **absent)
         fresh = load_pipeline(tmp_path / "softmax", mhla=options, **absent)
-        latents = tiny_joint.latents_of(in_memory)
+        latents = self.latents_of(in_memory)
         assert relative_error(latents, expected) > 1e-4
         for pipeline in (on_disk, fresh):
             assert type(pipeline.transformer) is type(in_memory.transformer)
             assert pipeline.transformer.mhla_layers == [0, count - 1]
             assert_same_parameters(pipeline.transformer, in_memory.transformer)
-        torch.testing.assert_close(tiny_joint.latents_of(on_disk), latents)
-        torch.testing.assert_close(tiny_joint.latents_of(unconvert(on_disk)), expected)
+        torch.testing.assert_close(self.latents_of(on_disk), latents)
+        torch.testing.assert_close(self.latents_of(unconvert(on_disk)), expected)
 
     @pytest.mark.smoke
     def test_size_of_probes(self):
