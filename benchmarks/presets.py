@@ -86,7 +86,10 @@ def further_text(model: Any) -> dict[str, Any]:
     shapes = {"encoder_hidden_states_2": (_GLYPHS, config.text_embed_2_dim)}
     shapes["image_embeds"] = (_IMAGE, config.image_embed_dim)
     inputs = {name: torch.zeros(1, *shape, device=model.device, dtype=model.dtype) for name, shape in shapes.items()}
-    return {**inputs, "encoder_attention_mask_2": torch.ones(1, _GLYPHS, dtype=torch.long, device=model.device)}
+    masks = {"encoder_attention_mask": _TEXT_TOKENS["HunyuanVideo15Transformer3DModel"]}
+    masks["encoder_attention_mask_2"] = _GLYPHS
+    ones = {name: torch.ones(1, count, dtype=torch.long, device=model.device) for name, count in masks.items()}
+    return {**inputs, **ones}
 
 
 def _grid(model: Any) -> tuple[int, ...]:
