@@ -34,6 +34,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast,
 import mhla_hf
 from benchmarks.pretrained import RECORD, train
 from mhla_hf.config import MHLAConfig
+from mhla_hf.families.objectives import sample_sigmas
 from mhla_hf.layers.mixing import constrained
 from mhla_hf.pipelines import load_pipeline
 from mhla_hf.recovery.recover import WORK
@@ -41,7 +42,6 @@ from mhla_hf.training.data.digits import DIGIT_WORDS, load_scans
 from mhla_hf.training.matching.layers import mhla_layers
 from mhla_hf.training.matching.teacher import SharedTeacher
 from mhla_hf.training.parameters import learning_rate_factor, set_learning_rate
-from mhla_hf.training.stages.objectives import sample_sigmas
 from mhla_hf.utils.figures import new_figure, save_figure
 from mhla_hf.utils.files import read_json, write_json
 from mhla_hf.utils.machine import processor_name

@@ -25,7 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.pages import table_row, with_sections
 from mhla_hf import MHLA, from_preset
-from mhla_hf.bench import OperatorShape, diffusion_inputs
+from mhla_hf.bench import OperatorShape
+from mhla_hf.families import inputs as family_inputs
 from mhla_hf.models.registry import mhla_class_for
 from mhla_hf.presets import PRESETS
 
@@ -73,7 +74,7 @@ def example_inputs(
         return {"pixel_values": torch.randn(size, device=model.device, dtype=model.dtype)}
     own = _grid(model)
     size = own if grid is None or "sample_size" in config else grid[-len(own) :]
-    inputs = diffusion_inputs(model, size, model.dtype, model.device, text=_TEXT_TOKENS.get(kind, 0))
+    inputs = family_inputs.example_inputs(model, size, model.dtype, model.device, text=_TEXT_TOKENS.get(kind, 0))
     return {**inputs, **further_text(model)}
 
 
@@ -85,7 +86,10 @@ def further_text(model: Any) -> dict[str, Any]:
     shapes = {"encoder_hidden_states_2": (_GLYPHS, config.text_embed_2_dim)}
     shapes["image_embeds"] = (_IMAGE, config.image_embed_dim)
     inputs = {name: torch.zeros(1, *shape, device=model.device, dtype=model.dtype) for name, shape in shapes.items()}
-    return {**inputs, "encoder_attention_mask_2": torch.ones(1, _GLYPHS, dtype=torch.long, device=model.device)}
+    masks = {"encoder_attention_mask": _TEXT_TOKENS["HunyuanVideo15Transformer3DModel"]}
+    masks["encoder_attention_mask_2"] = _GLYPHS
+    ones = {name: torch.ones(1, count, dtype=torch.long, device=model.device) for name, count in masks.items()}
+    return {**inputs, **ones}
 
 
 def _grid(model: Any) -> tuple[int, ...]:

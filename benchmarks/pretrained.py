@@ -30,12 +30,12 @@ from benchmarks.experiments.digit_canvases import DigitCanvases
 from benchmarks.optimization import descend, follow_cosine, make_optimizers
 from benchmarks.quality_dit.models import initialize_as_dit
 from conversion.digits.checkpoints import load_checkpoint, save_checkpoint
+from mhla_hf.families.noise_prediction import no_label_dropout
+from mhla_hf.training import DiTObjective
 from mhla_hf.training.data.batches import drawn_held_out, evaluation_batches, make_batch
 from mhla_hf.training.data.digits import DIGIT_WORDS, digit_images
 from mhla_hf.training.data.order import DataOrder
 from mhla_hf.training.evaluation import evaluate_batches
-from mhla_hf.training.stages.noise_prediction import no_label_dropout
-from mhla_hf.training.stages.objectives import DiTObjective
 from mhla_hf.utils.files import write_json
 
 

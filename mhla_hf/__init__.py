@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from .config import MHLAConfig as MHLAConfig
     from .conversion import convert_pretrained as convert_pretrained
     from .conversion import import_official as import_official
+    from .families.dit import MHLADiTTransformer2DModel as MHLADiTTransformer2DModel
+    from .families.dit import MHLAPixArtTransformer2DModel as MHLAPixArtTransformer2DModel
+    from .families.flux import MHLAChromaTransformer2DModel as MHLAChromaTransformer2DModel
+    from .families.flux import MHLAFluxTransformer2DModel as MHLAFluxTransformer2DModel
+    from .families.hunyuan_video import MHLAHunyuanVideo15Transformer3DModel as MHLAHunyuanVideo15Transformer3DModel
+    from .families.hunyuan_video import MHLAHunyuanVideoTransformer3DModel as MHLAHunyuanVideoTransformer3DModel
+    from .families.ltx import MHLALTX2VideoTransformer3DModel as MHLALTX2VideoTransformer3DModel
+    from .families.ltx import MHLALTXVideoTransformer3DModel as MHLALTXVideoTransformer3DModel
+    from .families.qwen_image import MHLAQwenImageTransformer2DModel as MHLAQwenImageTransformer2DModel
+    from .families.sana import MHLASanaTransformer2DModel as MHLASanaTransformer2DModel
+    from .families.sana import MHLASanaVideoTransformer3DModel as MHLASanaVideoTransformer3DModel
+    from .families.wan import MHLASkyReelsV2Transformer3DModel as MHLASkyReelsV2Transformer3DModel
+    from .families.wan import MHLAWanAnimateTransformer3DModel as MHLAWanAnimateTransformer3DModel
+    from .families.wan import MHLAWanTransformer3DModel as MHLAWanTransformer3DModel
+    from .families.wan import MHLAWanVACETransformer3DModel as MHLAWanVACETransformer3DModel
     from .integrations.transformers.cache import MHLACache as MHLACache
     from .layers.mhla import MHLA as MHLA
     from .layouts.blocks import BlockLayout as BlockLayout
     from .layouts.resampling import resample_mixing as resample_mixing
-    from .models.flux import MHLAChromaTransformer2DModel as MHLAChromaTransformer2DModel
-    from .models.flux import MHLAFluxTransformer2DModel as MHLAFluxTransformer2DModel
-    from .models.hunyuan_video import MHLAHunyuanVideo15Transformer3DModel as MHLAHunyuanVideo15Transformer3DModel
-    from .models.hunyuan_video import MHLAHunyuanVideoTransformer3DModel as MHLAHunyuanVideoTransformer3DModel
-    from .models.image import MHLADiTTransformer2DModel as MHLADiTTransformer2DModel
-    from .models.image import MHLAPixArtTransformer2DModel as MHLAPixArtTransformer2DModel
-    from .models.ltx import MHLALTX2VideoTransformer3DModel as MHLALTX2VideoTransformer3DModel
-    from .models.ltx import MHLALTXVideoTransformer3DModel as MHLALTXVideoTransformer3DModel
-    from .models.qwen_image import MHLAQwenImageTransformer2DModel as MHLAQwenImageTransformer2DModel
     from .models.registry import supported_models as supported_models
-    from .models.sana import MHLASanaTransformer2DModel as MHLASanaTransformer2DModel
-    from .models.sana import MHLASanaVideoTransformer3DModel as MHLASanaVideoTransformer3DModel
-    from .models.wan import MHLASkyReelsV2Transformer3DModel as MHLASkyReelsV2Transformer3DModel
-    from .models.wan import MHLAWanAnimateTransformer3DModel as MHLAWanAnimateTransformer3DModel
-    from .models.wan import MHLAWanTransformer3DModel as MHLAWanTransformer3DModel
-    from .models.wan import MHLAWanVACETransformer3DModel as MHLAWanVACETransformer3DModel
     from .ops import mhla_attention as mhla_attention
     from .pipelines import convert as convert
     from .pipelines import load_pipeline as load_pipeline

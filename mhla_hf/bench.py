@@ -27,13 +27,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Measurement, Timer
 
 from .config import MHLAConfig
+from .families.inputs import example_inputs
 from .layers.mixing import initial_mixing
 from .layouts.blocks import BlockLayout, choose_blocks
 from .models.registry import mhla_class_for
 from .ops import mhla_attention, triton_obstacle
 from .ops.backends import ENVIRONMENT_VARIABLE, kernels_pass
 from .presets import PRESETS, from_preset
-from .training.data.probes import diffusion_inputs
 from .utils.compat.diffusers import fp32_parts
 from .utils.machine import choose_device, machine_facts, parse_dtype
 from .utils.messages import check_choice
@@ -144,7 +144,7 @@ class ModelCase:
 
     def inputs(self, model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
         """Random arguments of the model's `forward`."""
-        return diffusion_inputs(model, self.grid, dtype, device, text=self.text, batch=self.batch, seed=seed)
+        return example_inputs(model, self.grid, dtype, device, text=self.text, batch=self.batch, seed=seed)
 
 
 _SMALL_SIZES = {"num_layers": 2, "num_attention_heads": 2}

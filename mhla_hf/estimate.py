@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from .bench import ORDINARY, BenchOptions, cast_model, compare
+from .families.inputs import example_inputs
 from .integrations.transformers.cache import cache_layer_bytes
 from .integrations.transformers.configuration import max_positions
 from .integrations.transformers.limits import check_sizes
@@ -44,7 +45,6 @@ from .recovery.recipes import (
     packaged_recipes,
 )
 from .recovery.recipes import FAMILIES as RECOVERED
-from .training.data.probes import diffusion_inputs
 from .training.matching.blocks import OnMeta, record_bytes
 from .training.matching.layers import AttentionLayer, base_model, mhla_layers, run
 from .utils import locations
@@ -128,7 +128,7 @@ class Candidate:
 
     def inputs(self, model: Any, grid: Sequence[int], dtype: Any, device: Any, text: int = 0) -> dict[str, Any]:
         """Random arguments of the model's `forward`; `text` counts tokens of prompts."""
-        return diffusion_inputs(model, grid, dtype, device, text=text)
+        return example_inputs(model, grid, dtype, device, text=text)
 
     def options(self, grid: Sequence[int]) -> dict[str, Any]:
         """Options of MHLA for samples of a size, beside the defaults; none for text."""

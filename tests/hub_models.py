@@ -12,7 +12,7 @@ import transformers
 
 import mhla_hf
 from tests import tiny, tiny_images
-from tests.models.model_case import perturb_mhla
+from tests.families.model_case import perturb_mhla
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -24,6 +24,7 @@ from mhla_hf.estimate import (
     on_meta,
     training_memory,
 )
+from mhla_hf.families.inputs import example_inputs
 from mhla_hf.models.registry import family_for
 from mhla_hf.presets import PRESETS
 from mhla_hf.recovery.recipes import (
@@ -35,12 +36,11 @@ from mhla_hf.recovery.recipes import (
     load_recipe,
     recipe_names,
 )
-from mhla_hf.training.data.probes import diffusion_inputs
 from mhla_hf.training.matching.blocks import _added, _bytes_of, _inputs, list_blocks
 from mhla_hf.training.matching.layers import mhla_layers, record_calls
 from mhla_hf.training.matching.records import tensor_bytes
 from tests import ROOT
-from tests.models.cases import (
+from tests.families.cases import (
     CASES,
     ChromaCase,
     FluxCase,
@@ -70,10 +70,10 @@ FLUX = {
     "num_single_layers": 2, "in_channels": 64, "joint_attention_dim": 32, "pooled_projection_dim": 8,
     "axes_dims_rope": [4, 6, 6],
 }  # fmt: skip
-SD3 = {
-    "_class_name": "SD3Transformer2DModel", "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3,
-    "in_channels": 16, "out_channels": 16, "sample_size": 128, "joint_attention_dim": 24, "caption_projection_dim": 32,
-    "pooled_projection_dim": 20,
+AURAFLOW = {
+    "_class_name": "AuraFlowTransformer2DModel", "num_attention_heads": 2, "attention_head_dim": 16, "sample_size": 64,
+    "num_mmdit_layers": 2, "num_single_dit_layers": 1, "in_channels": 4, "out_channels": 4, "joint_attention_dim": 24,
+    "caption_projection_dim": 32, "pos_embed_max_size": 4096,
 }  # fmt: skip
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32,
@@ -155,13 +155,13 @@ def test_caches_are_as_large_as_measured(candidate):
 
 
 def test_a_model_without_mhla(candidate):
-    subject = candidate(SD3)
+    subject = candidate(AURAFLOW)
     found = estimate(subject, find_grid(subject, height=512, width=768))
-    # The text takes part.
-    tokens, width = 512 + 32 * 48, 32
+    # The text and eight registers take part.
+    tokens, width = 512 + 8 + 32 * 48, 32
     assert (found.grid, found.tokens, found.layers) == ((32, 48), tokens, 3)
     assert found.mixing == 3 * 4 * tokens**2 * width and found.mhla_operations is None and found.training == []
-    assert "MHLA does not support it: SD3Transformer2DModel has no MHLA version" in found.sentence()
+    assert "MHLA does not support it: AuraFlowTransformer2DModel has no MHLA version" in found.sentence()
     assert [row["with_mhla"] for row in found.bounds()] == [None] * 4
 
 
@@ -262,7 +262,7 @@ def test_records_are_as_large_as_the_stages_count_them(case, candidate):
     model = case.mhla_class.from_config({**config, "mhla": dict(recipe.mhla)}).eval()
     layers, grid = mhla_layers(model), subject.grid(**size)
     names = {layers[index].name for index in choose_layers(recipe.layers, len(layers))}
-    batch = diffusion_inputs(model, grid, torch.float32, torch.device("cpu"), text=recipe.data.max_length or 0)
+    batch = example_inputs(model, grid, torch.float32, torch.device("cpu"), text=recipe.data.max_length or 0)
     with torch.no_grad():
         calls = record_calls(model, layers, batch, only=names, keep=lambda each: each.to(torch.bfloat16))
         seen = _inputs(list_blocks(model, batch), batch)

@@ -19,6 +19,7 @@ LEVELS = (
     ("config",),
     ("layers",),
     ("models",),
+    ("families",),
     ("presets",),
     ("integrations",),
     ("pipelines",),

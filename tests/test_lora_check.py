@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
+from mhla_hf.families.wan import MHLAWanTransformer3DModel
 from mhla_hf.lora_check import check_lora
-from mhla_hf.models.wan import MHLAWanTransformer3DModel
+from tests.families.adapter_checks import TARGETS
 from tests.integrations.diffusers.test_loading_options import MADE
 from tests.integrations.transformers.tiny_models import softmax_model
-from tests.models.adapter_checks import TARGETS
 from tests.tiny import wan_pipeline, wan_transformer
 
 

@@ -27,8 +27,8 @@ from PIL import Image
 from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel, convert, load_pipeline
 from mhla_hf.utils import files
 from tests import ROOT, tiny
-from tests.models.adapter_checks import randomize_lora
-from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
+from tests.families.adapter_checks import randomize_lora
+from tests.families.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
 from tests.tiny import wan_video
 
 

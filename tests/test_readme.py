@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shlex
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -134,21 +135,27 @@ def test_links_into_the_repository_lead_somewhere(page):
         assert not anchor or anchor in _anchors(target), link
 
 
+@cache
+def hooks():
+    """Those of the site."""
+    specification = spec_from_file_location("hooks", ROOT / "docs" / "scripts" / "hooks.py")
+    module = module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize("page", [page for page in TEXTS if page.startswith(("README", "docs/"))])
 def test_numbers_stay_beside_their_units(page):
     """In the README as it is written, and in the pages of the site as the hook gives them."""
     html = markdown.markdown(TEXTS[page], extensions=["tables", "fenced_code"])
     if page.startswith("docs/"):
-        specification = spec_from_file_location("hooks", ROOT / "docs" / "scripts" / "hooks.py")
-        hooks = module_from_spec(specification)
-        specification.loader.exec_module(hooks)
-        html = hooks.on_page_content(html)
+        html = hooks().on_page_content(html)
     text = re.sub(r"<pre.*?</pre>|<code.*?</code>|<[^>]*>", "", html, flags=re.DOTALL)
     assert re.findall(r"\d [×%]|× \d|\d (?:ms|s|[kMG]B)\b", text) == []
 
 
 def test_every_public_name_is_in_the_api():
-    pages = "\n".join(text for page, text in TEXTS.items() if page.startswith("docs/api/"))
+    pages = hooks().with_models("\n".join(text for page, text in TEXTS.items() if page.startswith("docs/api/")))
     described = set(re.findall(r"(?:^::: |`)(mhla_hf\.[\w.]+)", pages, flags=re.MULTILINE))
     names = json.loads((ROOT / "tests" / "public_names.json").read_text(encoding="utf-8"))["names"]
     aliases = set(names["mhla_hf"])
@@ -159,7 +166,7 @@ def test_every_public_name_is_in_the_api():
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if page.startswith("docs/api/")])
 def test_the_api_names_things_that_exist(page):
-    for name in re.findall(r"^::: (\S+)$", TEXTS[page], flags=re.MULTILINE):
+    for name in re.findall(r"^::: (\S+)$", hooks().with_models(TEXTS[page]), flags=re.MULTILINE):
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
 

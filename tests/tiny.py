@@ -88,6 +88,12 @@ WAN_IMAGE_TO_VIDEO: dict[str, Any] = {
 """The same for image-to-video: latents, 4 mask channels and the image's latents; image cross-attention."""
 
 
+def make(cls: type, sizes: dict[str, Any], *, seed: int = 0, **overrides: Any) -> Any:
+    """A tiny transformer in evaluation mode, fp32; `overrides` replace entries of its sizes."""
+    torch.manual_seed(seed)
+    return cls(**{**sizes, **overrides}).eval()
+
+
 def wan_transformer(cls: type | None = None, *, image_to_video: bool = False, seed: int = 0, **overrides: Any):
     """A tiny Wan transformer in evaluation mode, fp32.
 
@@ -98,9 +104,8 @@ def wan_transformer(cls: type | None = None, *, image_to_video: bool = False, se
             use a state dict for that.
         **overrides: replace entries of `WAN`.
     """
-    torch.manual_seed(seed)
     sizes = WAN_IMAGE_TO_VIDEO if image_to_video else WAN
-    return (cls or WanTransformer3DModel)(**{**sizes, **overrides}).eval()
+    return make(cls or WanTransformer3DModel, sizes, seed=seed, **overrides)
 
 
 def wan_inputs(
@@ -272,12 +277,6 @@ LTX: dict[str, Any] = {
 """Two layers of LTX-Video. Two channels of the 32 are not rotated, as in the published models."""
 
 
-def ltx_transformer(cls: type | None = None, *, seed: int = 0, **overrides: Any):
-    """A tiny LTX-Video transformer in evaluation mode; see `wan_transformer`."""
-    torch.manual_seed(seed)
-    return (cls or LTXVideoTransformer3DModel)(**{**LTX, **overrides}).eval()
-
-
 LTX2: dict[str, Any] = {
     **LTX,
     "audio_in_channels": 4,
@@ -301,55 +300,6 @@ LTX23: dict[str, Any] = {
 """Two layers of LTX-2.3: rotary halves, gates of heads, and spatio-temporal guidance."""
 
 
-def ltx2_transformer(cls: type | None = None, *, seed: int = 0, **overrides: Any):
-    """A tiny LTX-2 transformer in evaluation mode; see `wan_transformer`."""
-    torch.manual_seed(seed)
-    return (cls or LTX2VideoTransformer3DModel)(**{**LTX2, **overrides}).eval()
-
-
-def ltx2_inputs(
-    batch: int = 1,
-    *,
-    text_dims: tuple[int, int] = (TEXT_DIM, TEXT_DIM),
-    dtype: torch.dtype = torch.float32,
-    **sizes: int,
-) -> dict[str, Any]:
-    """Keyword arguments for the transformer's `forward`: those of LTX-Video, and five tokens of audio."""
-    inputs = ltx_inputs(batch, dtype=dtype, **sizes)
-    del inputs["rope_interpolation_scale"]
-    generator = torch.Generator().manual_seed(2)
-    text, audio_text = (torch.randn(batch, 6, width, generator=generator).to(dtype) for width in text_dims)
-    return {
-        **inputs,
-        "encoder_hidden_states": text,
-        "audio_encoder_hidden_states": audio_text,
-        "audio_encoder_attention_mask": inputs["encoder_attention_mask"],
-        "audio_hidden_states": torch.randn(batch, 5, 4, generator=generator).to(dtype),
-        "audio_num_frames": 5,
-        "sigma": inputs["timestep"],
-    }
-
-
-def ltx_inputs(
-    batch: int = 1, frames: int = 3, height: int = 2, width: int = 4, *, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
-    """Keyword arguments for the transformer's `forward`; every latent is a token."""
-    generator = torch.Generator().manual_seed(1)
-    text = torch.randn(batch, 6, TEXT_DIM, generator=generator).to(dtype)
-    mask = torch.ones(batch, 6)
-    mask[:, 4:] = 0
-    return {
-        "hidden_states": torch.randn(batch, frames * height * width, 4, generator=generator).to(dtype),
-        "encoder_hidden_states": text,
-        "timestep": torch.full((batch,), 500.0),
-        "encoder_attention_mask": mask,
-        "num_frames": frames,
-        "height": height,
-        "width": width,
-        "rope_interpolation_scale": (8 / 25, 32, 32),
-    }
-
-
 def ltx_pipeline(**overrides: Any) -> LTXPipeline:
     """A complete LTX-Video pipeline; its autoencoder makes a latent of 2 frames of 8 × 8 pixels."""
     tokenizer = character_tokenizer()
@@ -371,7 +321,7 @@ def ltx_pipeline(**overrides: Any) -> LTXPipeline:
         vae=vae,
         text_encoder=text_encoder(len(tokenizer)),
         tokenizer=tokenizer,
-        transformer=ltx_transformer(**overrides),
+        transformer=make(LTXVideoTransformer3DModel, LTX, **overrides),
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -422,7 +372,7 @@ def ltx2_pipeline(**overrides: Any) -> LTX2Pipeline:
     pipeline = LTX2Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         tokenizer=tokenizer,
-        transformer=ltx2_transformer(**{"perturbed_attn": True, **overrides}),
+        transformer=make(LTX2VideoTransformer3DModel, {**LTX2, "perturbed_attn": True}, **overrides),
         **{name: part.eval() for name, part in parts.items()},
     )
     pipeline.set_progress_bar_config(disable=True)

@@ -25,7 +25,7 @@ from diffusers import (
 )
 from transformers import Gemma2Config, Gemma2Model, T5Config, T5EncoderModel
 
-from tests.tiny import character_tokenizer, wan_vae
+from tests.tiny import character_tokenizer, make, wan_vae
 
 
 DIT: dict[str, Any] = {
@@ -40,24 +40,6 @@ DIT: dict[str, Any] = {
     "num_embeds_ada_norm": 1000,
 }
 """Constructor arguments of the class-conditional transformer; half of its output is the learned variance."""
-
-
-def dit_transformer(cls: type | None = None, *, seed: int = 0, **overrides: Any):
-    """A tiny DiT in evaluation mode, fp32; arguments as for `tiny.wan_transformer`."""
-    torch.manual_seed(seed)
-    return (cls or DiTTransformer2DModel)(**{**DIT, **overrides}).eval()
-
-
-def dit_inputs(
-    batch: int = 1, height: int = 8, width: int = 12, *, dtype: torch.dtype = torch.float32, seed: int = 1
-) -> dict[str, torch.Tensor]:
-    """Keyword arguments for the transformer's `forward`; the token grid is `(height / 2, width / 2)`."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "hidden_states": torch.randn(batch, 4, height, width, generator=generator).to(dtype),
-        "timestep": torch.full((batch,), 500),
-        "class_labels": torch.arange(batch) + 3,
-    }
 
 
 def image_vae() -> AutoencoderKL:
@@ -77,7 +59,7 @@ def image_vae() -> AutoencoderKL:
 
 def dit_pipeline(transformer_cls: type | None = None, **transformer_overrides: Any) -> DiTPipeline:
     """A complete DiT pipeline of 16x16 images; arguments as for `tiny.wan_pipeline`."""
-    transformer = dit_transformer(transformer_cls, **transformer_overrides)
+    transformer = make(transformer_cls or DiTTransformer2DModel, DIT, **transformer_overrides)
     pipeline = DiTPipeline(transformer=transformer, vae=image_vae(), scheduler=DDIMScheduler())
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -108,40 +90,6 @@ SANA_SPRINT: dict[str, Any] = {
     "sample_size": 32,
 }
 """The same for SANA-Sprint, which is told the guidance scale."""
-
-
-def sana_transformer(cls: type | None = None, *, sprint: bool = False, seed: int = 0, **overrides: Any):
-    """A tiny SANA in evaluation mode, fp32; arguments as for `tiny.wan_transformer`."""
-    torch.manual_seed(seed)
-    sizes = SANA_SPRINT if sprint else SANA
-    return (cls or SanaTransformer2DModel)(**{**sizes, **overrides}).eval()
-
-
-def sana_inputs(
-    batch: int = 1,
-    height: int = 4,
-    width: int = 6,
-    *,
-    sprint: bool = False,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 1,
-) -> dict[str, torch.Tensor]:
-    """Keyword arguments for the transformer's `forward`; every latent is a token."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    inputs = {
-        "hidden_states": random(batch, 4, height, width),
-        "encoder_hidden_states": random(batch, 7, CAPTION_DIM),
-        "timestep": torch.full((batch,), 500.0),
-        # The last two tokens of a prompt are padding.
-        "encoder_attention_mask": (torch.arange(7) < 5).long().expand(batch, 7),
-    }
-    if sprint:
-        inputs["guidance"] = torch.full((batch,), 0.45, dtype=dtype)
-    return inputs
 
 
 def sana_vae() -> AutoencoderDC:
@@ -178,12 +126,12 @@ def sana_pipeline(
     transformer_cls: type | None = None, *, sprint: bool = False, **transformer_overrides: Any
 ) -> SanaPipeline | SanaSprintPipeline:
     """A complete SANA or SANA-Sprint pipeline; arguments as for `tiny.wan_pipeline`."""
-    tokenizer = character_tokenizer()
+    tokenizer, sizes = character_tokenizer(), SANA_SPRINT if sprint else SANA
     parts = {
         "tokenizer": tokenizer,
         "text_encoder": gemma(len(tokenizer)),
         "vae": sana_vae(),
-        "transformer": sana_transformer(transformer_cls, sprint=sprint, **transformer_overrides),
+        "transformer": make(transformer_cls or SanaTransformer2DModel, sizes, **transformer_overrides),
     }
     if sprint:
         pipeline = SanaSprintPipeline(**parts, scheduler=SCMScheduler())
@@ -208,20 +156,6 @@ PIXART: dict[str, Any] = {
 """Constructor arguments of the text-to-image transformer; half of its output is the learned variance."""
 
 
-def pixart_transformer(cls: type | None = None, *, seed: int = 0, **overrides: Any):
-    """A tiny PixArt in evaluation mode, fp32; arguments as for `tiny.wan_transformer`."""
-    torch.manual_seed(seed)
-    return (cls or PixArtTransformer2DModel)(**{**PIXART, **overrides}).eval()
-
-
-def pixart_inputs(
-    batch: int = 1, height: int = 8, width: int = 12, *, dtype: torch.dtype = torch.float32, seed: int = 1
-) -> dict[str, Any]:
-    """Keyword arguments for the transformer's `forward`; the token grid is `(height / 2, width / 2)`."""
-    inputs = sana_inputs(batch, height, width, dtype=dtype, seed=seed)
-    return {**inputs, "timestep": torch.full((batch,), 500)}
-
-
 def t5_encoder(vocabulary_size: int) -> T5EncoderModel:
     """A one-layer T5 encoder of width `CAPTION_DIM`."""
     torch.manual_seed(0)
@@ -238,7 +172,7 @@ def pixart_pipeline(
         tokenizer=tokenizer,
         text_encoder=t5_encoder(len(tokenizer)),
         vae=image_vae(),
-        transformer=pixart_transformer(transformer_cls, **transformer_overrides),
+        transformer=make(transformer_cls or PixArtTransformer2DModel, PIXART, **transformer_overrides),
         scheduler=DPMSolverMultistepScheduler(),
     )
     pipeline.set_progress_bar_config(disable=True)
@@ -254,26 +188,6 @@ SANA_VIDEO: dict[str, Any] = {
 """Constructor arguments of the text-to-video transformer."""
 
 
-def sana_video_transformer(cls: type | None = None, *, seed: int = 0, **overrides: Any):
-    """A tiny SANA-Video in evaluation mode, fp32; arguments as for `tiny.wan_transformer`."""
-    torch.manual_seed(seed)
-    return (cls or SanaVideoTransformer3DModel)(**{**SANA_VIDEO, **overrides}).eval()
-
-
-def sana_video_inputs(
-    batch: int = 1,
-    frames: int = 3,
-    height: int = 4,
-    width: int = 8,
-    *,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 1,
-) -> dict[str, torch.Tensor]:
-    """Keyword arguments for the transformer's `forward`; the token grid is `(frames, height / 2, width / 2)`."""
-    latents = torch.randn(batch, 16, frames, height, width, generator=torch.Generator().manual_seed(seed))
-    return {**sana_inputs(batch, dtype=dtype, seed=seed), "hidden_states": latents.to(dtype)}
-
-
 def sana_video_pipeline(transformer_cls: type | None = None, **transformer_overrides: Any) -> SanaVideoPipeline:
     """A complete SANA-Video pipeline with Wan's autoencoder; arguments as for `tiny.wan_pipeline`."""
     tokenizer = character_tokenizer()
@@ -282,7 +196,7 @@ def sana_video_pipeline(transformer_cls: type | None = None, **transformer_overr
         tokenizer=tokenizer,
         text_encoder=gemma(len(tokenizer)),
         vae=wan_vae(),
-        transformer=sana_video_transformer(transformer_cls, **transformer_overrides),
+        transformer=make(transformer_cls or SanaVideoTransformer3DModel, SANA_VIDEO, **transformer_overrides),
         scheduler=DPMSolverMultistepScheduler(**options),
     )
     pipeline.set_progress_bar_config(disable=True)

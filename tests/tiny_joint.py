@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from tests.tiny import character_tokenizer
+from tests.tiny import character_tokenizer, make
 
 
 TEXT_DIM, HEAD_DIM = 16, 12
@@ -91,146 +92,6 @@ CHROMA: dict[str, Any] = {
 }
 
 
-class _Random:
-    """Draws tensors one after the other."""
-
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        self.dtype, self.generator = dtype, torch.Generator().manual_seed(seed)
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.dtype)
-
-
-def text_mask(batch: int, tokens: int) -> torch.Tensor:
-    """`[B, X]`, zeros for padding: none in the first sample, two tokens in the others."""
-    mask = torch.ones(batch, tokens, dtype=torch.long)
-    mask[1:, -2:] = 0
-    return mask
-
-
-def _make(cls: type, sizes: dict[str, Any], *, seed: int = 0, **overrides: Any) -> Any:
-    """A tiny transformer in evaluation mode; `overrides` replace entries of its sizes."""
-    torch.manual_seed(seed)
-    return cls(**{**sizes, **overrides}).eval()
-
-
-def hunyuan_video(cls: type = HunyuanVideoTransformer3DModel, **options: Any) -> HunyuanVideoTransformer3DModel:
-    return _make(cls, HUNYUAN_VIDEO, **options)
-
-
-def hunyuan_video_15(cls: type = HunyuanVideo15Transformer3DModel, **options: Any) -> HunyuanVideo15Transformer3DModel:
-    return _make(cls, HUNYUAN_VIDEO_15, **options)
-
-
-def qwen_image(cls: type = QwenImageTransformer2DModel, **options: Any) -> QwenImageTransformer2DModel:
-    return _make(cls, QWEN_IMAGE, **options)
-
-
-def flux(cls: type = FluxTransformer2DModel, **options: Any) -> FluxTransformer2DModel:
-    return _make(cls, FLUX, **options)
-
-
-def chroma(cls: type = ChromaTransformer2DModel, **options: Any) -> ChromaTransformer2DModel:
-    return _make(cls, CHROMA, **options)
-
-
-def hunyuan_video_inputs(
-    batch: int = 1,
-    frames: int = 3,
-    height: int = 4,
-    width: int = 8,
-    *,
-    text_tokens: int = 7,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 1,
-) -> dict[str, torch.Tensor]:
-    """Keyword arguments for the transformer's `forward`; sizes are of the latents, in patches of 2×2."""
-    random = _Random(dtype, seed)
-    return {
-        "hidden_states": random(batch, HUNYUAN_VIDEO["in_channels"], frames, height, width),
-        "timestep": torch.full((batch,), 500),
-        "encoder_hidden_states": random(batch, text_tokens, TEXT_DIM),
-        "encoder_attention_mask": text_mask(batch, text_tokens),
-        "pooled_projections": random(batch, HUNYUAN_VIDEO["pooled_projection_dim"]),
-    }
-
-
-def hunyuan_video_15_inputs(
-    batch: int = 1,
-    frames: int = 3,
-    height: int = 2,
-    width: int = 4,
-    *,
-    text_tokens: int = 6,
-    with_image: bool = True,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 1,
-) -> dict[str, torch.Tensor]:
-    """Keyword arguments for the transformer's `forward`; sizes are of the latents, each of which is a token."""
-    random = _Random(dtype, seed)
-    return {
-        "hidden_states": random(batch, HUNYUAN_VIDEO_15["in_channels"], frames, height, width),
-        "timestep": torch.full((batch,), 500.0, dtype=dtype),
-        "encoder_hidden_states": random(batch, text_tokens, TEXT_DIM),
-        "encoder_attention_mask": text_mask(batch, text_tokens),
-        "encoder_hidden_states_2": random(batch, 4, HUNYUAN_VIDEO_15["text_embed_2_dim"]),
-        "encoder_attention_mask_2": text_mask(batch, 4),
-        # Without an image the embeddings are zeros, and the model takes them for padding.
-        "image_embeds": random(batch, 3, HUNYUAN_VIDEO_15["image_embed_dim"]) * float(with_image),
-    }
-
-
-def qwen_image_inputs(
-    batch: int = 1,
-    height: int = 4,
-    width: int = 6,
-    *,
-    text_tokens: int = 7,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 1,
-) -> dict[str, Any]:
-    """Keyword arguments for the transformer's `forward`; sizes are of the grid."""
-    random = _Random(dtype, seed)
-    return {
-        "hidden_states": random(batch, height * width, QWEN_IMAGE["in_channels"]),
-        "timestep": torch.full((batch,), 0.5, dtype=dtype),
-        "encoder_hidden_states": random(batch, text_tokens, TEXT_DIM),
-        "encoder_hidden_states_mask": text_mask(batch, text_tokens),
-        "img_shapes": [[(1, height, width)]] * batch,
-    }
-
-
-def flux_inputs(
-    batch: int = 1,
-    height: int = 4,
-    width: int = 6,
-    *,
-    text_tokens: int = 7,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 1,
-) -> dict[str, Any]:
-    """Keyword arguments for the transformer's `forward`; sizes are of the grid."""
-    random = _Random(dtype, seed)
-    ids = torch.zeros(height, width, 3)
-    ids[..., 1], ids[..., 2] = torch.arange(height)[:, None], torch.arange(width)
-    return {
-        "hidden_states": random(batch, height * width, FLUX["in_channels"]),
-        "timestep": torch.full((batch,), 0.5, dtype=dtype),
-        "encoder_hidden_states": random(batch, text_tokens, TEXT_DIM),
-        "pooled_projections": random(batch, FLUX["pooled_projection_dim"]),
-        "img_ids": ids.flatten(0, 1).to(dtype),
-        "txt_ids": torch.zeros(text_tokens, 3, dtype=dtype),
-    }
-
-
-def chroma_inputs(batch: int = 1, height: int = 4, width: int = 6, **options: Any) -> dict[str, Any]:
-    """As `flux_inputs`, with a mask of text and image."""
-    inputs = flux_inputs(batch, height, width, **options)
-    del inputs["pooled_projections"]
-    image, text = torch.ones(batch, height * width, dtype=torch.bool), len(inputs["txt_ids"])
-    return {**inputs, "attention_mask": torch.cat([text_mask(batch, text).bool(), image], dim=1)}
-
-
 def hunyuan_video_pipeline() -> HunyuanVideoPipeline:
     """A pipeline from text without its encoders; four frames and 8×8 pixels are a latent."""
     torch.manual_seed(0)
@@ -241,7 +102,11 @@ def hunyuan_video_pipeline() -> HunyuanVideoPipeline:
         norm_num_groups=2,
         mid_block_add_attention=False,
     )
-    return _pipeline(HunyuanVideoPipeline, vae=vae, transformer=hunyuan_video(guidance_embeds=True))
+    return _pipeline(
+        HunyuanVideoPipeline,
+        vae=vae,
+        transformer=make(HunyuanVideoTransformer3DModel, HUNYUAN_VIDEO, guidance_embeds=True),
+    )
 
 
 def hunyuan_video_15_pipeline() -> HunyuanVideo15Pipeline:
@@ -255,7 +120,7 @@ def hunyuan_video_15_pipeline() -> HunyuanVideo15Pipeline:
         temporal_compression_ratio=4,
     )
     # Latents, those of the first frame, and a mask.
-    transformer = hunyuan_video_15(in_channels=9)
+    transformer = make(HunyuanVideo15Transformer3DModel, HUNYUAN_VIDEO_15, in_channels=9)
     return _pipeline(HunyuanVideo15Pipeline, vae=vae, transformer=transformer, guider=ClassifierFreeGuidance())
 
 
@@ -265,17 +130,17 @@ def qwen_image_pipeline() -> QwenImagePipeline:
     vae = AutoencoderKLQwenImage(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
     )
-    return _pipeline(QwenImagePipeline, vae=vae, transformer=qwen_image())
+    return _pipeline(QwenImagePipeline, vae=vae, transformer=make(QwenImageTransformer2DModel, QWEN_IMAGE))
 
 
 def flux_pipeline(cls: type = FluxPipeline) -> Any:
     """A pipeline without its encoders; 8×8 pixels are a latent, and 2×2 of those a token."""
-    return _pipeline(cls, vae=_image_vae(), transformer=flux())
+    return _pipeline(cls, vae=_image_vae(), transformer=make(FluxTransformer2DModel, FLUX))
 
 
 def chroma_pipeline(cls: type = ChromaPipeline) -> Any:
     """As `flux_pipeline`."""
-    return _pipeline(cls, vae=_image_vae(), transformer=chroma())
+    return _pipeline(cls, vae=_image_vae(), transformer=make(ChromaTransformer2DModel, CHROMA))
 
 
 def _image_vae() -> AutoencoderKL:
@@ -306,7 +171,8 @@ def _pipeline(cls: type, **parts: Any) -> Any:
 
 def latents_of(pipeline: Any) -> torch.Tensor:
     """Latents that a pipeline makes of random embeddings in two steps."""
-    random = _Random(torch.float32, 1)
+    random, mask = partial(torch.randn, generator=torch.Generator().manual_seed(1)), torch.ones(1, 7)
+    mask[:, -2:] = 0
     call: dict[str, Any] = {"height": 32, "width": 48}
     if isinstance(pipeline, FluxPipeline):
         call |= {"prompt_embeds": random(1, 7, TEXT_DIM), "height": 64, "width": 96}
@@ -315,22 +181,22 @@ def latents_of(pipeline: Any) -> torch.Tensor:
         call |= {"height": 64, "width": 96}
         for prefix in ("", "negative_"):
             call[f"{prefix}prompt_embeds"] = random(1, 7, TEXT_DIM)
-            call[f"{prefix}prompt_attention_mask"] = text_mask(2, 7)[1:].float()
+            call[f"{prefix}prompt_attention_mask"] = mask
     elif isinstance(pipeline, QwenImagePipeline):
         call |= {"height": 64, "width": 96, "true_cfg_scale": 3.0}
         for prefix in ("", "negative_"):
             call[f"{prefix}prompt_embeds"] = random(1, 7, TEXT_DIM)
-            call[f"{prefix}prompt_embeds_mask"] = text_mask(2, 7)[1:]
+            call[f"{prefix}prompt_embeds_mask"] = mask.long()
     elif isinstance(pipeline, HunyuanVideoPipeline):
         call["num_frames"] = 9
-        call |= {"prompt_embeds": random(1, 7, TEXT_DIM), "prompt_attention_mask": text_mask(2, 7)[1:]}
+        call |= {"prompt_embeds": random(1, 7, TEXT_DIM), "prompt_attention_mask": mask.long()}
         call["pooled_prompt_embeds"] = random(1, HUNYUAN_VIDEO["pooled_projection_dim"])
     else:
         call["num_frames"] = 9
         for prefix in ("", "negative_"):
             for suffix, tokens, width in (("", 6, TEXT_DIM), ("_2", 4, HUNYUAN_VIDEO_15["text_embed_2_dim"])):
                 call[f"{prefix}prompt_embeds{suffix}"] = random(1, tokens, width)
-                call[f"{prefix}prompt_embeds_mask{suffix}"] = text_mask(2, tokens)[1:]
+                call[f"{prefix}prompt_embeds_mask{suffix}"] = mask[:, -tokens:].long()
     generator = torch.Generator().manual_seed(0)
     return pipeline(**call, num_inference_steps=2, output_type="latent", generator=generator)[0]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from mhla_hf.families.objectives import add_noise, shift_sigmas
 from mhla_hf.training.data.digits import load_scans
 from mhla_hf.training.data.order import DataOrder, stable_seed
-from mhla_hf.training.stages.objectives import add_noise, shift_sigmas
 
 from .options import QualityOptions
 

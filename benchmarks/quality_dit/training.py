@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from mhla_hf.families.noise_prediction import no_label_dropout
+from mhla_hf.families.objectives import flow_matching_losses, timesteps_from_sigmas, unshift_sigmas
 from mhla_hf.training.data.order import stable_seed
-from mhla_hf.training.stages.noise_prediction import no_label_dropout
-from mhla_hf.training.stages.objectives import flow_matching_losses, timesteps_from_sigmas, unshift_sigmas
 
 from ..optimization import descend, follow_cosine, make_optimizers
 from .data import EVALUATION_BATCH, NUM_CLASSES, Digits, NoisyBatch, held_out_batches, training_batch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of mkdocs for links, images, and spaces between numbers and units."""
+"""Hooks of mkdocs for lists of models, links, images, and spaces between numbers and units."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import posixpath
 import re
 from pathlib import Path
 from typing import Any
+
+from mhla_hf.models.registry import MHLA_CLASSES
 
 
 LOG = logging.getLogger("mkdocs.hooks.links")
@@ -35,6 +37,11 @@ def on_files(files: Any, config: Any) -> Any:
             if not place.startswith(f"{docs.name}/") and image.is_file() and files.get_file_from_path(place) is None:
                 files.append(File.generated(config, place, abs_src_path=str(image)))
     return files
+
+
+def with_models(markdown: str) -> str:
+    """Puts the MHLA classes of diffusers in the place that a page has for them."""
+    return markdown.replace("{{ models }}", "\n".join(f"::: mhla_hf.{name}" for name in MHLA_CLASSES))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
@@ -66,7 +73,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         kind = "tree" if (repository / place).is_dir() else "blob"
         return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/main/{place}{'#' + anchor if anchor else ''})"
 
-    return LINK.sub(resolve, IMAGE.sub(show, markdown))
+    return LINK.sub(resolve, IMAGE.sub(show, with_models(markdown)))
 
 
 def on_page_content(html: str, **_: Any) -> str:

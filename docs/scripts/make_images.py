@@ -86,7 +86,8 @@ ROOMS = [
     ("pipelines", "load_pipeline, convert in memory"),
     ("integrations", "how other libraries learn of MHLA"),
     ("presets", "models of the paper by name"),
-    ("models", "diffusers classes, model directories"),
+    ("families", "a file for each family of diffusion models"),
+    ("models", "shared parts, registry, model directories"),
     ("layers", "MHLA, which owns the new parameters"),
     ("config", "MHLAConfig"),
     ("ops", "mhla_attention and its kernels"),
@@ -123,7 +124,7 @@ ROUTES = {
 
 def draw_architecture(name: str) -> None:
     """Draw the packages by level, and the ways of data through them."""
-    figure = new_figure(11.0, 7.4)
+    figure = new_figure(11.0, 7.8)
     axes = figure.subplots()
     rows = {room: row for row, (room, _) in enumerate(ROOMS)}
     for room, row in rows.items():
@@ -139,9 +140,9 @@ def draw_architecture(name: str) -> None:
         for room, step in steps.items():
             axes.plot(x, rows[room] + 0.5, "o", color=colour, markersize=8)
             axes.text(x + 0.18, rows[room] + 0.5, step, va="center", fontsize=9, color=INK, bbox=LABEL_BOX)
-    axes.annotate("", (-0.25, 15.9), (-0.25, 0.1), arrowprops={"arrowstyle": "->", "color": INK})
-    axes.text(-0.5, 8, "imports go down only", rotation=90, ha="center", va="center", fontsize=9, color=INK)
-    axes.set(xlim=(-0.7, 12.6), ylim=(16.1, -0.7))
+    axes.annotate("", (-0.25, 16.9), (-0.25, 0.1), arrowprops={"arrowstyle": "->", "color": INK})
+    axes.text(-0.5, 8.5, "imports go down only", rotation=90, ha="center", va="center", fontsize=9, color=INK)
+    axes.set(xlim=(-0.7, 12.6), ylim=(17.1, -0.7))
     hide_ticks(axes)
     save(figure, name)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..config import MHLAConfig
-from ..models.registry import TRAINED
+from ..models.registry import TRAINED, trained_family
 from ..recovery.recipes import FORMER, SECTIONS, STAGES, check_arguments, check_shares, recipe_names
 from ..training.config import CacheConfig, TrainingConfig, check_options, option_families
 from ..utils.files import read_json
@@ -326,7 +326,7 @@ def _training_command(family: str) -> Callable[..., None]:
         accelerator.end_training()
 
     command.__doc__ = (
-        f"Fine-tune {TRAINED[family].title} pipelines by {TRAINED[family].objective}.\n\nWith --match-steps, layers "
+        f"Fine-tune {TRAINED[family].title} pipelines by {TRAINED[family].trained_by}.\n\nWith --match-steps, layers "
         "that do not start as the original's are first matched to them.\n\nOn several GPUs: accelerate launch -m "
         f"mhla_hf train {family} MODEL OUTPUT ..."
     )
@@ -362,14 +362,14 @@ def _open(run: TrainingConfig, cache: CacheConfig, family: str | None, **require
     check_data(cache.data)
 
     from ..training.data.latent_cache import make_cache
-    from ..training.families import check_run, family_of_class, open_pipeline
+    from ..training.libraries import check_run, open_pipeline
     from ..training.processes import make_accelerator
 
     accelerator = make_accelerator(run)
     with accelerator.main_process_first():
         source = open_pipeline(str(run.model), run.component)
         if family is not None:
-            if (own := family_of_class(source.class_name).name) != family:
+            if (own := trained_family(source.class_name).name) != family:
                 raise ValueError(f"model is a {source.class_name}: use `mhla-hf train {own}`")
             check_run(source, run)
     if cache.data is not None:

@@ -27,6 +27,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from ..analysis import mixing_figure, mixing_summary, reference_layout
+from ..families.objectives import encode_media
 from ..hub import CardText, write_card
 from ..models.directory import ModelDirectory
 from ..recovery.recover import recover
@@ -34,7 +35,6 @@ from ..recovery.report import TITLES as STATES
 from ..training import objective_for
 from ..training.data.batches import Latents
 from ..training.data.digits import MovingDigits, stack_videos
-from ..training.families import encode_videos
 from ..training.matching.layers import mhla_layers
 from ..training.processes import TrainingStopped
 from ..utils.destinations import LOCK, RunFolder, differences, lock_output
@@ -175,7 +175,7 @@ def encode_moving_digits(vae: Any, dataset: MovingDigits, start: int, stop: int)
     def encode(first: int) -> torch.Tensor:
         videos, _ = stack_videos(dataset, first, min(first + _ENCODE_BATCH, stop))
         # A copy, since the VAE caches the frames that it has seen.
-        return encode_videos(copy.deepcopy(vae), videos).cpu()
+        return encode_media(copy.deepcopy(vae), videos).cpu()
 
     # Small convolutions gain little from several threads each, but several batches at a time keep all cores busy.
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:

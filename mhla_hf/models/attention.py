@@ -8,10 +8,11 @@ for a pass of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from diffusers.models.attention_processor import Attention
 
 from ..layers import HeadNorms, PairwiseRotary
 from ..utils.compat.diffusers import is_attention_skipped, skip_attention_in
@@ -204,3 +205,40 @@ class KeepsMHLAProcessors(MHLAModelMixin):
                 module.check_processor(each[f"{name}.processor"])
         # Upstream empties the dict that it is given.
         super().set_attn_processor(dict(processor) if isinstance(processor, dict) else processor)
+
+
+class MHLAImageAttention(KeepsMHLAProcessor, Attention):
+    """Self-attention of every layer, MHLA or not: only MHLA layers get the grid.
+
+    It is an argument, so nothing is remembered between calls: checkpointing, compilation and two forwards at different
+    grids before one backward cannot go wrong.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        grid: tuple[int, ...] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if not hasattr(self, "mhla"):
+            return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+        kwargs.update(encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, grid=grid)
+        if isinstance(self.processor, self.mhla_processor_class):
+            return self.processor(self, hidden_states, **kwargs)
+        # Pipelines of perturbed-attention guidance set the attribute and put the processors back afterwards.
+        return attend_in_parts(self.processor, self.mhla_processor_class(), self, hidden_states, **kwargs)
+
+
+class MHLAImageModelMixin(MHLAModelMixin):
+    """`MHLAModelMixin` for models with `transformer_blocks[i].attn1`, and square `sample_size` and `patch_size`."""
+
+    default_grid: ClassVar[tuple[int, ...]] = (32, 32)
+    attention_class = MHLAImageAttention
+
+    @classmethod
+    def config_grid(cls, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """The grid of an image of the size that the model was made for, in patches."""
+        size = cls.config_value(config, "sample_size") // cls.config_value(config, "patch_size")
+        return (size, size)

@@ -199,6 +199,18 @@ class MHLAModelMixin(MHLAAdapterMixin):
         }
 
     @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return random arguments of `forward` that models of other families do not take.
+
+        Args:
+            model: An MHLA model or the diffusers model.
+            grid: Latents along each axis, or tokens of models that take packed latents.
+            text: Tokens of the text.
+            random: Called with a shape, draws a tensor that has B before it.
+        """
+        return {}
+
+    @classmethod
     def coerce_options(cls, options: MHLAConfig | Mapping[str, Any] | None) -> MHLAConfig:
         """Return options as an `MHLAConfig`: those that were given, over the model's own defaults.
 

@@ -119,3 +119,8 @@ class JointImageMixin(MHLAJointModelMixin):
     """For models of images, whose configurations tell no size."""
 
     block_streams = ("encoder_hidden_states", "hidden_states")
+
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return the noise level."""
+        return {"timestep": torch.full_like(random(), 0.5)}

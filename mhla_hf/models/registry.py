@@ -30,13 +30,14 @@ class ModelFamily:
         name: Short name, in commands and recipes too.
         title: Name of its models in texts.
         kind: Kind of output, `"video"` or `"image"`.
-        module: Module in this folder that defines the MHLA class.
+        module: Module of `mhla_hf.families` that defines the MHLA class.
         upstream: Name of the diffusers class.
         pipelines: Diffusers pipelines that the family was tested in.
         refused_pipelines: Those that call the transformer with more than a text, and cannot be recovered or trained.
         note: Remarks for users, or an empty string.
         trained_as: Name of the family whose objective and recipes it takes, if not its own.
-        objective: What it is trained by, or an empty string without an objective.
+        objective: Class of its training objective, in the same module; an empty string without one.
+        trained_by: What the objective is.
         recipe: Name of its block in `recovery/defaults.yaml`, or an empty string if `recover` does not take it.
         data_free: Whether it is calibrated and matched on the inputs of its model while the pipeline makes samples.
         call_samples: Samples in one call of its model, on average; above 1 where the pipeline computes a sample with
@@ -57,6 +58,7 @@ class ModelFamily:
     note: str = ""
     trained_as: str = ""
     objective: str = ""
+    trained_by: str = "flow matching"
     recipe: str = ""
     data_free: bool = False
     call_samples: float = 1
@@ -77,8 +79,15 @@ class ModelFamily:
 
     def load_class(self) -> Any:
         """Import the MHLA class; `ImportError` without a supported version of diffusers."""
+        return self._load(self.mhla_class)
+
+    def load_objective(self) -> Any:
+        """Return its objective as it is without a pipeline; see `load_class`."""
+        return self._load(self.objective)()
+
+    def _load(self, name: str) -> Any:
         check_version("diffusers")
-        return getattr(importlib.import_module(f"mhla_hf.models.{self.module}"), self.mhla_class)
+        return getattr(importlib.import_module(f"mhla_hf.families.{self.module}"), name)
 
 
 @dataclass(frozen=True)
@@ -110,20 +119,19 @@ def _read_transformers(status: str) -> dict[str, TransformersFamily]:
 
 _KEYFRAMES = "no keyframes beside the grid"
 _LINEAR = "linear already: the same {} until fine-tuned"
-_FLOW = "flow matching"
 # fmt: off
 _WAN = ModelFamily(
     "wan", "Wan", "video", "wan", "WanTransformer3DModel", ("WanPipeline", "WanImageToVideoPipeline"),
-    recipe="wan", objective=_FLOW, text_tokens=512, negative_prompts=True, two_transformers=True)
+    recipe="wan", objective="WanObjective", text_tokens=512, negative_prompts=True, two_transformers=True)
 _FLUX = ModelFamily(
     "flux", "Flux.1", "image", "flux", "FluxTransformer2DModel", ("FluxPipeline",),
     ("FluxKontextPipeline", "FluxKontextInpaintPipeline"), "no reference images",
-    recipe="joint", objective=_FLOW, data_free=True, text_tokens=512)
+    recipe="joint", objective="FluxObjective", data_free=True, text_tokens=512)
 _FAMILIES = (
     _WAN,
     replace(
         _WAN, name="wan-vace", title="Wan-VACE", upstream="WanVACETransformer3DModel", pipelines=("WanVACEPipeline",),
-        recipe="video", objective=f"{_FLOW}, from text alone", data_free=True),
+        recipe="video", objective="WanVACEObjective", trained_by="flow matching, from text alone", data_free=True),
     ModelFamily("wan-animate", "Wan-Animate", "video", "wan", "WanAnimateTransformer3DModel", ("WanAnimatePipeline",)),
     replace(
         _WAN, name="skyreels-v2", title="SkyReels-V2", upstream="SkyReelsV2Transformer3DModel", trained_as="wan",
@@ -132,15 +140,15 @@ _FAMILIES = (
     ModelFamily(
         "ltx", "LTX-Video", "video", "ltx", "LTXVideoTransformer3DModel", ("LTXPipeline", "LTXImageToVideoPipeline"),
         ("LTXConditionPipeline", "LTXImageToVideoPipeline", "LTXI2VLongMultiPromptPipeline"), _KEYFRAMES,
-        recipe="video", objective=_FLOW, data_free=True, call_samples=2, text_tokens=128, negative_prompts=True,
-        vae=(8, 32)),
+        recipe="video", objective="LTXObjective", data_free=True, call_samples=2, text_tokens=128,
+        negative_prompts=True, vae=(8, 32)),
     ModelFamily(
         "ltx2", "LTX-2", "video", "ltx", "LTX2VideoTransformer3DModel", ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
         note=f"softmax for audio, {_KEYFRAMES}", recipe="video", data_free=True, call_samples=1.5, vae=(8, 32)),
     ModelFamily(
         "hunyuan-video", "HunyuanVideo", "video", "hunyuan_video", "HunyuanVideoTransformer3DModel",
         ("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"),
-        recipe="joint", objective=_FLOW, data_free=True, text_tokens=256),
+        recipe="joint", objective="HunyuanVideoObjective", data_free=True, text_tokens=256),
     ModelFamily(
         "hunyuan-video-1.5", "HunyuanVideo-1.5", "video", "hunyuan_video", "HunyuanVideo15Transformer3DModel",
         ("HunyuanVideo15Pipeline",), recipe="joint", data_free=True, vae=(4, 16)),
@@ -152,15 +160,15 @@ _FAMILIES = (
         _FLUX, name="chroma", title="Chroma", upstream="ChromaTransformer2DModel", pipelines=("ChromaPipeline",),
         refused_pipelines=(), note="", objective="", text_tokens=0),
     ModelFamily(
-        "dit", "DiT", "image", "image", "DiTTransformer2DModel", ("DiTPipeline",),
-        recipe="dit", objective="noise prediction"),
+        "dit", "DiT", "image", "dit", "DiTTransformer2DModel", ("DiTPipeline",),
+        recipe="dit", objective="DiTObjective", trained_by="noise prediction"),
     ModelFamily(
-        "pixart", "PixArt", "image", "image", "PixArtTransformer2DModel",
+        "pixart", "PixArt", "image", "dit", "PixArtTransformer2DModel",
         ("PixArtAlphaPipeline", "PixArtSigmaPipeline"), recipe="pixart", data_free=True, call_samples=2),
     ModelFamily(
         "sana", "SANA", "image", "sana", "SanaTransformer2DModel", ("SanaPipeline", "SanaSprintPipeline"),
-        note=_LINEAR.format("images"), recipe="sana", objective=_FLOW, text_tokens=300, negative_prompts=True,
-        vae=(4, 32)),
+        note=_LINEAR.format("images"), recipe="sana", objective="SanaObjective", text_tokens=300,
+        negative_prompts=True, vae=(4, 32)),
     ModelFamily(
         "sana-video", "SANA-Video", "video", "sana", "SanaVideoTransformer3DModel", ("SanaVideoPipeline",),
         note=_LINEAR.format("videos"), recipe="sana-video"),
@@ -261,6 +269,24 @@ def family_for(class_name: str) -> ModelFamily:
             f"{class_name} has no MHLA version. Supported: {', '.join(sorted(FAMILIES))}, and models of transformers."
         )
     return family
+
+
+def trained_family(class_name: str, what: str = "model") -> ModelFamily:
+    """Return the family that a transformer class, upstream or MHLA, is trained as.
+
+    Args:
+        class_name: As in `_class_name` of a config.
+        what: Name of the model in the error.
+
+    Raises:
+        ValueError: If such models cannot be trained here.
+    """
+    known = FAMILIES.get(class_name) or MHLA_CLASSES.get(class_name)
+    if known is None or known.training not in TRAINED:
+        classes = [each for each in FAMILIES.values() if each.training in TRAINED]
+        supported = ", ".join(f"{each.upstream}, {each.mhla_class}" for each in classes)
+        raise ValueError(f"{what} is a {class_name}, which cannot be trained here yet; supported: {supported}")
+    return TRAINED[known.training]
 
 
 def mhla_class_for(class_name: str) -> Any:

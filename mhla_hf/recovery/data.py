@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..conversion.planning import PlanOptions
+from ..families.inputs import example_inputs
 from ..models.directory import ModelDirectory
 from ..models.registry import TRAINED, is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, GENERATED, CacheConfig, TrainingConfig, parse_sizes
@@ -23,11 +24,11 @@ from ..training.data.images import image_batches, open_images
 from ..training.data.latent_cache import MANIFEST, CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.order import folder_fingerprint, stable_seed
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
-from ..training.families import objective_for
 from ..training.matching.blocks import record_bytes
 from ..training.matching.layers import Batch, mhla_layers
 from ..training.matching.records import choose_cache, free_room
 from ..training.parameters import load_model
+from ..training.stages.diffusion import objective_for
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
 from ..utils.messages import check_count, format_bytes
@@ -182,9 +183,7 @@ class RecoveryData:
         layers = mhla_layers(model)
         names = {layers[index].name for index in choose_layers(recipe.layers, len(layers))}
         grid = self.directory.sample_grid(**given)
-        batch = probes.diffusion_inputs(
-            model, grid, torch.float32, torch.device("meta"), text=recipe.data.max_length or 0
-        )
+        batch = example_inputs(model, grid, torch.float32, torch.device("meta"), text=recipe.data.max_length or 0)
         kept, from_calls = record_bytes(model, batch, names), self.data is None
         of_layers, of_blocks = recipe.record_bytes(*kept, from_calls)
         smaller = [

@@ -31,11 +31,11 @@ from ..conversion import convert_pretrained
 from ..conversion.convert import plan_model
 from ..conversion.planning import PlanOptions
 from ..models.directory import ModelDirectory
-from ..models.registry import family_for
+from ..models.registry import TRAINED, family_for
 from ..models.weight_files import check_weights
 from ..training.config import TrainingConfig
 from ..training.data.batches import BatchSource
-from ..training.families import FAMILIES as TRAINED
+from ..training.libraries import check_pipeline
 from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..training.parameters import load_model
@@ -242,7 +242,7 @@ def find_model(location: str | Path, component: str | None = None, **hub: Any) -
             "mhla_hf.calibrate and mhla_hf.recovery.match_layers"
         )
     if family in TRAINED:
-        TRAINED[family].check_pipeline(part)
+        check_pipeline(part)
     check_weights(part.folder)
     return part, family
 

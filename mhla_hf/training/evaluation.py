@@ -14,16 +14,17 @@ import torch
 from accelerate.utils import send_to_device
 from PIL import Image
 
+from ..families.objectives import LatentBatch, Objective
 from ..models.directory import ModelDirectory
+from ..models.registry import trained_family
 from ..utils.files import atomic_file
 from .config import TrainingConfig
 from .data.batches import LatentSamples, evaluation_batches
-from .data.images import image_grid
-from .data.latent_cache import LatentDataset
+from .data.images import find_label, image_grid, pipeline_labels
+from .data.latent_cache import GUIDANCE_LABEL, LatentDataset, load_encoders, num_classes
 from .data.videos import write_video
-from .families import family_of_class, load_encoders, objective_for
 from .matching.layers import evaluating
-from .stages.objectives import LatentBatch, Objective
+from .stages.diffusion import objective_for
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,23 @@ class Validator:
     ) -> None:
         self.config = config
         self.device = device
-        self.family = family_of_class(source.class_name)
+        family = trained_family(source.class_name)
+        self.is_video, objective = family.kind == "video", family.load_objective()
         self.pipeline = load_encoders(source)
-        for name in self.family.prompt_encoders:
+        encoders = [name for name in objective.encoders if name != "vae"]
+        for name in encoders:
             if name.startswith("text_encoder"):
                 getattr(self.pipeline, name).to(device)
+        size = vars(dataset.sizes[0])
+        if not self.is_video:
+            size = {"height": size["height"], "width": size["width"]}
+        self.inputs: list[dict[str, Any]]
         with torch.no_grad():
-            self.inputs = self.family.validation_inputs(self.pipeline, source, config, dataset)
-        self.pipeline.register_modules(**dict.fromkeys(self.family.prompt_encoders))
+            if classes := num_classes(source):
+                self.inputs = _class_inputs(source, config, dataset, classes)
+            else:
+                self.inputs = objective.validation_inputs(self.pipeline, config, dataset.settings, **size)
+        self.pipeline.register_modules(**dict.fromkeys(encoders))
 
     def write(self, transformer: torch.nn.Module, folder: Path, step: int) -> list[Path]:
         """Write the samples of a step: a file for each video, or one with a grid of all images.
@@ -133,7 +143,7 @@ class Validator:
         samples = self.generate(transformer)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"step-{step:08d}"
-        if self.family.video_size:
+        if self.is_video:
             files = [folder / f"{name}-prompt-{number}.mp4" for number in range(len(samples))]
             return [write_video(path, video) for path, video in zip(files, samples)]
         path = folder / f"{name}.png"
@@ -159,3 +169,22 @@ class Validator:
                 samples.append(np.rint(np.asarray(sample) * 255).clip(0, 255).astype(np.uint8))
         self.pipeline.vae.to("cpu")
         return np.stack(samples)
+
+
+def _class_inputs(
+    source: ModelDirectory, config: TrainingConfig, dataset: LatentDataset, number: int
+) -> list[dict[str, Any]]:
+    """Return arguments of the pipeline's call for the class of each validation sample.
+
+    Raises:
+        ValueError: If the pipeline cannot make one of the samples.
+    """
+    if config.validation_guidance > 1 and number != GUIDANCE_LABEL:
+        raise ValueError(
+            f"validation_guidance must be at most 1: the pipeline's guidance is for models of {GUIDANCE_LABEL} "
+            f"classes, and this one has {number}"
+        )
+    # The classes of the data come first where an error lists them, and mean what they mean there.
+    classes = dataset.manifest["classes"]
+    known = {**classes, **pipeline_labels((source.index or {}).get("id2label")), **classes}
+    return [{"class_labels": [find_label(each, known, number)]} for each in config.validation_prompts]

@@ -7,31 +7,85 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from torch import nn
 
-from ..models.directory import ModelDirectory
+from ..families.objectives import TWO_ENCODERS, Tensors
+from ..models.directory import ModelDirectory, find_pipeline
+from ..models.registry import mhla_class_for, trained_family
+from ..models.weight_files import check_weights
 from ..utils.destinations import atomic_directory
-from .config import TRANSFORMERS, TrainingConfig, check_options
+from .config import TRANSFORMERS, UNCONVERTED, TrainingConfig, check_options
 from .data.batches import BatchSource, LatentSamples, check_null_condition, make_batch
-from .data.latent_cache import ENCODERS, LatentDataset
+from .data.latent_cache import LatentDataset
 from .data.order import DataOrder, first_of_buckets, folder_fingerprint, samples_fingerprint
 from .evaluation import Validator
-from .families import objective_for, open_pipeline
 from .matching.layers import Batch
-from .parameters import adapter_of, save_adapter
-from .stages.objectives import DiffusionStage, LTXObjective, Tensors
+from .parameters import adapter_of, check_conversion, check_takes_adapters, save_adapter
+from .stages.diffusion import DiffusionStage, objective_for
 from .stages.transformers import TransformersObjective, TransformersStage, model_batch
 from .trainer import Trainer
+
+
+def check_pipeline(directory: ModelDirectory) -> None:
+    """Check that the model of a pipeline can be trained.
+
+    Raises:
+        ValueError: If it is of a kind that needs another objective, or the pipeline uses it in another way.
+    """
+    family = trained_family(directory.class_name, f"component: {directory.component} of {directory.location}")
+    family.load_objective().check_model(directory.config)
+    class_name = (directory.index or {}).get("_class_name")
+    if class_name in family.refused_pipelines:
+        raise ValueError(
+            f"model: a {class_name} calls its transformer with more than a text, and cannot be recovered or trained "
+            "here; save its parts as the pipeline from text"
+        )
+
+
+def open_pipeline(location: str, component: str = "transformer") -> ModelDirectory:
+    """Open a pipeline to train; of a Hub repository, only the pipeline's own files are downloaded.
+
+    Args:
+        location: A directory or a Hub id.
+        component: Name of the transformer to train.
+
+    Raises:
+        ValueError: If there is no pipeline, or its transformer cannot be trained here.
+    """
+    directory = ModelDirectory.read(find_pipeline(location), component, location=location)
+    check_pipeline(directory)
+    return directory
+
+
+def check_run(directory: ModelDirectory, config: TrainingConfig) -> None:
+    """Check the options of a run against the pipeline's files, before data are encoded for it.
+
+    Raises:
+        ValueError: If options, pipeline and teacher do not fit together.
+    """
+    trained_family(directory.class_name).load_objective().for_run(config, directory)
+    for name in (directory.component, *TWO_ENCODERS):
+        check_weights(directory.root / name)
+    check_conversion(directory, config.mhla)
+    model_class = directory.load_class() if config.mhla == UNCONVERTED else mhla_class_for(directory.class_name)
+    if config.train == "lora":
+        check_takes_adapters(model_class)
+    if isinstance(config.mhla, dict):
+        with init_empty_weights():
+            model_class.from_config({**directory.config, "mhla": config.mhla})
+    if config.transfer_steps or config.distill_steps:
+        directory.original(config.teacher, "teacher")
 
 
 class DiffusionTrainer(Trainer):
     """Trainer of a diffusion transformer with MHLA: layer matching, distillation, then fine-tuning.
 
     Its MHLA layers are matched one by one, then its whole prediction (distillation). The objective of fine-tuning is
-    that of the model's family, such as flow matching for Wan; see `mhla_hf.training.families`.
+    that of the model's family, such as flow matching for Wan; see `mhla_hf.families`.
 
     With files, everything comes from `config.model` and `config.cache`. In a program, models and data can be passed
     in; without `config.output` nothing is written.
@@ -79,8 +133,8 @@ class DiffusionTrainer(Trainer):
         self._load_model()
         self.objective = objective_for(self.model, self.source, config)
         rate = getattr(dataset, "settings", {}).get("fps")
-        if rate and isinstance(self.objective, LTXObjective):
-            self.objective = replace(self.objective, frame_rate=float(rate))
+        if rate and hasattr(self.objective, "frame_rate"):
+            self.objective = replace(cast(Any, self.objective), frame_rate=float(rate))
         for index in first_of_buckets(dataset):
             self.objective.check_data(self.model, dataset[index], self.null_condition)
 
@@ -102,7 +156,7 @@ class DiffusionTrainer(Trainer):
         dataset = self.dataset
         settings = dataset.settings if isinstance(dataset, LatentDataset) else {}
         inputs = {"data": samples_fingerprint(dataset)}
-        for name in ENCODERS:
+        for name in TWO_ENCODERS:
             # The latents come from the cache's, the validation samples and the exported pipeline from the source's.
             parts = [str(settings.get(name, ""))]
             if self.source is not None and (self.source.root / name).is_dir():

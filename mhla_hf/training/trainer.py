@@ -41,7 +41,7 @@ from .matching.matching import STAGE as MATCHING
 from .matching.matching import match_stage
 from .matching.teacher import SharedTeacher, Teacher, share_weights, shared_teacher
 from .parameters import WeightAverage, learning_rate_factor, make_optimizer, set_learning_rate
-from .stages.objectives import Stage
+from .stages.diffusion import Stage
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,7 +17,7 @@ from mhla_hf.analysis.plots import decay_figure, frames_shown, mixing_parts, ren
 from mhla_hf.analysis.statistics import DistanceDecay, middle_block
 from mhla_hf.utils.machine import machine_facts
 from tests.analysis.test_inspection import language_model, wan
-from tests.models.cases import FluxCase
+from tests.families.cases import FluxCase
 
 
 LAYOUTS = {

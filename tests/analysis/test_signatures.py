@@ -14,9 +14,9 @@ import mhla_hf
 from mhla_hf import MHLA, MHLAConfig
 from mhla_hf.analysis import AttentionTracker
 from mhla_hf.analysis.signatures import SIGNATURES, directory_signatures, weight_signatures
+from tests.families.cases import DiTCase, SanaCase, WanCase
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
-from tests.models.cases import DiTCase, SanaCase, WanCase
 
 
 def failure_signatures(model: torch.nn.Module, batch: dict) -> list:

@@ -19,9 +19,9 @@ from mhla_hf.analysis import (
 )
 from mhla_hf.analysis.tracking import attention_modules
 from mhla_hf.training.matching.layers import mhla_layers, run
+from tests.families.cases import DiTCase, PixArtCase, WanCase
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, names, softmax_model
-from tests.models.cases import DiTCase, PixArtCase, WanCase
 
 
 DIFFUSERS = {"wan": WanCase, "dit": DiTCase, "pixart": PixArtCase}

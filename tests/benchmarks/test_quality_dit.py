@@ -19,7 +19,7 @@ from benchmarks.quality_dit.models import make_model
 from benchmarks.quality_dit.report import METRICS
 from benchmarks.quality_dit.runner import measure_quality, write_measurement
 from benchmarks.quality_dit.training import train
-from mhla_hf.training.stages.objectives import add_noise, unshift_sigmas
+from mhla_hf.families.objectives import add_noise, unshift_sigmas
 
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ import mhla_hf
 from mhla_hf import MHLASanaTransformer2DModel, MHLAWanTransformer3DModel
 from tests import ROOT, tiny, tiny_images
 from tests.comfyui.standin import ComfyUI, Interrupted, check_contract
-from tests.models.model_case import perturb_mhla
+from tests.families.model_case import perturb_mhla
 
 
 if sys.version_info >= (3, 11):

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained, load_pipeline
 from mhla_hf.cli.main import app
 from tests import tiny
-from tests.models.adapter_checks import TARGETS, randomize_lora
-from tests.models.model_case import assert_same_parameters, perturb_mhla, relative_error
+from tests.families.adapter_checks import TARGETS, randomize_lora
+from tests.families.model_case import assert_same_parameters, perturb_mhla, relative_error
 from tests.test_pipelines import image
 from tests.tiny import wan_video
 

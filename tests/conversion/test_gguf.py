@@ -15,7 +15,7 @@ from mhla_hf.cli.main import app
 from mhla_hf.utils.tensor_files import read_entries
 from tests import tiny
 from tests.conversion.original_cases import PREFIXES, SIZES, original_weights, write_gguf
-from tests.models.model_case import relative_error
+from tests.families.model_case import relative_error
 
 
 gguf = pytest.importorskip("gguf")

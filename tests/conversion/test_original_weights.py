@@ -27,9 +27,10 @@ from mhla_hf.cli.main import app
 from mhla_hf.models.registry import mhla_class_for
 from mhla_hf.models.weight_files import check_layer_count
 from mhla_hf.utils.compat.diffusers import single_file_names
-from tests import tiny, tiny_images, tiny_joint
+from tests import tiny
 from tests.conversion.original_cases import MODELS, PREFIXES, SIZES, original_weights, write_original
-from tests.models.model_case import assert_same_parameters
+from tests.families.cases import FluxCase, HunyuanVideoCase, LTXCase, QwenImageCase, SanaCase, WanCase, WanVACECase
+from tests.families.model_case import assert_same_parameters
 from tests.tiny import wan_video
 
 
@@ -270,7 +271,7 @@ def sana_original(model):
 
 
 def test_sana(tmp_path):
-    softmax = tiny_images.sana_transformer()
+    softmax = SanaCase().make()
     softmax.save_config(tmp_path / "config")
     save_file(sana_original(softmax), tmp_path / "sana.safetensors")
     model = MHLASanaTransformer2DModel.from_single_file(
@@ -341,19 +342,19 @@ class TestOtherFamilies:
             check_layer_count(40, [f"model.diffusion_model.{name}" for name in names], "the configuration")
 
     @pytest.mark.parametrize(
-        "make",
+        "case",
         [
-            lambda: tiny.wan_transformer(WanVACETransformer3DModel, vace_layers=[0]),
-            tiny.wan_transformer,
-            tiny.ltx_transformer,
-            tiny_joint.hunyuan_video,
-            tiny_joint.qwen_image,
-            tiny_joint.flux,
+            WanVACECase(),
+            WanCase(),
+            LTXCase(),
+            HunyuanVideoCase(),
+            QwenImageCase(),
+            FluxCase(),
         ],
         ids=["wan-vace", "wan", "ltx", "hunyuan-video", "qwen-image", "flux"],
     )
-    def test_names_of_diffusers_behind_the_prefix_of_comfyui(self, make, tmp_path):
-        softmax = make()
+    def test_names_of_diffusers_behind_the_prefix_of_comfyui(self, case, tmp_path):
+        softmax = case.make()
         softmax.save_config(tmp_path)
         weights = {f"model.diffusion_model.{name}": tensor for name, tensor in softmax.state_dict().items()}
         path = tmp_path / "model.safetensors"
@@ -362,7 +363,7 @@ class TestOtherFamilies:
         assert_same_parameters(model, softmax, only_common=True)
 
     def test_weights_behind_the_prefix_have_a_place(self, tmp_path):
-        softmax = tiny_joint.qwen_image()
+        softmax = QwenImageCase().make()
         softmax.save_config(tmp_path)
         weights = {f"model.diffusion_model.{name}": tensor for name, tensor in softmax.state_dict().items()}
         save_file({**weights, "model.diffusion_model.more.weight": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -379,7 +380,7 @@ class TestOtherFamilies:
         # No word of a configuration, which would be refused as well.
         with pytest.raises(ValueError, match=r"Of other models than Wan only diffusers directories are converted\.$"):
             convert_pretrained(tmp_path / "hunyuan.safetensors", tmp_path / "out", MHLA, progress=False)
-        HunyuanVideoTransformer3DModel.save_config(tiny_joint.hunyuan_video(), tmp_path)
+        HunyuanVideoTransformer3DModel.save_config(HunyuanVideoCase().make(), tmp_path)
         with pytest.raises(ValueError, match="is of a HunyuanVideoTransformer3DModel: of that class only"):
             convert_pretrained(
                 tmp_path / "hunyuan.safetensors", tmp_path / "out", MHLA, config=tmp_path, progress=False

@@ -307,8 +307,8 @@ def test_refuses_an_mhla_directory(transformer_dir, tmp_path):
 
 def test_refuses_an_index_that_disagrees(pipeline_dir, tmp_path):
     folder = Path(shutil.copytree(pipeline_dir, tmp_path / "damaged"))
-    edit_config(folder / "transformer", _class_name="SD3Transformer2DModel")
-    refused(folder, tmp_path, "SD3Transformer2DModel has no MHLA version")
+    edit_config(folder / "transformer", _class_name="AuraFlowTransformer2DModel")
+    refused(folder, tmp_path, "AuraFlowTransformer2DModel has no MHLA version")
 
 
 def test_refuses_quantised_configurations(copied_transformer, tmp_path):

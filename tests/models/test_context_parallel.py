@@ -16,8 +16,8 @@ from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelCo
 from peft import LoraConfig
 
 from mhla_hf.config import MHLAConfig
+from mhla_hf.families.wan import MHLAWanTransformer3DModel
 from mhla_hf.layers import MHLA
-from mhla_hf.models.wan import MHLAWanTransformer3DModel
 from mhla_hf.ops.sharded import TokenShard
 from mhla_hf.training.matching.layers import mhla_layers, original_heads
 from tests.tiny import wan_inputs, wan_pipeline, wan_transformer

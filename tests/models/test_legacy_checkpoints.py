@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from mhla_hf import convert_pretrained, load_pipeline
 from mhla_hf.models.registry import current_class
-from tests.models.image_pipeline_checks import command
-from tests.models.model_case import assert_same_parameters, recorded_warnings
-from tests.models.test_dit import TestDiTPipeline as DiTPipelines
-from tests.models.test_pixart import PixArtPipelines
+from tests.families.image_pipeline_checks import command
+from tests.families.model_case import assert_same_parameters, recorded_warnings
+from tests.families.test_dit import PixArtPipelines
+from tests.families.test_dit import TestDiTPipeline as DiTPipelines
 
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

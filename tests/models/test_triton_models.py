@@ -7,8 +7,8 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 
-from tests.models.cases import DiTCase, LTX23Case, LTXCase, SanaCase, SanaVideoCase, WanCase
-from tests.models.model_case import OPTION_SETS, gradient_error, relative_error
+from tests.families.cases import DiTCase, LTX23Case, LTXCase, SanaCase, SanaVideoCase, WanCase
+from tests.families.model_case import OPTION_SETS, gradient_error, relative_error
 from tests.ops.triton_checks import DEVICES
 
 

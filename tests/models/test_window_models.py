@@ -17,9 +17,9 @@ import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.cli.main import app
 from mhla_hf.layers import MHLA
+from tests.families.cases import DiTCase, PixArtCase, WanCase
 from tests.integrations.transformers.mhla_models import served_names
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
-from tests.models.cases import DiTCase, PixArtCase, WanCase
 
 
 CASES = {"wan": WanCase(), "dit": DiTCase(), "pixart": PixArtCase()}

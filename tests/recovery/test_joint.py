@@ -15,8 +15,8 @@ from mhla_hf.training.matching.blocks import _Records, list_blocks, match_blocks
 from mhla_hf.training.matching.layer_training import attention_matching_loss, layer_loss
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.teacher import SharedTeacher
-from tests.models.cases import ChromaCase, FluxCase, HunyuanVideo15Case, HunyuanVideoCase, QwenImageCase
-from tests.models.model_case import captured, relative_error
+from tests.families.cases import ChromaCase, FluxCase, HunyuanVideo15Case, HunyuanVideoCase, QwenImageCase
+from tests.families.model_case import captured, relative_error
 
 
 CASES = [HunyuanVideoCase(), HunyuanVideo15Case(), QwenImageCase(), FluxCase(), ChromaCase()]

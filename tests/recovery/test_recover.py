@@ -30,7 +30,7 @@ from mhla_hf.training.data.batches import load_calls
 from mhla_hf.training.matching.blocks import _Records
 from mhla_hf.training.matching.records import Records
 from tests import tiny, tiny_images, tiny_joint
-from tests.models.cases import WanAnimateCase
+from tests.families.cases import WanAnimateCase
 
 from .sources import model_directory, text_folder, tokenizer
 

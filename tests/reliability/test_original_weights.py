@@ -4,7 +4,6 @@
 import copy
 import json
 import pickle
-from functools import partial
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from mhla_hf.layers.weight_record import record_step, weights_state
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery import match_layers
 from mhla_hf.training.matching.teacher import SharedTeacher
-from tests import tiny, tiny_images
+from tests import tiny
+from tests.families.cases import DiTCase, PixArtCase, SanaCase, WanCase
 from tests.integrations.transformers.mhla_models import NEEDS_ADD_ADAPTER
 from tests.integrations.transformers.tiny_files import save_softmax
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
@@ -196,17 +196,17 @@ def test_one_tower_of_several(clip, tmp_path):
 
 
 DIFFUSERS = {
-    "wan": (tiny.wan_transformer, tiny.wan_inputs, {"blocks": (1, 2, 2), "grid": (3, 2, 4)}),
-    "dit": (tiny_images.dit_transformer, partial(tiny_images.dit_inputs, width=8), {"blocks": (2, 2)}),
-    "pixart": (tiny_images.pixart_transformer, tiny_images.pixart_inputs, {"blocks": (2, 2)}),
-    "sana": (tiny_images.sana_transformer, tiny_images.sana_inputs, {"blocks": (2, 2), "mixing_init": "linear"}),
+    "wan": (WanCase(), {"blocks": (1, 2, 2), "grid": (3, 2, 4)}),
+    "dit": (DiTCase(), {"blocks": (2, 2)}),
+    "pixart": (PixArtCase(), {"blocks": (2, 2)}),
+    "sana": (SanaCase(), {"blocks": (2, 2), "mixing_init": "linear"}),
 }
 
 
 @pytest.mark.parametrize("name", DIFFUSERS)
 def test_models_of_diffusers_are_turned_back(name, tmp_path):
-    make, make_inputs, options = DIFFUSERS[name]
-    model, given = make(), make_inputs()
+    case, options = DIFFUSERS[name]
+    model, given = case.make(), case.inputs(case.upstream_size)
     with torch.no_grad():
         expected, original = model(**given)[0], type(model)
     mhla_hf.convert(model, options)
@@ -221,7 +221,7 @@ def test_models_of_diffusers_are_turned_back(name, tmp_path):
         torch.testing.assert_close(model(**given)[0], expected, rtol=0, atol=1e-6)
         with pytest.raises(ValueError, match="was matched before it was saved"):
             mhla_hf.unconvert(loaded)
-        mhla_hf.unconvert(loaded, make())
+        mhla_hf.unconvert(loaded, case.make())
         torch.testing.assert_close(loaded(**given)[0], expected, rtol=0, atol=1e-6)
         with pytest.raises(ValueError, match="has no MHLA layers"):
             mhla_hf.unconvert(model)

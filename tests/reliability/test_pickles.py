@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import mhla_hf
-from tests import tiny, tiny_images
+from tests import tiny
+from tests.families.cases import SanaCase
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 
 
@@ -21,7 +22,7 @@ BLOCKS = {"blocks": [2, 1, 2]}
 CASES = {
     "wan": lambda: (tiny.wan_transformer(mhla_hf.MHLAWanTransformer3DModel, mhla=BLOCKS), tiny.wan_inputs()),
     "wan converted": lambda: (mhla_hf.convert(tiny.wan_transformer(), BLOCKS), tiny.wan_inputs()),
-    "sana": lambda: (tiny_images.sana_transformer(mhla_hf.MHLASanaTransformer2DModel), tiny_images.sana_inputs()),
+    "sana": lambda: (SanaCase().make(mhla_hf.MHLASanaTransformer2DModel), SanaCase().inputs()),
     "llama": lambda: (mhla_hf.convert(softmax_model("llama"), {"block_size": 4}), inputs("llama")),
     "bert": lambda: (mhla_hf.convert(softmax_model("bert"), {"block_size": 4}), inputs("bert")),
 }

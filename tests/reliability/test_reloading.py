@@ -26,7 +26,7 @@ from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery.calibration import calibrate_directory
 from mhla_hf.training.parameters import load_model
 from tests import tiny
-from tests.models.cases import CASES
+from tests.families.cases import CASES
 
 from ..integrations.transformers.mhla_models import NEEDS_ADD_ADAPTER, mhla_model, mhla_modules
 from ..integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model

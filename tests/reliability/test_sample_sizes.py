@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.demo import base_pipeline_directory
-from mhla_hf.models.sana import MHLASanaVideoTransformer3DModel
+from mhla_hf.families.sana import MHLASanaVideoTransformer3DModel
 from mhla_hf.training.data.probes import mhla_components, pipeline_batches, sample_size
 from tests.tiny import wan_pipeline
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import DiTTransformer2DModel, SanaTransformer2DModel
 
 from mhla_hf import convert
+from mhla_hf.families.objectives import Objective
 from mhla_hf.training import DiTObjective, SanaObjective, WanObjective
 from mhla_hf.training.data.latent_cache import MANIFEST, NULL_CONDITION, write_tensors
-from mhla_hf.training.stages.objectives import Objective
 from mhla_hf.utils.files import write_json
 
 from .. import tiny, tiny_images
@@ -22,6 +23,7 @@ from .. import tiny, tiny_images
 
 TOKENS = 6
 CLASSES = 10
+DIT = {**tiny_images.DIT, "num_layers": 3, "num_embeds_ada_norm": CLASSES}
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ CASES = {
     ),
     "sana": TrainingCase(
         objective=SanaObjective(flow_shift=3.0),
-        make_teacher=lambda: tiny_images.sana_transformer(num_layers=3),
+        make_teacher=lambda: tiny.make(SanaTransformer2DModel, tiny_images.SANA, num_layers=3),
         # By default MHLA is what SANA has already; with a gate and a norm there is something to match.
         mhla={"blocks": (2, 2), "output_gate": True, "output_norm": True, "layers": [1, 2]},
         make_sample=_sana_sample,
@@ -128,7 +130,7 @@ CASES = {
     ),
     "dit": TrainingCase(
         objective=DiTObjective(),
-        make_teacher=lambda: tiny_images.dit_transformer(num_layers=3, num_embeds_ada_norm=CLASSES),
+        make_teacher=lambda: tiny.make(DiTTransformer2DModel, DIT),
         mhla={"blocks": (2, 2), "output_gate": True, "layers": [1, 2]},
         make_sample=_dit_sample,
         null_condition={"class_label": torch.tensor(CLASSES)},

@@ -7,18 +7,18 @@ import math
 import pytest
 import torch
 
-from mhla_hf.training import TrainingConfig, WanObjective
-from mhla_hf.training.data.batches import make_batch
-from mhla_hf.training.data.order import DataOrder
-from mhla_hf.training.evaluation import evaluation_batches
-from mhla_hf.training.parameters import learning_rate_factor
-from mhla_hf.training.stages.objectives import (
+from mhla_hf.families.objectives import (
     add_noise,
     flow_matching_target,
     shift_sigmas,
     timesteps_from_sigmas,
     unshift_sigmas,
 )
+from mhla_hf.training import TrainingConfig, WanObjective
+from mhla_hf.training.data.batches import make_batch
+from mhla_hf.training.data.order import DataOrder
+from mhla_hf.training.evaluation import evaluation_batches
+from mhla_hf.training.parameters import learning_rate_factor
 
 
 def samples(count: int = 7, channels: int = 2) -> list[dict[str, torch.Tensor]]:

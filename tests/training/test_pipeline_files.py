@@ -8,8 +8,8 @@ import pytest
 from mhla_hf.training import CacheConfig, TrainingConfig
 from mhla_hf.training.checkpoints import MetricsFile, read_metrics
 from mhla_hf.training.data.images import pipeline_labels
-from mhla_hf.training.data.latent_cache import CachePlan
-from mhla_hf.training.families import check_run, family_of_class, open_pipeline
+from mhla_hf.training.data.latent_cache import CachePlan, num_classes
+from mhla_hf.training.libraries import check_run, open_pipeline
 
 from .. import tiny, tiny_images
 
@@ -49,7 +49,7 @@ def check(directory):
     """What the command checks before it loads anything."""
     source = open_pipeline(str(directory))
     check_run(source, TrainingConfig(model=str(directory), output="x", mhla="none"))
-    if family_of_class(source.class_name).num_classes(source):
+    if num_classes(source):
         pipeline_labels(source.index.get("id2label"))
     CachePlan(source, CacheConfig(data="digits"))
 

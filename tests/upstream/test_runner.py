@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from mhla_hf.models.flux import grid_of
+from mhla_hf.families.flux import grid_of
 from tests.upstream import run, substitution
 
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 from torch.utils.data import Subset
 
+from ...families.objectives import LatentBatch, Objective, Tensors
 from ...utils.files import atomic_file
 from ..matching.layers import Batch
-from ..stages.objectives import LatentBatch, Objective, Tensors
 from .order import DataOrder, samples_fingerprint, stable_seed
 
 

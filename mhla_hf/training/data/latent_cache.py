@@ -25,13 +25,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
+from ...families.objectives import PADDED, TWO_ENCODERS
 from ...models.directory import ModelDirectory
+from ...models.limits import check_model_config
+from ...models.registry import mhla_class_for, trained_family
+from ...models.sizes import check_size
+from ...models.weight_files import check_weights, damage_named
 from ...utils.destinations import differences, lock_output, remove_leftovers
 from ...utils.files import atomic_file, check_fields, path_inside, read_json, write_json
 from ...utils.locations import download_pipeline
 from ...utils.messages import check_count, shorten_text, shorten_value
-from ..config import DIGITS, GENERATED, LONGEST_TEXT, Bucket, CacheConfig, TrainingConfig, check_options, parse_sizes
-from ..families import GUIDANCE_LABEL, PADDED, TWO_ENCODERS, Family, family_of_class, load_encoders
+from ..config import (
+    COMPONENTS,
+    DIGITS,
+    GENERATED,
+    LONGEST_TEXT,
+    Bucket,
+    CacheConfig,
+    TrainingConfig,
+    check_options,
+    parse_sizes,
+)
 from ..processes import Processes
 from .digits import digit_images, digit_videos
 from .folders import DataSample, UnusableSampleError
@@ -44,8 +58,10 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "cache.json"
 NULL_CONDITION = "null_condition.safetensors"
-# Settings that are fingerprints of parts of the pipeline.
-ENCODERS = TWO_ENCODERS
+# The label without class that diffusers' DiTPipeline has built in.
+GUIDANCE_LABEL = 1000
+_VIDEO, _DIGIT_VIDEO, _DIGIT_IMAGE_SIDE = "480,832,81", "64,64,17", 64
+_LAYER_COUNTS = ("num_layers", "num_hidden_layers", "num_decoder_layers", "layers_per_block")
 _FINISHED: dict[str, Any] = {"samples": list, "buckets": list, "samples_digest": str, "classes": dict}
 _SETTINGS: dict[str, Any] = {"sizes": str, "max_sequence_length": (int, type(None))}
 _RATE: dict[str, Any] = {"fps": (int, float, type(None))}
@@ -116,7 +132,7 @@ class LatentDataset:
         It covers the settings and the identities of all samples: encoding the same data again gives the same
         fingerprint, also on a GPU that rounds differently.
         """
-        settings = {name: value for name, value in self.settings.items() if name not in ENCODERS}
+        settings = {name: value for name, value in self.settings.items() if name not in TWO_ENCODERS}
         parts = [settings, self.manifest["samples_digest"], [path.name for path in self.files]]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -172,15 +188,78 @@ def read_prompts(path: str | Path) -> list[str]:
     return prompts
 
 
+def num_classes(directory: ModelDirectory) -> int:
+    """Return the number of classes of a pipeline's model; 0 for those that are conditioned on text."""
+    if trained_family(directory.class_name).text_tokens:
+        return 0
+    name, path = "num_embeds_ada_norm", directory.folder / "config.json"
+    return check_size(directory.config.get(name), name, f"the configuration {path}", 10**9)
+
+
+def with_sizes(config: CacheConfig, directory: ModelDirectory) -> tuple[CacheConfig, tuple[Bucket, ...]]:
+    """Fill in the options that were not given, and return them with the sizes that samples of a pipeline have.
+
+    Videos are 480x832 with 81 frames, moving digits 64x64 with 17. Images have the size that the model was made
+    for; digits at most 64x64, except for DiT, whose pipeline makes images of one size only.
+
+    Raises:
+        ValueError: If a size does not fit the pipeline, or a configuration is damaged; the message names it.
+    """
+    family = trained_family(directory.class_name)
+    is_video, size, default = family.kind == "video", directory.sample_size, ""
+    check_model_config(directory.load_class(), directory.config, str(directory.folder / "config.json"))
+    if is_video:
+        default = _DIGIT_VIDEO if config.data == DIGITS else _VIDEO
+    elif not config.sizes:
+        own = size.pixels(mhla_class_for(directory.class_name).reference_grid(directory.config))["height"]
+        side = min(own, _DIGIT_IMAGE_SIDE) if config.data == DIGITS and family.text_tokens else own
+        default = f"{side},{side}"
+    frames = parse_sizes(default)[0].num_frames if is_video else 1
+    buckets = parse_sizes(config.sizes or default, frames)
+    for bucket in buckets:
+        size.check(**vars(bucket))
+    # Written out: a text without frames means the default.
+    names = ("height", "width", "num_frames")[: len(size.patch)]
+    text = ";".join(",".join(str(getattr(each, name)) for name in names) for each in buckets)
+    length = config.max_sequence_length or family.text_tokens or None
+    return config.replace(sizes=text, max_sequence_length=length), buckets
+
+
+def load_encoders(directory: ModelDirectory) -> Any:
+    """Load a pipeline without its transformers: VAE, text encoder, tokenizer and scheduler, on the CPU.
+
+    Raises:
+        ValueError: If diffusers has no such pipeline, or its files are damaged; the message names them.
+    """
+    import diffusers
+
+    root, index = directory.root, directory.index or {}
+    transformers = {name: None for name in COMPONENTS if name in index}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.name in {*index} - {*transformers}):
+        tensors = check_weights(folder)
+        for path in sorted(folder.glob("*.json")):
+            content = read_json(path, "the pipeline's file")
+            for name in _LAYER_COUNTS if tensors and path.name == "config.json" else ():
+                # A layer has a tensor at least, and building millions of layers takes hours.
+                if isinstance(content.get(name), int) and content[name] > tensors:
+                    raise ValueError(f"the pipeline's file {path}: {name!r} is above the {tensors} tensors beside it.")
+    with damage_named(root):
+        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(root, **transformers)
+    pipeline.set_progress_bar_config(disable=True)
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(False).eval()
+    return pipeline
+
+
 def drawn_samples(
-    root: Path, directory: ModelDirectory, family: Family, config: CacheConfig, seed: int, device: torch.device | str
+    root: Path, directory: ModelDirectory, config: CacheConfig, seed: int, device: torch.device | str
 ) -> list[DataSample]:
     """List latents that a pipeline with its original attention draws, with its own steps and guidance.
 
     Args:
         root: The ordinary pipeline.
         directory: The pipeline to train.
-        family: The model's family.
         config: The options, with every size given. Prompts or classes are taken in turn.
         seed: Seed of the noise; the seed of each sample is derived from it.
         device: Where the pipeline runs.
@@ -188,20 +267,21 @@ def drawn_samples(
     Raises:
         ValueError: If a text-conditional model comes without prompts, or another with them.
     """
-    num_classes, size = family.num_classes(directory), parse_sizes(str(config.sizes))[0]
-    if (config.prompts is None) is not bool(num_classes):
+    family, classes = trained_family(directory.class_name), num_classes(directory)
+    objective, size = family.load_objective(), parse_sizes(str(config.sizes))[0]
+    if (config.prompts is None) is not bool(classes):
         raise ValueError(
             "prompts, a text file with one prompt per line, must be given for data='generated' of models that take "
             "text, and only for them"
         )
-    conditions = range(num_classes) if config.prompts is None else read_prompts(config.prompts)
+    conditions = range(classes) if config.prompts is None else read_prompts(config.prompts)
     options: dict[str, Any] = {"output_type": "latent", "max_sequence_length": config.max_sequence_length}
-    options |= {name: value for name, value in vars(size).items() if family.video_size or name != "num_frames"}
+    options |= {name: value for name, value in vars(size).items() if family.kind == "video" or name != "num_frames"}
     # Such as the size as it is, in place of the nearest of a list.
-    options |= {name: value for name, value in family.call_options.items() if value is not None}
-    if num_classes:
+    options |= {name: value for name, value in objective.call_options.items() if value is not None}
+    if classes:
         # The label without class that the pipeline has built in is that of ImageNet.
-        options = {"output_type": "np", **({} if num_classes == GUIDANCE_LABEL else {"guidance_scale": 1.0})}
+        options = {"output_type": "np", **({} if classes == GUIDANCE_LABEL else {"guidance_scale": 1.0})}
     captured: list[torch.Tensor] = []
 
     @cache
@@ -215,7 +295,7 @@ def drawn_samples(
             captured[:] = [latents * pipeline.vae.config.scaling_factor]
             return SimpleNamespace(sample=latents.new_zeros(len(latents), 3, 1, 1))
 
-        if num_classes:
+        if classes:
             # The DiT pipeline has no option that returns latents.
             pipeline.vae.decode = decode
         return pipeline
@@ -223,11 +303,11 @@ def drawn_samples(
     @torch.no_grad()
     def draw(number: int) -> torch.Tensor:
         condition = conditions[number % len(conditions)]
-        subject = {"class_labels": [condition]} if num_classes else {"prompt": condition}
+        subject = {"class_labels": [condition]} if classes else {"prompt": condition}
         generator = torch.Generator().manual_seed(stable_seed(seed, GENERATED, number))
         output = load_pipeline()(**subject, **options, generator=generator, return_dict=False)[0]
-        latents = (captured.pop() if num_classes else output)[0].float().cpu()
-        return family.objective.unpack(latents, directory.sample_size.grid(**vars(size)))
+        latents = (captured.pop() if classes else output)[0].float().cpu()
+        return objective.unpack(latents, directory.sample_size.grid(**vars(size)))
 
     return [
         DataSample(f"{GENERATED}:{number}", conditions[number % len(conditions)], partial(draw, number))
@@ -246,7 +326,7 @@ class CachePlan:
         teacher: The original, if it was given.
 
     Attributes:
-        family: The model's family.
+        objective: The model's objective, which encodes them.
         config: The options, with every size given.
         num_classes: Number of classes of the model; 0 for text-conditional models.
         samples: The samples.
@@ -265,37 +345,38 @@ class CachePlan:
         device: torch.device | str = "cpu",
         teacher: str | None = None,
     ) -> None:
-        family = family_of_class(directory.class_name)
+        family = trained_family(directory.class_name)
+        self.objective, is_video = family.load_objective(), family.kind == "video"
         check_options(config, family.name)
-        config, buckets = family.complete(config, directory)
-        if family.video_size and config.data not in (DIGITS, GENERATED):
-            rate = family.frame_rate(directory) if config.fps is None else config.fps
-            if not rate and family.name == "ltx":
-                raise ValueError("fps must be above 0 for LTX-Video, which is told the frame rate")
+        config, buckets = with_sizes(config, directory)
+        if is_video and config.data not in (DIGITS, GENERATED):
+            rate = self.objective.frames_per_second(directory) if config.fps is None else config.fps
+            if not rate and hasattr(self.objective, "frame_rate"):
+                raise ValueError(f"fps must be above 0 for {family.title}, which is told the frame rate")
             config = config.replace(fps=rate or None)
-        size, folder, num_classes = buckets[0], Path(str(config.data)), family.num_classes(directory)
+        size, folder, classes = buckets[0], Path(str(config.data)), num_classes(directory)
         count, root = config.num_samples or _MADE_COUNT, None
         samples: Sequence[DataSample]
         if config.data == GENERATED:
             original = directory.original(teacher, "teacher")
             # Of a repository only the model may have been downloaded.
             root = original.root if (original.root / "vae").is_dir() else download_pipeline(original.location)
-            samples = drawn_samples(root, directory, family, config, seed, device)
-        elif config.data == DIGITS and family.video_size:
+            samples = drawn_samples(root, directory, config, seed, device)
+        elif config.data == DIGITS and is_video:
             samples = digit_videos(count, size.height, size.num_frames)
         elif config.data == DIGITS:
-            samples = digit_images(count, size.height, captions=not num_classes)
-        elif family.video_size:
+            samples = digit_images(count, size.height, captions=not classes)
+        elif is_video:
             samples = captioned_videos(folder, buckets, config.fps, config.background)
-        elif num_classes:
+        elif classes:
             labels = pipeline_labels((directory.index or {}).get("id2label"))
             samples = class_images(
-                folder, buckets, known_labels=labels, num_classes=num_classes, background=config.background
+                folder, buckets, known_labels=labels, num_classes=classes, background=config.background
             )
         else:
             samples = captioned_images(folder, buckets, config.background)
-        self.directory, self.config, self.family, self.seed = directory, config, family, seed
-        self.num_classes, self.teacher, self.samples = num_classes, root, samples[: config.num_samples]
+        self.directory, self.config, self.seed = directory, config, seed
+        self.num_classes, self.teacher, self.samples = classes, root, samples[: config.num_samples]
 
     def check_samples(self, least: int) -> None:
         """Check that so many of the user's samples can be read, before anything is converted or loaded for them.
@@ -323,7 +404,7 @@ class CachePlan:
         del settings["prompts"]
         if self.config.data not in (DIGITS, GENERATED):
             settings["data"] = str(Path(str(self.config.data)).resolve())
-        for folder in self.family.encoders:
+        for folder in self.objective.encoders:
             settings[folder] = folder_fingerprint(self.directory.root / folder)
         if self.teacher is not None:
             for part in (self.directory.component, "scheduler"):
@@ -421,7 +502,7 @@ def make_cache(
                     write_json(path / MANIFEST, {"settings": settings, "complete": False})
         if broadcast_object_list(work)[0]:
             pipeline = load_encoders(directory)
-            for name in plan.family.prompt_encoders if accelerator.device.type != "cpu" else ():
+            for name in plan.objective.encoders if accelerator.device.type != "cpu" else ():
                 # Text encoders are made for bfloat16, and Wan's takes 22 GB in float32; the VAE needs float32.
                 if name.startswith("text_encoder"):
                     getattr(pipeline, name).to(torch.bfloat16)
@@ -458,10 +539,10 @@ def build_cache(
         progress: Show a progress bar.
     """
     (directory / "samples").mkdir(parents=True, exist_ok=True)
-    family, length = plan.family, plan.config.max_sequence_length
-    encode = lru_cache(_REMEMBERED_CONDITIONS)(lambda condition: family.encode_condition(pipeline, condition, length))
+    objective, length = plan.objective, plan.config.max_sequence_length
+    encode = lru_cache(_REMEMBERED_CONDITIONS)(partial(objective.encode_condition, pipeline, length=length))
     if rank == 0:
-        null_condition = family.encode_null_condition(pipeline, length, plan.num_classes)
+        null_condition = objective.encode_null_condition(pipeline, length, plan.num_classes)
         write_tensors(directory / NULL_CONDITION, null_condition)
     numbers = range(rank, len(plan.samples), world_size)
     for number in tqdm(numbers, desc="caching", unit="sample", disable=not progress):
@@ -474,7 +555,7 @@ def build_cache(
             logger.warning("cache: left out: %s", error)
             path.unlink(missing_ok=True)
             continue
-        latents = media if plan.teacher is not None else family.encode_media(pipeline, media)
+        latents = media if plan.teacher is not None else objective.encode_media(pipeline, media)
         metadata = {"key": _identity(sample), "source": sample.key, "condition": str(sample.condition)}
         write_tensors(path, {"latents": latents, **encode(sample.condition)}, metadata)
 

@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import inspect
-import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 
 from ...models.registry import is_mhla_class
-from ...models.sizes import SampleSize, packs_latents, patch_sizes
+from ...models.sizes import SampleSize
 from ...utils.compat import forward_parameters
 from ...utils.compat.diffusers import progress_bar_options, vae_factor
 from ...utils.messages import check_count
@@ -40,11 +37,6 @@ PROMPTS = (
 LEAST_SAMPLES, MOST_SAMPLES = 4, 2**16
 """Samples of a probe: one of four is held out, and all of them are kept in memory."""
 _MOST_STEPS = 1000
-_TEXT_TOKENS = 512
-# What configurations call the width of the text's embeddings; where they have several, the first counts.
-_TEXT_WIDTHS = (
-    "text_dim", "joint_attention_dim", "text_embed_dim", "caption_channels", "cap_feat_dim", "cross_attention_dim",
-)  # fmt: skip
 
 
 def mhla_components(pipeline: Any) -> dict[str, nn.Module]:
@@ -198,86 +190,3 @@ def _drawn(calls: Sequence[Sequence[Batch]], samples: int, seed: int) -> list[Ba
     generator = torch.Generator().manual_seed(stable_seed(seed, "steps"))
     chosen = [torch.randperm(len(own), generator=generator)[:each].tolist() for own in calls]
     return [own[picks[turn]] for turn in range(each) for own, picks in zip(calls, chosen)]
-
-
-def diffusion_inputs(
-    model: Any,
-    grid: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    text: int = 0,
-    batch: int = 1,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Random arguments of the `forward` of a diffusion transformer, by the names that diffusers gives them.
-
-    Args:
-        model: A model of diffusers, supported or not; its configuration tells the widths.
-        grid: Tokens along each axis.
-        dtype: dtype of all but labels and masks.
-        device: Their device. What a model asks for its values is on the CPU in place of the meta device.
-        text: Tokens of the text; 0 for 512, or as many as the configuration says.
-        batch: B.
-        seed: Seed of the numbers, ignored on the meta device.
-    """
-    config, taken = model.config, inspect.signature(model.forward).parameters
-    text = text or config.get("max_text_seq_length") or _TEXT_TOKENS
-    # As many queries as keys would count as self-attention.
-    text -= text == math.prod(grid)
-    is_packed = packs_latents(type(model))
-    patch = patch_sizes(type(model), config, type(model).__name__)
-    grid = tuple(grid if is_packed else map(operator.mul, grid, patch))
-    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-    random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    if is_packed or {"num_frames", "height"} <= taken.keys():
-        hidden_states = random(batch, math.prod(grid), config.in_channels)
-    else:
-        hidden_states = random(batch, config.in_channels, *grid)
-    if type(model).__name__.startswith("CogVideoX"):
-        hidden_states = hidden_states.transpose(1, 2)
-    width = next((config[name] for name in _TEXT_WIDTHS if config.get(name)), 0)
-    axes = len(config.get("axes_dims_rope") or ())
-    known: dict[str, Any] = {
-        next(iter(taken)): hidden_states,
-        "timestep": torch.full((batch,), 500.0, device=device),
-        "guidance": random(batch) if config.get("guidance_embeds") else None,
-        "pooled_projections": random(batch, config.get("pooled_projection_dim") or 0),
-        "img_ids": random(math.prod(grid), axes),
-        "txt_ids": random(text, axes),
-        "img_shapes": [[(1, *grid)]] * batch,
-        # Values of `img_ids` tell the grid, and there are none on the meta device.
-        "joint_attention_kwargs": {"grid": grid} if "img_ids" in taken and hasattr(model, "mhla_config") else None,
-        "num_frames": grid[0],
-        "height": grid[-2],
-        "width": grid[-1],
-    }
-    if "class_labels" in taken and config.get("num_embeds_ada_norm"):
-        known["class_labels"] = torch.randint(config.num_embeds_ada_norm, (batch,), generator=generator, device=device)
-    elif "encoder_hidden_states" in taken:
-        known["encoder_hidden_states"] = random(batch, text, width)
-        if getattr(taken.get("encoder_attention_mask"), "default", None) is inspect.Parameter.empty:
-            known["encoder_attention_mask"] = torch.ones(batch, text, dtype=torch.long, device=device)
-    if "image_embeds" in taken and config.get("text_embed_2_dim"):
-        # As pipelines from text call HunyuanVideo-1.5, which sorts its text by masks: glyphs, and no image.
-        kept = torch.device("cpu") if device.type == "meta" else device
-        known["encoder_hidden_states_2"] = random(batch, 256, config.text_embed_2_dim)
-        known["encoder_attention_mask"] = torch.ones(batch, text, dtype=torch.long, device=kept)
-        known["encoder_attention_mask_2"] = torch.ones(batch, 256, dtype=torch.long, device=kept)
-        known["image_embeds"] = torch.zeros(batch, 729, config.image_embed_dim, dtype=dtype, device=kept)
-    if "control_hidden_states" in taken:
-        known["control_hidden_states"] = random(batch, config.vace_in_channels, *grid)
-    if "pose_hidden_states" in taken:
-        # The first latent frame is that of the reference image; the others stand for four frames each.
-        frames, side = grid[0], config.motion_encoder_size
-        known["pose_hidden_states"] = random(batch, config.latent_channels, frames - 1, *grid[1:])
-        known["face_pixel_values"] = random(batch, 3, 4 * frames - 7, side, side)
-        known["encoder_hidden_states_image"] = random(batch, 257, config.image_dim)
-    if "audio_hidden_states" in taken:
-        # 25 latents of audio for a second of 24 frames.
-        sound = round(25 * (8 * grid[0] - 7) / 24)
-        known |= {"audio_hidden_states": random(batch, sound, config.audio_in_channels), "audio_num_frames": sound}
-        known["audio_encoder_hidden_states"] = random(batch, text, width)
-    if getattr(model, "use_additional_conditions", False):
-        known["added_cond_kwargs"] = {"resolution": random(batch, 2), "aspect_ratio": random(batch, 1)}
-    return {name: value for name, value in known.items() if name in taken and value is not None}

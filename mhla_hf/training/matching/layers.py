@@ -318,10 +318,8 @@ def record_calls(
             # MHLA layers without text do not read masks.
             has_masks = bool(layer.streams)
             arguments, hidden_states = take_hidden_states(module, args, kwargs, layer.streams, masks=has_masks)
-            mask = arguments.kwargs.get("attention_mask")
-            if mask is not None and mask.dim() == 4:
-                # Of all pairs of tokens in Chroma: layers read the last row, which all have a copy of.
-                arguments.kwargs["attention_mask"] = mask[:, :, -1:].clone()
+            if hasattr(layer.attention, "recorded"):
+                arguments.kwargs.update(layer.attention.recorded(arguments.kwargs))
             inputs[layer.name] = arguments, keep(hidden_states)
 
         return hook

@@ -26,7 +26,7 @@ from ..data.batches import BatchSource
 from ..data.order import DataOrder
 from ..matching.layers import evaluating, only_trainable, without_dropout
 from ..matching.teacher import Teacher, compute_with
-from .objectives import Computed, Stage
+from .diffusion import Computed, Stage
 
 
 IGNORED = -100

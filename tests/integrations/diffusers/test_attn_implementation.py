@@ -25,8 +25,8 @@ from mhla_hf.models import registry
 from mhla_hf.models.registry import FAMILIES, recovery_advice
 from mhla_hf.recovery import recipes
 from tests import tiny, tiny_images
-from tests.models.cases import WanCase
-from tests.models.model_case import assert_same_parameters, recorded_warnings
+from tests.families.cases import WanCase
+from tests.families.model_case import assert_same_parameters, recorded_warnings
 
 
 OPTIONS = dict(WanCase.options)

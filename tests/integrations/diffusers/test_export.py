@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.export import Dim, export
 
-from tests.models.cases import WanCase
-from tests.models.model_case import OPTION_SETS
+from tests.families.cases import WanCase
+from tests.families.model_case import OPTION_SETS
 
 
 SHAPES = {

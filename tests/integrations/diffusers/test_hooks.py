@@ -25,7 +25,7 @@ from diffusers.models.attention_processor import (
 
 from mhla_hf import convert
 from tests import tiny_images
-from tests.models.cases import (
+from tests.families.cases import (
     ChromaCase,
     DiTCase,
     FluxCase,
@@ -43,7 +43,7 @@ from tests.models.cases import (
     WanCase,
     WanVACECase,
 )
-from tests.models.model_case import OPTION_SETS, relative_error
+from tests.families.model_case import OPTION_SETS, relative_error
 
 
 CASES = [WanCase(), DiTCase(), PixArtCase(), SanaCase(), SanaVideoCase(), WanVACECase(), SkyReelsCase()]

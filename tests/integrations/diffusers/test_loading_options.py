@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from mhla_hf import MHLAWanTransformer3DModel, convert, load_pipeline
 from tests import tiny, tiny_images, tiny_joint
-from tests.models.adapter_checks import TARGETS
-from tests.models.cases import LTX2Case, LTXCase, SanaCase, WanCase
-from tests.models.model_case import OPTION_SETS, assert_fresh, assert_same_parameters, perturb_mhla, relative_error
+from tests.families.adapter_checks import TARGETS
+from tests.families.cases import LTX2Case, LTXCase, SanaCase, WanCase
+from tests.families.model_case import OPTION_SETS, assert_fresh, assert_same_parameters, perturb_mhla, relative_error
 
 
 OPTIONS = {**WanCase.options, "output_gate": True}

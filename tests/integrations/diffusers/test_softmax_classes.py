@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import mhla_hf
 from mhla_hf.integrations import diffusers as diffusers_integration
 from tests import tiny, tiny_images
-from tests.models.cases import CASES, DiTCase, PixArtCase, WanCase
-from tests.models.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
+from tests.families.cases import CASES, DiTCase, PixArtCase, WanCase
+from tests.families.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
 
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -19,7 +19,7 @@ from transformers import (
 
 from mhla_hf import convert
 from mhla_hf.models.registry import recovery_advice
-from tests.models.model_case import recorded_warnings
+from tests.families.model_case import recorded_warnings
 
 from .mhla_models import mhla_modules
 from .tiny_files import save_softmax

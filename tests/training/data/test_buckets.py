@@ -15,8 +15,8 @@ from mhla_hf.cli.main import app
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import CacheConfig, DiffusionTrainer, LatentDataset, TrainingConfig, evaluate
 from mhla_hf.training.config import Bucket, parse_sizes
+from mhla_hf.training.data.latent_cache import with_sizes
 from mhla_hf.training.data.order import DataOrder
-from mhla_hf.training.families import FAMILIES
 
 from ... import tiny_images
 from ..cases import CASES
@@ -44,26 +44,26 @@ class TestSizes:
             CacheConfig(data="x", sizes=text)
 
     @pytest.mark.parametrize(
-        ("family", "pipeline", "options", "message"),
+        ("pipeline", "options", "message"),
         [
-            ("wan", VIDEO, "480,832;832,488", "height must be a multiple of 16, width of 16.*; got 832,488,81"),
-            ("wan", VIDEO, "480,832,80", "frames a multiple of 4 plus 1; got 480,832,80"),
-            ("sana", IMAGE, "512,512,5", "a multiple of 32, width of 32; got 512,512,5"),
+            (VIDEO, "480,832;832,488", "height must be a multiple of 16, width of 16.*; got 832,488,81"),
+            (VIDEO, "480,832,80", "frames a multiple of 4 plus 1; got 480,832,80"),
+            (IMAGE, "512,512,5", "a multiple of 32, width of 32; got 512,512,5"),
         ],
     )
-    def test_what_does_not_fit_a_pipeline(self, family, pipeline, options, message):
+    def test_what_does_not_fit_a_pipeline(self, pipeline, options, message):
         with pytest.raises(ValueError, match=message):
-            FAMILIES[family].complete(CacheConfig(data="x", sizes=options), pipeline)
+            with_sizes(CacheConfig(data="x", sizes=options), pipeline)
 
     def test_defaults(self):
-        def completed(family, pipeline, **options):
-            return FAMILIES[family].complete(CacheConfig(**options), pipeline)[0].sizes
+        def completed(pipeline, **options):
+            return with_sizes(CacheConfig(**options), pipeline)[0].sizes
 
-        assert completed("wan", VIDEO, data="x") == "480,832,81"
-        assert completed("wan", VIDEO, data="x", sizes="480,832;832,480,49") == "480,832,81;832,480,49"
-        assert completed("wan", VIDEO, data="digits", sizes="32,32") == "32,32,17"
-        assert completed("sana", IMAGE, data="x") == "512,512"
-        assert completed("sana", IMAGE, data="digits") == "64,64"
+        assert completed(VIDEO, data="x") == "480,832,81"
+        assert completed(VIDEO, data="x", sizes="480,832;832,480,49") == "480,832,81;832,480,49"
+        assert completed(VIDEO, data="digits", sizes="32,32") == "32,32,17"
+        assert completed(IMAGE, data="x") == "512,512"
+        assert completed(IMAGE, data="digits") == "64,64"
 
 
 BUCKETS = [0, 1, 0, 0, 2, 0, 1, 0, 1, 0, 0]

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from PIL import Image
 from safetensors import safe_open
 
+from mhla_hf.families.objectives import encode_media
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import LatentDataset, TrainingConfig
 from mhla_hf.training.config import CacheConfig
@@ -19,7 +20,6 @@ from mhla_hf.training.data import latent_cache as caching
 from mhla_hf.training.data.folders import DataSample, UnusableSampleError
 from mhla_hf.training.data.images import fit, to_tensor
 from mhla_hf.training.data.latent_cache import CachePlan, build_cache, finish_cache, is_finished, make_cache
-from mhla_hf.training.families import encode_videos
 from mhla_hf.utils.destinations import lock_output
 from mhla_hf.utils.files import write_json
 
@@ -97,7 +97,7 @@ class TestContent:
         # The second video cannot be used: it is left out and named.
         assert len(dataset) == 2 and dataset.manifest["skipped"] == ["square 1"]
         assert dataset[0]["latents"].shape == (16, 2, 2, 2)
-        assert torch.equal(dataset[0]["latents"], encode_videos(pipeline.vae, samples[0].load()[None])[0])
+        assert torch.equal(dataset[0]["latents"], encode_media(pipeline.vae, samples[0].load()[None])[0])
         expected, empty = pipeline.encode_prompt("a square 2", negative_prompt="", max_sequence_length=48)
         assert torch.allclose(dataset[1]["prompt_embeds"], expected[0], atol=1e-6)
         assert torch.allclose(dataset.null_condition["prompt_embeds"], empty[0], atol=1e-6)

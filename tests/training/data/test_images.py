@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from mhla_hf.models.directory import ModelDirectory
+from mhla_hf.models.registry import TRAINED
 from mhla_hf.training import LatentDataset, TrainingConfig
 from mhla_hf.training.config import Bucket, CacheConfig
 from mhla_hf.training.data.folders import UnusableSampleError
@@ -23,7 +24,6 @@ from mhla_hf.training.data.images import (
 )
 from mhla_hf.training.data.latent_cache import make_cache
 from mhla_hf.training.evaluation import Validator
-from mhla_hf.training.families import FAMILIES
 
 from ... import tiny_images
 
@@ -166,7 +166,7 @@ class TestEncoding:
     def test_latents_are_what_the_pipelines_decode(self, pipelines):
         for family, shape in (("sana", (4, 2, 3)), ("dit", (4, 32, 48))):
             vae = pipelines[family].vae
-            latents = FAMILIES[family].encode_media(pipelines[family], self.image)
+            latents = TRAINED[family].load_objective().encode_media(pipelines[family], self.image)
             assert latents.shape == shape and latents.dtype == torch.float32
             encoded = vae.encode(self.image[None])
             expected = encoded.latent if family == "sana" else encoded.latent_dist.mean
@@ -174,7 +174,7 @@ class TestEncoding:
 
     def test_text_is_what_the_pipeline_gives_the_transformer(self, pipelines):
         """With the pipeline's own instruction before the prompt, and without before the empty one."""
-        pipeline, family = pipelines["sana"], FAMILIES["sana"]
+        pipeline, family = pipelines["sana"], TRAINED["sana"].load_objective()
         assert family.prompt_options(pipeline)["complex_human_instruction"][-1] == "User Prompt: "
         inputs = transformer_inputs(pipeline, prompt="a three", max_sequence_length=24, height=512, width=512)
         texts = family.encode_null_condition(pipeline, 24, 0), family.encode_condition(pipeline, "a three", 24)
@@ -209,7 +209,7 @@ class TestCache:
         dataset = LatentDataset(directory)
         assert len(dataset) == 2 and dataset[0]["latents"].shape == (4, 2, 2)
         assert [entry.split(":")[0] for entry in dataset.manifest["skipped"]] == ["green.png"]
-        sample, family = dataset[1], FAMILIES["sana"]
+        sample, family = dataset[1], TRAINED["sana"].load_objective()
         with torch.no_grad():
             own = family.encode_condition(pipelines["sana"], "a red wall", 16)
             image = torch.tensor([1.0, -1.0, -1.0])[:, None, None].expand(3, 64, 64)

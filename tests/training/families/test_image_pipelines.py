@@ -17,6 +17,7 @@ from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import LatentDataset, evaluate, objective_for
 from mhla_hf.training.checkpoints import read_metrics
 from mhla_hf.training.parameters import load_model
+from tests.families.cases import SanaCase
 
 from ... import tiny_images
 
@@ -144,7 +145,7 @@ def test_lora_loads_into_a_converted_pipeline(family, sources, tmp_path):
     trained = DiffusionPipeline.from_pretrained(tmp_path / "pipeline").transformer
     fresh = convert(DiffusionPipeline.from_pretrained(sources[family] / "source"), {"blocks": (2, 2)})
     fresh.load_lora_weights(tmp_path / "lora")
-    inputs = tiny_images.sana_inputs()
+    inputs = SanaCase().inputs()
     with torch.no_grad():
         expected = trained(**inputs).sample
         assert torch.allclose(fresh.transformer(**inputs).sample, expected, atol=1e-4)

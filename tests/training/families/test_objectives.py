@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers.models.embeddings import LabelEmbedding
 
+from mhla_hf.families.noise_prediction import no_label_dropout
 from mhla_hf.recovery.recover import find_model
 from mhla_hf.training import (
     DiffusionTrainer,
@@ -20,15 +21,15 @@ from mhla_hf.training import (
 )
 from mhla_hf.training.data.batches import make_batch
 from mhla_hf.training.data.order import DataOrder
-from mhla_hf.training.families import open_pipeline
+from mhla_hf.training.libraries import open_pipeline
 from mhla_hf.training.matching.layer_training import layer_loss
 from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.matching.teacher import SharedTeacher
-from mhla_hf.training.stages.noise_prediction import no_label_dropout
 from mhla_hf.utils.files import write_json
+from tests.families.cases import FluxCase, HunyuanVideoCase, LTX2Case, PixArtCase, SkyReelsCase, WanVACECase
+from tests.families.test_sana import SanaSprintCase
 
 from ... import tiny, tiny_images, tiny_joint
-from ...models.cases import LTX2Case, SkyReelsCase, WanVACECase
 from ..cases import CASES, CLASSES
 
 
@@ -168,11 +169,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda: tiny_images.sana_transformer(sprint=True), "SANA-Sprint"),
-            (tiny_images.pixart_transformer, "PixArtTransformer2DModel, which cannot be trained here yet; supported"),
+            (SanaSprintCase().make, "SANA-Sprint"),
+            (PixArtCase().make, "PixArtTransformer2DModel, which cannot be trained here yet; supported"),
             (LTX2Case().make, "LTX2VideoTransformer3DModel, which cannot be trained here yet; supported: Wan"),
-            (lambda: tiny_joint.flux(in_channels=20, out_channels=16), "an image-to-image model"),
-            (lambda: tiny_joint.hunyuan_video(image_condition_type="token_replace"), "an image-to-video model"),
+            (lambda: FluxCase().make(in_channels=20, out_channels=16), "an image-to-image model"),
+            (lambda: HunyuanVideoCase().make(image_condition_type="token_replace"), "an image-to-video model"),
             (lambda: SkyReelsCase().make(inject_sample_info=True), "diffusion-forcing model, .* trained here yet"),
         ],
         ids=["sprint", "pixart", "ltx2", "flux-fill", "hunyuan-image", "forcing"],

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from mhla_hf import convert
 from mhla_hf.cli.main import app
 from mhla_hf.models.directory import ModelDirectory
+from mhla_hf.models.registry import TRAINED
 from mhla_hf.training import (
     CacheConfig,
     DiffusionTrainer,
@@ -26,11 +27,11 @@ from mhla_hf.training import (
 from mhla_hf.training.data.latent_cache import CachePlan, make_cache
 from mhla_hf.training.data.order import stable_seed
 from mhla_hf.training.data.videos import _say_rate, write_video
-from mhla_hf.training.families import FAMILIES
 from mhla_hf.training.parameters import load_model
+from tests.families.cases import FluxCase
+from tests.families.model_case import relative_error
 
 from ... import tiny, tiny_joint
-from ...models.model_case import relative_error
 from .test_objectives import first_call
 
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
 
 def flux():
     pipeline = tiny_joint.with_encoders(tiny_joint.flux_pipeline())
-    pipeline.register_modules(transformer=tiny_joint.flux(guidance_embeds=True))
+    pipeline.register_modules(transformer=FluxCase().make(guidance_embeds=True))
     pipeline.vae.register_to_config(shift_factor=0.1, scaling_factor=0.4)
     return pipeline
 
@@ -141,14 +142,14 @@ def invoke(*arguments):
 @every_family
 def test_models_are_called_as_their_pipeline_calls_them(name, sources):
     case, source = CASES[name], sources(name) / "source"
-    pipeline, family = DiffusionPipeline.from_pretrained(source), FAMILIES[name]
+    pipeline = DiffusionPipeline.from_pretrained(source)
     objective = objective_for(pipeline.transformer, source)
     kept = first_call(pipeline, prompt="a seven", **case.arguments, num_inference_steps=3)
     output = kept.pop("output")
     grid = ModelDirectory.open(source).sample_size.grid(*case.size)
     noisy = objective.unpack(kept["hidden_states"][0], grid)[None]
     assert noisy.shape[1:] == case.shape
-    condition = family.encode_condition(pipeline, "a seven", case.length)
+    condition = objective.encode_condition(pipeline, "a seven", case.length)
     for each in ("prompt_embeds", "prompt_attention_mask"):
         # As the cache pads them.
         if each in condition:
@@ -182,7 +183,7 @@ def test_samples_are_encoded_as_their_pipeline_takes_latents(name, sources):
     media = torch.rand(3, *case.size[2:], *case.size[:2]) * 2 - 1
     with torch.no_grad():
         expected = case.normalised(pipeline.vae, pipeline.vae.encode(media[None]).latent_dist.mode())
-        latents = FAMILIES[name].encode_media(pipeline, media)
+        latents = objective_for(pipeline.transformer).encode_media(pipeline, media)
     assert latents.shape == case.shape
     torch.testing.assert_close(latents[None], expected)
 
@@ -250,7 +251,7 @@ def test_latents_that_the_original_draws_are_those_of_its_pipeline(name, sources
     pipeline = DiffusionPipeline.from_pretrained(source)
     pipeline.set_progress_bar_config(disable=True)
     expected = pipeline("a seven", **options, generator=generator, output_type="latent", return_dict=False)[0]
-    assert torch.equal(FAMILIES[name].objective.pack(latents[None]), expected)
+    assert torch.equal(TRAINED[name].load_objective().pack(latents[None]), expected)
 
 
 class TestFrameRates:
@@ -321,8 +322,8 @@ class TestFrameRates:
         assert inputs["rope_interpolation_scale"][0] == factor / 12
         plain = objective_for(trainer.model, source).model_inputs({}, noisy, torch.ones(1), text)
         assert plain["rope_interpolation_scale"][0] == factor / 25
-        validated = FAMILIES["ltx"].validation_inputs(
-            DiffusionPipeline.from_pretrained(source.root), source, config.replace(validation_prompts=("a",)),
-            LatentDataset(tmp_path / "cache"),
-        )  # fmt: skip
+        pipeline, settings = DiffusionPipeline.from_pretrained(source.root), LatentDataset(tmp_path / "cache").settings
+        validated = trainer.objective.validation_inputs(
+            pipeline, config.replace(validation_prompts=("a",)), settings, height=32, width=64, num_frames=9
+        )
         assert validated[0]["frame_rate"] == 12

@@ -12,9 +12,9 @@ from mhla_hf.training.matching import blocks as module
 from mhla_hf.training.matching.blocks import list_blocks, match_blocks
 from mhla_hf.training.matching.layers import evaluating, first_output, mhla_layers, trunk_for
 from mhla_hf.training.matching.teacher import SharedTeacher
+from tests.families.cases import FluxCase, HunyuanVideoCase, LTX2Case, WanVACECase
 from tests.integrations.transformers.mhla_models import default_options
 from tests.layers.test_original import DIFFUSERS, models
-from tests.models.cases import FluxCase, HunyuanVideoCase, LTX2Case, WanVACECase
 
 
 SETTINGS = {"learning_rate": 1e-3, "mhla_learning_rate": 1e-3, "warmup_steps": 0}

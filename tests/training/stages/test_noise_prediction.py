@@ -12,7 +12,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
 )
 
-from mhla_hf.training.stages.noise_prediction import (
+from mhla_hf.families.noise_prediction import (
     NoiseSchedule,
     add_noise,
     noise_prediction_losses,

@@ -13,7 +13,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from safetensors.torch import load_file, save_file
 
 from mhla_hf import MHLAConfig, convert
-from tests.models.model_case import (
+from tests.families.model_case import (
     OPTION_SETS,
     ModelCase,
     assert_fresh,

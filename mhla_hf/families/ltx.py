@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +28,9 @@ from diffusers.models.transformers.transformer_ltx2 import (
 )
 
 from ..layers import HalfRotary, PairwiseRotary
-from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor
+from ..models.attention import KeepsMHLAProcessor, KeepsMHLAProcessors, MHLAAttnProcessor
+from ..models.directory import ModelDirectory
+from .objectives import MASKED_NAMES, PADDED, FlowObjective, Inputs, Tensors
 
 
 def check_grid(grid: tuple[int | None, ...], num_tokens: int) -> None:
@@ -193,6 +197,20 @@ class MHLALTX2VideoTransformer3DModel(KeepsMHLAProcessors, LTX2VideoTransformer3
     block_streams = ("hidden_states", "audio_hidden_states")
     _no_split_modules = ["LTX2VideoTransformerBlock"]
 
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return the audio, 25 latents for a second of 24 frames, and both texts, which LTX-2.3 widens itself."""
+        config, sound = model.config, round(25 * (8 * grid[0] - 7) / 24)
+        widths = [config.cross_attention_dim, config.audio_cross_attention_dim]
+        if config.use_prompt_embeddings:
+            widths = [config.caption_channels] * 2
+        return {
+            "audio_hidden_states": random(sound, config.audio_in_channels),
+            "audio_num_frames": sound,
+            "encoder_hidden_states": random(text, widths[0]),
+            "audio_encoder_hidden_states": random(text, widths[1]),
+        }
+
     @functools.wraps(LTX2VideoTransformer3DModel.forward)
     def forward(
         self,
@@ -217,3 +235,54 @@ class MHLALTX2VideoTransformer3DModel(KeepsMHLAProcessors, LTX2VideoTransformer3
             video_coords = self.rope.prepare_video_coords(batch, *sizes, hidden_states.device, fps=fps)
         check_grid(grid, video_coords.shape[2])
         return super().forward(hidden_states, *args, video_coords=video_coords.unflatten(2, grid), **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LTXObjective(FlowObjective):
+    """Flow matching of videos.
+
+    Samples have `latents` `[C, F, H, W]`, `prompt_embeds` `[L, D]` and `prompt_attention_mask` `[L]`.
+
+    Attributes:
+        temporal_factor: Frames per latent.
+        spatial_factor: Pixels of height or width per latent.
+        frame_rate: Frames per second of the videos; by default the pipeline's.
+    """
+
+    name = "ltx"
+    condition_names = PADDED
+    encoded_names = MASKED_NAMES
+    packed = 1
+
+    temporal_factor: int = 8
+    spatial_factor: int = 32
+    # Follows from the data, whose fingerprint tells runs apart.
+    frame_rate: float = field(default=25.0, compare=False)
+
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
+        """Return the arguments of `forward`, which predicts the packed direction `[B, F H W, C]`."""
+        return {
+            **super().model_inputs(config, noisy, levels, condition),
+            "encoder_attention_mask": condition["prompt_attention_mask"].bool(),
+            **dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True)),
+            "rope_interpolation_scale": (
+                self.temporal_factor / self.frame_rate,
+                self.spatial_factor,
+                self.spatial_factor,
+            ),
+        }
+
+    def frames_per_second(self, directory: ModelDirectory) -> float:
+        return self.frame_rate
+
+    def validation_inputs(self, pipeline: Any, config: Any, settings: Mapping[str, Any], **size: Any) -> list[Any]:
+        size["frame_rate"] = settings.get("fps") or self.frame_rate
+        return super().validation_inputs(pipeline, config, settings, **size)
+
+    @classmethod
+    def for_run(cls, config: Any, directory: ModelDirectory | None) -> Any:
+        """Take the distances between latents in seconds and pixels from the pipeline's VAE."""
+        objective = super().for_run(config, directory)
+        if directory is None or directory.index is None:
+            return objective
+        return replace(objective, **dict(zip(("temporal_factor", "spatial_factor"), directory.sample_size.vae)))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.models.model_case import OPTION_SETS, ModelCase, gradient_error, perturb_mhla, relative_error
+from tests.families.model_case import OPTION_SETS, ModelCase, gradient_error, perturb_mhla, relative_error
 
 
 # Everything that a layer can be; with one layer there is nothing to mix with softmax.
@@ -14,9 +14,13 @@ LAYER_OPTIONS = {name: options for name, options in OPTION_SETS.items() if "laye
 
 
 class CompileChecks(ModelCase):
-    """Attributes: smallest: Constructor arguments of a model with one layer."""
+    """Attributes:
+    smallest: Constructor arguments of a model with one layer.
+    compiled_inputs: Further arguments of `forward` at a size of inputs.
+    """
 
     smallest: ClassVar[dict[str, Any]] = {"num_layers": 1}
+    compiled_inputs: ClassVar[Any] = staticmethod(lambda size: {})
 
     @pytest.fixture(autouse=True)
     def fresh_compiler(self):
@@ -33,7 +37,7 @@ class CompileChecks(ModelCase):
             results = []
             for function in (model, compiled):
                 model.zero_grad()
-                output = self.predict(function, **self.inputs(size))
+                output = self.predict(function, **self.inputs(size), **self.compiled_inputs(self.sizes[size]))
                 output.square().mean().backward()
                 results.append((output.detach(), self.gradients_of(model)))
             (expected, gradients), (actual, compiled_gradients) = results

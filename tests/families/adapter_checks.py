@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from tests.models.model_case import OPTION_SETS, ModelCase, mhla_parameters, relative_error
+from tests.families.model_case import OPTION_SETS, ModelCase, mhla_parameters, relative_error
 
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -16,7 +16,7 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope, QwenImageTransformer2DModel
 
 from ..layers import PairwiseRotary
-from .joint import JointImageMixin, MHLAJointAttention
+from ..models.joint import JointImageMixin, MHLAJointAttention
 
 
 class MHLAQwenEmbedRope(QwenEmbedRope):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from mhla_hf import MHLAConfig, convert, load_pipeline
 from mhla_hf.cli.main import app
-from tests.models.model_case import assert_fresh, assert_same_parameters, captured, perturb_mhla, recorded_warnings
+from tests.families.model_case import assert_fresh, assert_same_parameters, captured, perturb_mhla, recorded_warnings
 
 
 def command(*arguments):
@@ -181,10 +181,10 @@ class ImagePipelineChecks:
         folder = tmp_path / "other"
         shutil.copytree(ordinary_dir, folder, ignore=shutil.ignore_patterns("transformer"))
         index = json.loads((folder / "model_index.json").read_text())
-        index["transformer"] = ["diffusers", "SD3Transformer2DModel"]
+        index["transformer"] = ["diffusers", "AuraFlowTransformer2DModel"]
         (folder / "model_index.json").write_text(json.dumps(index))
         self.refused(
-            folder, tmp_path, "no model that can be converted", "SD3Transformer2DModel", "DiTTransformer2DModel"
+            folder, tmp_path, "no model that can be converted", "AuraFlowTransformer2DModel", "DiTTransformer2DModel"
         )
 
 

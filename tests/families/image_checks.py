@@ -8,7 +8,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 
 from mhla_hf import BlockLayout, MHLAConfig, convert, mhla_attention
 from mhla_hf.models.attention import MHLAAttnProcessor
-from tests.models.model_case import OPTION_SETS, ModelCase, attention_inputs, captured, relative_error
+from tests.families.model_case import OPTION_SETS, ModelCase, attention_inputs, captured, relative_error
 
 
 class ImageChecks(ModelCase):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan and its family: which layers are MHLA, grids against the dense definition, refusals, and the shared checks."""
+"""Wan, Wan-VACE, Wan-Animate, SkyReels-V2: which layers are MHLA, the dense definition, refusals, shared checks."""
 
 import json
 
@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 from diffusers import ContextParallelConfig
-from diffusers.models.transformers.transformer_sana_video import WanRotaryPosEmbed as SanaVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
 
 from mhla_hf import (
     BlockLayout,
     MHLAConfig,
+    MHLASkyReelsV2Transformer3DModel,
+    MHLAWanAnimateTransformer3DModel,
     MHLAWanTransformer3DModel,
+    MHLAWanVACETransformer3DModel,
     convert,
     load_pipeline,
     mhla_attention,
@@ -24,20 +26,73 @@ from mhla_hf.hub.card import describe_model
 from mhla_hf.models.attention import MHLAAttnProcessor
 from mhla_hf.models.directory import ModelDirectory
 from tests import tiny
-from tests.models.adapter_checks import AdapterChecks
-from tests.models.cases import (
-    SanaVideoCase,
-    SkyReelsCase,
-    WanAnimateCase,
-    WanCase,
-    WanImageToVideoCase,
-    WanVACECase,
+from tests.families.checks import EagerChecks, ModelChecks
+from tests.families.model_case import (
+    ModelCase,
+    assert_same_parameters,
+    assert_tables_of_upstream,
+    attention_inputs,
+    captured,
+    perturb_mhla,
+    relative_error,
 )
-from tests.models.compile_checks import CompileChecks
-from tests.models.memory_checks import InPlaceChecks, MemoryChecks
-from tests.models.model_case import assert_same_parameters, attention_inputs, captured, perturb_mhla, relative_error
-from tests.models.saving_checks import SavingChecks
-from tests.models.training_checks import TrainingChecks
+from tests.families.training_checks import TrainingChecks
+
+
+class WanCase(ModelCase):
+    """Text-to-video; latents of 3×4×8 are a token grid of 3×2×4."""
+
+    config = tiny.WAN
+    text_tokens = 16
+    block_class = "WanTransformerBlock"
+    mhla_class = MHLAWanTransformer3DModel
+    options = {"blocks": [3, 1, 2], "grid": [3, 2, 4]}
+    thorough = True
+    # Frames, height and width of the latents.
+    sizes = ((3, 4, 8), (1, 8, 12), (5, 6, 14))
+
+
+class WanImageToVideoCase(WanCase):
+    """With image cross-attention."""
+
+    config = tiny.WAN_IMAGE_TO_VIDEO
+    # The model tells image tokens from text by assuming 512 of text.
+    text_tokens = 512
+
+
+class WanVACECase(WanCase):
+    """Two blocks of Wan and a control block, whose layer is the third."""
+
+    config = {**tiny.WAN, "vace_layers": [0], "vace_in_channels": 6}
+    mhla_class = MHLAWanVACETransformer3DModel
+    thorough = False
+
+
+class SkyReelsCase(WanCase):
+    """Text-to-video."""
+
+    block_class = "SkyReelsV2TransformerBlock"
+    mhla_class = MHLASkyReelsV2Transformer3DModel
+    thorough = False
+
+
+class WanAnimateCase(WanImageToVideoCase):
+    """The first frame of latents is the reference image."""
+
+    config = {
+        **tiny.WAN_IMAGE_TO_VIDEO,
+        "motion_encoder_channel_sizes": {"4": 4, "8": 4, "16": 4},
+        "motion_encoder_size": 16,
+        "motion_style_dim": 4,
+        "motion_dim": 2,
+        "motion_encoder_dim": 8,
+        "face_encoder_hidden_dim": 8,
+        "face_encoder_num_heads": 2,
+        "inject_face_latents_blocks": 1,
+    }
+    mhla_class = MHLAWanAnimateTransformer3DModel
+    thorough = False
+    sizes = ((3, 4, 8), (2, 6, 8), (5, 6, 14))
 
 
 CASE = WanCase()
@@ -220,15 +275,8 @@ def test_one_block_is_vanilla_linear_attention(case):
     assert relative_error(calls[0].output, expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "case, embedding", [(CASE, WanRotaryPosEmbed), (SanaVideoCase(), SanaVideoRotaryPosEmbed)], ids=["wan", "sana"]
-)
-def test_rotary_tables_keep_upstream_values(case, embedding):
-    model, latents = case.make_mhla(), case.inputs(2)["hidden_states"]
-    stock = embedding(12, (1, 2, 2), 64)
-    for ours, theirs in zip(model.rope(latents), stock(latents)):
-        assert ours.shape == (1, 5, 3, 7, 1, 12)
-        assert torch.equal(ours.flatten(1, 3), theirs)
+def test_rotary_tables_keep_upstream_values():
+    assert_tables_of_upstream(CASE, WanRotaryPosEmbed)
 
 
 # Variants of Wan
@@ -278,7 +326,7 @@ def test_rows_of_a_batch_do_not_mix():
 
 
 def test_without_query_key_norm():
-    model = perturb_mhla(tiny.wan_transformer(MHLAWanTransformer3DModel, mhla=CASE.options, cross_attn_norm=False))
+    model = perturb_mhla(CASE.make(MHLAWanTransformer3DModel, mhla=CASE.options, cross_attn_norm=False))
     assert CASE.run(model).isfinite().all()
 
 
@@ -433,31 +481,19 @@ def test_options_as_a_config_object():
     assert model.mhla_config == config and model.config.mhla == config.to_dict()
 
 
-class TestWanModel(WanCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
-    block_class = "WanTransformerBlock"
-
-
-class TestWanCompile(WanCase, CompileChecks):
+class TestWan(WanCase, ModelChecks):
     pass
 
 
-class TestWanVACEModel(WanVACECase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
-    block_class = "WanTransformerBlock"
-
-
-class TestWanVACECompile(WanVACECase, CompileChecks):
+class TestWanVACE(WanVACECase, ModelChecks):
     pass
 
 
-class TestWanAnimateModel(WanAnimateCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
-    block_class = "WanTransformerBlock"
+class TestWanAnimate(WanAnimateCase, EagerChecks):
+    pass
 
 
-class TestSkyReelsModel(SkyReelsCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
-    block_class = "SkyReelsV2TransformerBlock"
-
-
-class TestSkyReelsCompile(SkyReelsCase, CompileChecks):
+class TestSkyReels(SkyReelsCase, ModelChecks):
     pass
 
 

@@ -8,12 +8,11 @@ import copy
 import pytest
 import torch
 
-from . import cases
+from .cases import CASES, FluxCase, LTXCase, WanCase
 from .model_case import relative_error
 
 
 pytestmark = pytest.mark.gpu
-CASES = [case for case in vars(cases).values() if hasattr(case, "mhla_class")]
 
 
 def on(device, inputs, dtype=None):
@@ -39,9 +38,8 @@ def largest_error(actual, expected):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": "adjacent"}, {"feature_map": "hedgehog"}], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
 def test_equal_to_the_cpu(case, options):
-    case = case()
     model = case.make_mhla(**options)
     inputs = case.inputs(2, batch=2)
     expected, gradients = output_and_gradients(case, model, inputs)
@@ -60,10 +58,9 @@ def test_equal_to_the_cpu(case, options):
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("case", [cases.WanCase, cases.FluxCase, cases.LTXCase], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [WanCase(), FluxCase(), LTXCase()], ids=lambda case: type(case).__name__)
 def test_compiled_blocks(case, mode):
     """As diffusers compiles pipelines, at two sizes, in inference."""
-    case = case()
     model = case.make_mhla().cuda()
     compiled = copy.deepcopy(model)
     compiled.compile_repeated_blocks(fullgraph=True, mode=mode)

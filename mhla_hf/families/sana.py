@@ -9,6 +9,7 @@ or another `eps` change it at once). SANA-Video's token grid travels in the rota
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -22,9 +23,16 @@ from diffusers.models.transformers.transformer_sana_video import (
     WanRotaryPosEmbed,
 )
 
-from ..utils.compat.diffusers import declared, skip_attention_in, skip_layers_in
-from .attention import KeepsMHLAProcessors, MHLAAttnProcessor, RotaryWithGrid, tables_of_layer
-from .image import MHLAImageAttention, MHLAImageModelMixin
+from ..models.attention import (
+    KeepsMHLAProcessors,
+    MHLAAttnProcessor,
+    MHLAImageAttention,
+    MHLAImageModelMixin,
+    RotaryWithGrid,
+    tables_of_layer,
+)
+from ..utils.compat.diffusers import call_default, declared, skip_attention_in, skip_layers_in
+from .objectives import MASKED_NAMES, PADDED, FlowObjective, Inputs, Tensors, timesteps_from_sigmas, without_padding
 
 
 class MHLASanaAttnProcessor(MHLAAttnProcessor):
@@ -152,3 +160,45 @@ class MHLASanaVideoTransformer3DModel(KeepsMHLAProcessors, MHLAImageModelMixin, 
             return grid
         rows = cls.config_value(config, "sample_size")
         return (grid[0], rows, round(rows * cls.default_grid[2] / cls.default_grid[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SanaObjective(FlowObjective):
+    """Flow matching of images.
+
+    Samples have `latents` `[C, H, W]`, `prompt_embeds` `[L, D]` and `prompt_attention_mask` `[L]`. Captions follow the
+    instruction that the pipeline puts before prompts by default ("complex human instruction"), and the empty prompt
+    goes without it: training sees text as inference does.
+    """
+
+    name = "sana"
+    condition_names = PADDED
+    encoded_names = MASKED_NAMES
+    # By default the negative prompt is an empty text, which the pipeline refuses beside embeddings.
+    call_options = {"negative_prompt": None, "use_resolution_binning": False}
+
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
+        """Return the arguments of `forward`, which predicts the direction `[B, C, H, W]`."""
+        return {
+            **super().model_inputs(config, noisy, levels, condition),
+            "encoder_attention_mask": condition["prompt_attention_mask"],
+            # As the pipeline hands it over.
+            "timestep": timesteps_from_sigmas(levels) * config["timestep_scale"],
+        }
+
+    def check_model(self, config: Any) -> None:
+        """Refuse SANA-Sprint, which is distilled."""
+        if config.get("guidance_embeds"):
+            raise ValueError(
+                "model: this is a SANA-Sprint model, which is distilled and not trained by flow matching; train the "
+                "SANA model that it comes from"
+            )
+
+    def encode_null_condition(self, pipeline: Any, length: int | None, num_classes: int) -> dict[str, torch.Tensor]:
+        """Encode the empty negative prompt."""
+        _, _, embeddings, mask = pipeline.encode_prompt("", negative_prompt="", max_sequence_length=length)
+        return without_padding({"prompt_embeds": embeddings[0], "prompt_attention_mask": mask[0]})
+
+    def prompt_options(self, pipeline: Any) -> dict[str, Any]:
+        """Return the lines that the pipeline puts before prompts by default."""
+        return {"complex_human_instruction": list(call_default(pipeline, "complex_human_instruction"))}

@@ -10,7 +10,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from diffusers.hooks import apply_group_offloading
 
 from mhla_hf import convert
-from tests.models.model_case import OPTION_SETS, ModelCase, mhla_parameters, relative_error
+from tests.families.model_case import OPTION_SETS, ModelCase, mhla_parameters, relative_error
 
 
 class MemoryChecks(ModelCase):

@@ -7,6 +7,8 @@ the models of Wan.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -25,9 +27,10 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import (
 )
 
 from ..layers import PairwiseRotary
+from ..models.attention import Upstream, compact
+from ..models.joint import MHLAJointAttention, MHLAJointModelMixin
 from ..utils.compat.diffusers import skip_attention_in, skip_layers_in
-from .attention import Upstream, compact
-from .joint import MHLAJointAttention, MHLAJointModelMixin
+from .objectives import TWO_ENCODERS, FlowObjective, Inputs, Tensors, timesteps_from_sigmas
 
 
 skip_attention_in(HunyuanVideoAttnProcessor2_0, HunyuanVideo15AttnProcessor2_0, is_joint=True)
@@ -100,3 +103,42 @@ class MHLAHunyuanVideo15Transformer3DModel(MHLAJointModelMixin, HunyuanVideo15Tr
     default_grid = (31, 30, 52)
     attention_class = MHLAHunyuanVideoAttention
     module_classes = MappingProxyType({"rope": MHLAHunyuanVideo15RotaryPosEmbed})
+
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return glyphs and no image, as pipelines from text give them; the model sorts its text by masks' values."""
+        glyphs = random(256, model.config.text_embed_2_dim)
+        kept = torch.device("cpu") if glyphs.is_meta else glyphs.device
+        batch, ones = len(glyphs), partial(torch.ones, dtype=torch.long, device=kept)
+        return {
+            "timestep": torch.full_like(random(), 500.0),
+            "encoder_hidden_states_2": glyphs,
+            "encoder_attention_mask": ones(batch, text),
+            "encoder_attention_mask_2": ones(batch, 256),
+            "image_embeds": torch.zeros(batch, 729, model.config.image_embed_dim, dtype=glyphs.dtype, device=kept),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class HunyuanVideoObjective(FlowObjective):
+    """Flow matching of videos.
+
+    Samples have `latents` `[C, F, H, W]`, `prompt_embeds` `[L, D]`, `prompt_attention_mask` `[L]` and
+    `pooled_prompt_embeds` `[P]`. Models are told a guidance scale of 1, as those of Flux.
+    """
+
+    name = "hunyuan-video"
+    condition_names = ("prompt_embeds", "prompt_attention_mask", "pooled_prompt_embeds")
+    encoders = TWO_ENCODERS
+    # Captions follow the instruction that the pipeline puts before prompts.
+    encoded_names = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
+
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
+        """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
+        return {
+            **super().model_inputs(config, noisy, levels, condition),
+            "encoder_attention_mask": condition["prompt_attention_mask"].to(noisy.dtype),
+            "pooled_projections": condition["pooled_prompt_embeds"],
+            # As guidance scales are counted; models without them ignore it.
+            "guidance": timesteps_from_sigmas(torch.ones_like(levels)),
+        }

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.checkpoint import checkpoint
 
-from tests.models.model_case import OPTION_SETS, ModelCase, mhla_parameters, relative_error
+from tests.families.model_case import OPTION_SETS, ModelCase, mhla_parameters, relative_error
 
 
 class TrainingChecks(ModelCase):

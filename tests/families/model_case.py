@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shared checks need to know of a model family, and small helpers for them.
-
-A family's test module subclasses `ModelCase` once and mixes it with each `*Checks` class of this folder.
-"""
+"""What the shared checks need to know of a model, and small helpers for them."""
 
 import contextlib
 import copy
 import logging
 from collections.abc import Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -15,7 +13,9 @@ import pytest
 import torch
 
 from mhla_hf import BlockLayout, MHLAConfig, convert
+from mhla_hf.families.inputs import example_inputs
 from mhla_hf.layers.mixing import with_window_size
+from mhla_hf.models.sizes import packs_latents, patch_sizes
 from mhla_hf.ops.forms import attend_naively
 from mhla_hf.ops.operands import Operands
 
@@ -43,6 +43,11 @@ class ModelCase:
 
     Attributes:
         upstream: The diffusers class.
+        config: Arguments of its constructor.
+        sizes: Three sizes of latents, or token grids of models that take packed latents. The first two have the same
+            number of tokens on different grids; the blocks do not divide the grid of the third.
+        text_tokens: Tokens of the text.
+        masks: Arguments that mask the text, by dtype. The second sample of a batch has two tokens of padding.
         mhla_class: Its MHLA class.
         options: MHLA options that fit the tiny model's inputs.
         block_list: Name of the model's list of layers.
@@ -53,8 +58,12 @@ class ModelCase:
         thorough: Whether all shared checks are fast tests, not only those marked `smoke`.
     """
 
-    upstream: ClassVar[type]
-    mhla_class: ClassVar[type]
+    upstream: ClassVar[Any]
+    config: ClassVar[dict[str, Any]]
+    sizes: ClassVar[tuple[tuple[int, ...], ...]]
+    text_tokens: ClassVar[int] = 7
+    masks: ClassVar[dict[str, torch.dtype]] = {}
+    mhla_class: ClassVar[Any]
     options: ClassVar[dict[str, Any]]
     block_list: ClassVar[str] = "blocks"
     attention: ClassVar[str] = "attn1"
@@ -63,14 +72,35 @@ class ModelCase:
     upstream_size: ClassVar[Any] = 0
     thorough: ClassVar[bool] = False
 
-    def make(self, cls: type | None = None, **overrides: Any) -> torch.nn.Module:
-        """A tiny model of `cls` in evaluation mode; `overrides` go to its constructor."""
-        raise NotImplementedError
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if hasattr(cls, "mhla_class"):
+            cls.upstream = cls.mhla_class._upstream_class()
 
-    def inputs(self, size: int = 0, **options: Any) -> dict[str, torch.Tensor]:
-        """Arguments of `forward`. Sizes 0 and 1 have the same number of tokens on different grids; the blocks do not
-        divide the grid of size 2."""
-        raise NotImplementedError
+    def make(self, cls: type | None = None, *, seed: int = 0, **overrides: Any) -> torch.nn.Module:
+        """A tiny model of `cls` in evaluation mode; `overrides` go to its constructor."""
+        torch.manual_seed(seed)
+        return (cls or self.upstream)(**{**self.config, **overrides}).eval()
+
+    def inputs(
+        self,
+        size: Any = 0,
+        *,
+        batch: int = 1,
+        text_tokens: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 1,
+    ) -> dict[str, Any]:
+        """Arguments of `forward` at one of the sizes, by its number, or at another."""
+        size = self.sizes[size] if isinstance(size, int) else size
+        model = meta_model(type(self))
+        if not packs_latents(self.upstream):
+            size = [side // patch for side, patch in zip(size, patch_sizes(self.upstream, model.config, "the case"))]
+        text, cpu = text_tokens or self.text_tokens, torch.device("cpu")
+        inputs = example_inputs(model, size, dtype, cpu, text=text, batch=batch, seed=seed)
+        for name, kind in self.masks.items():
+            inputs[name] = text_mask(batch, inputs["encoder_hidden_states"].shape[1]).to(kind)
+        return inputs
 
     def make_mhla(self, *, trained: bool = True, **options: Any) -> torch.nn.Module:
         """A tiny MHLA model; `trained` moves the MHLA parameters off their initial values."""
@@ -141,6 +171,20 @@ class ModelCase:
         actual = gradients()
         monkeypatch.setattr("mhla_hf.layers.mhla.attend_on", naive_attention)
         return gradient_error(actual, gradients())
+
+
+@cache
+def meta_model(case: type[ModelCase]) -> Any:
+    """The diffusers model of a case without weights."""
+    with torch.device("meta"):
+        return case().make()
+
+
+def text_mask(batch: int, tokens: int) -> torch.Tensor:
+    """`[B, X]`, zeros for padding: none in the first sample, two tokens in the others."""
+    mask = torch.ones(batch, tokens, dtype=torch.long)
+    mask[1:, -2:] = 0
+    return mask
 
 
 def mhla_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -243,3 +287,11 @@ def naive_attention(
 ) -> torch.Tensor:
     """`attend_on` by the dense definition, whatever the backend."""
     return attend_naively(operands, mixing, layout, causal)
+
+
+def assert_tables_of_upstream(case, embedding):
+    """The rotary tables of softmax layers, in the shape of the grid."""
+    model, latents = case.make_mhla(), case.inputs(2)["hidden_states"]
+    for ours, theirs in zip(model.rope(latents), embedding(12, (1, 2, 2), 64)(latents)):
+        assert ours.shape == (1, 5, 3, 7, 1, 12)
+        assert torch.equal(ours.flatten(1, 3), theirs)

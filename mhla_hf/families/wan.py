@@ -10,7 +10,10 @@ different grids before one backward cannot go wrong. Compact tables for MHLA lay
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -32,9 +35,13 @@ from diffusers.models.transformers.transformer_wan import (
 )
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel
 
+from ..models.attention import KeepsMHLAProcessor, KeepsMHLAProcessors, RotaryWithGrid, tables_of_layer
+from ..models.base import shard_of
+from ..models.directory import ModelDirectory
+from ..models.sizes import SampleSize
+from ..models.weight_files import damage_named
 from ..utils.compat.diffusers import context_parallel_plan, skip_attention_in, skip_layers_in
-from .attention import KeepsMHLAProcessor, KeepsMHLAProcessors, RotaryWithGrid, tables_of_layer
-from .base import shard_of
+from .objectives import FlowObjective, Inputs, Tensors, encode_media
 
 
 skip_attention_in(WanAttnProcessor, animate.WanAttnProcessor, SkyReelsV2AttnProcessor)
@@ -104,6 +111,12 @@ class WanFamilyMixin(KeepsMHLAProcessors):
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn1 for block in self.blocks]
 
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return the tokens of an image."""
+        width = model.config.image_dim
+        return {"encoder_hidden_states_image": random(257, width)} if width else {}
+
 
 class MHLAWanTransformer3DModel(WanFamilyMixin, WanTransformer3DModel):
     """`WanTransformer3DModel` whose self-attention is MHLA in the chosen layers.
@@ -134,6 +147,11 @@ class MHLAWanVACETransformer3DModel(WanFamilyMixin, WanVACETransformer3DModel):
         """Count the control blocks as well."""
         return super().layer_count(config) + len(cls.config_value(config, "vace_layers"))
 
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return the control."""
+        return {"control_hidden_states": random(model.config.vace_in_channels, *grid)}
+
 
 class MHLAWanAnimateTransformer3DModel(WanFamilyMixin, animate.WanAnimateTransformer3DModel):
     """`WanAnimateTransformer3DModel` whose self-attention is MHLA in the chosen layers.
@@ -145,6 +163,16 @@ class MHLAWanAnimateTransformer3DModel(WanFamilyMixin, animate.WanAnimateTransfo
     default_grid = (21, 45, 80)
     attention_class = MHLAWanAnimateAttention
     module_classes = MappingProxyType({"rope": MHLAWanAnimateRotaryPosEmbed})
+
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return pose and face; the first latent frame is the reference image's, the others stand for four frames."""
+        frames, side = grid[0], model.config.motion_encoder_size
+        return {
+            **super().own_inputs(model, grid, text, random),
+            "pose_hidden_states": random(model.config.latent_channels, frames - 1, *grid[1:]),
+            "face_pixel_values": random(3, 4 * frames - 7, side, side),
+        }
 
 
 class MHLASkyReelsV2Transformer3DModel(WanFamilyMixin, SkyReelsV2Transformer3DModel):
@@ -175,3 +203,92 @@ def _check_not_causal(frames: int) -> None:
             f"MHLA layers take no attention mask, as diffusion forcing in causal blocks of {frames} frames needs: use "
             "causal_block_size=1."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanObjective(FlowObjective):
+    """Flow matching of videos; samples have `latents` `[C, F, H, W]` and `prompt_embeds` `[L, D]`."""
+
+    name = "wan"
+    encoded_names = ("prompt_embeds", "negative_prompt_embeds")
+    out_channels = 16
+
+    @classmethod
+    def for_run(cls, config: Any, directory: ModelDirectory | None) -> Any:
+        """Restrict each of two transformers of a pipeline to its side of the boundary."""
+        objective = super().for_run(config, directory)
+        boundary = None if directory is None or directory.index is None else directory.index.get("boundary_ratio")
+        if directory is None or boundary is None:
+            return objective
+        is_first = directory.component == "transformer"
+        return replace(objective, sigma_range=(float(boundary), 1.0) if is_first else (0.0, float(boundary)))
+
+    def check_model(self, config: Any) -> None:
+        """Refuse image-to-video models, and those that are told the frame rate, which are for diffusion forcing."""
+        if config.get("inject_sample_info"):
+            raise ValueError("model: this is a diffusion-forcing model, which cannot be trained here yet")
+        super().check_model(config)
+
+    def frames_per_second(self, directory: ModelDirectory) -> float:
+        # Wan 2.2 5B has steps for every token.
+        is_faster = "SkyReels" in directory.class_name or (directory.index or {}).get("expand_timesteps")
+        return 24.0 if is_faster else 16.0
+
+    def encode_condition(self, pipeline: Any, condition: str | int, length: int | None) -> dict[str, torch.Tensor]:
+        embeddings = super().encode_condition(pipeline, condition, length)["prompt_embeds"]
+        used = embeddings.abs().sum(dim=1).nonzero()
+        return {"prompt_embeds": embeddings[: int(used.max()) + 1 if len(used) else 0]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanVACEObjective(WanObjective):
+    """Flow matching of videos that nothing but text controls; samples as those of Wan.
+
+    Attributes:
+        control: Makes the control of no video, `[1, C, F, H, W]`, for the shape of latents `[F, H, W]` and a device;
+            None for a model without pipeline, which cannot be called.
+    """
+
+    name = "wan-vace"
+
+    control: Callable[[tuple[int, ...], torch.device], torch.Tensor] | None = field(default=None, compare=False)
+
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
+        """Return the arguments of `forward`, which predicts the direction `[B, C, F, H, W]`."""
+        if self.control is None:
+            raise ValueError(
+                "model: Wan-VACE needs the VAE of its pipeline to be trained; give the pipeline's directory"
+            )
+        control = self.control(tuple(noisy.shape[2:]), noisy.device).to(noisy)
+        return {
+            **super().model_inputs(config, noisy, levels, condition),
+            "control_hidden_states": control.expand(len(noisy), *control.shape[1:]),
+            "control_hidden_states_scale": noisy.new_ones(len(config["vace_layers"])),
+        }
+
+    @classmethod
+    def for_run(cls, config: Any, directory: ModelDirectory | None) -> Any:
+        """Have the pipeline's VAE encode what controls nothing, once for every size."""
+        objective = super().for_run(config, directory)
+        if directory is None or directory.index is None:
+            return objective
+        return replace(objective, control=partial(_without_control, directory.root, directory.sample_size.vae))
+
+
+@lru_cache(maxsize=8)
+def _without_control(
+    root: Path, compression: tuple[int, int], shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    """Encode the control of Wan-VACE for latents `[F', H', W']` as its pipeline does that of no video: gray, masked.
+
+    Returns:
+        `[1, C, F', H', W']`, fp32: what the mask leaves, what it hides, and the mask itself.
+    """
+    import diffusers
+
+    size = SampleSize(compression, (1, 1, 1)).pixels(shape)
+    gray = torch.zeros(1, 3, size["num_frames"], size["height"], size["width"], device=device)
+    with damage_named(root), torch.autocast(device.type, enabled=False):
+        vae: Any = diffusers.AutoencoderKLWan.from_pretrained(root / "vae", torch_dtype=torch.float32)
+        latents = encode_media(vae.to(device), gray)
+    return torch.cat([latents, latents, latents.new_ones(1, compression[1] ** 2, *shape)], dim=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -19,9 +20,10 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxPo
 
 from ..layers import PairwiseRotary
 from ..layouts.blocks import positive_axes
+from ..models.attention import compact
+from ..models.joint import JointImageMixin, MHLAJointAttention
 from ..utils.compat.diffusers import checkpointed, with_checkpoint_function
-from .attention import compact
-from .joint import JointImageMixin, MHLAJointAttention
+from .objectives import TWO_ENCODERS, FlowObjective, Inputs, Tensors
 
 
 class MHLAFluxPosEmbed(FluxPosEmbed):
@@ -60,6 +62,11 @@ class MHLAFluxAttention(MHLAJointAttention, FluxAttention):
             valid=valid, **kwargs,
         )  # fmt: skip
 
+    def recorded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that a record of calls keeps in another form: the mask's last row, which MHLA reads."""
+        mask = kwargs.get("attention_mask")
+        return {} if mask is None else {"attention_mask": mask[:, :, -1:].clone()}
+
 
 class _FluxMixin(JointImageMixin):
     """What the models of Flux and Chroma have in common."""
@@ -69,6 +76,13 @@ class _FluxMixin(JointImageMixin):
     attention_class = MHLAFluxAttention
     module_classes = MappingProxyType({"pos_embed": MHLAFluxPosEmbed})
     layer_counts = ("num_layers", "num_single_layers")
+
+    @classmethod
+    def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
+        """Return the noise level and positions of tokens."""
+        words = torch.zeros_like(random(text, 3)[0])
+        ids = {"img_ids": positions(grid, words), "txt_ids": words}
+        return {**super().own_inputs(model, grid, text, random), **ids}
 
 
 class MHLAFluxTransformer2DModel(_FluxMixin, FluxTransformer2DModel):
@@ -151,6 +165,11 @@ def _with_grid(joint_attention_kwargs: dict[str, Any] | None, img_ids: torch.Ten
     return {**given, "grid": grid}
 
 
+def positions(grid: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Invert `grid_of`: the positions `[T, 3]` of an image's tokens, with the device and dtype of a tensor."""
+    return torch.cartesian_prod(*(torch.arange(side).to(like) for side in (1, *grid)))
+
+
 def grid_of(ids: torch.Tensor) -> tuple[int, int]:
     """Return the rows and columns of the image whose tokens have these positions.
 
@@ -172,3 +191,32 @@ def grid_of(ids: torch.Tensor) -> tuple[int, int]:
             "MHLA layers of Flux and Chroma take the tokens of one image, row by row: no reference images beside it."
         )
     return len(row) // columns, columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxObjective(FlowObjective):
+    """Flow matching of images.
+
+    Samples have `latents` `[C, H, W]`, `prompt_embeds` `[L, D]` and `pooled_prompt_embeds` `[P]`. Models that are told
+    a guidance scale are told 1: data have none.
+    """
+
+    name = "flux"
+    condition_names = ("prompt_embeds", "pooled_prompt_embeds")
+    packed = 2
+    encoders = TWO_ENCODERS
+    # Flux attends to the padding of captions: it stays.
+    encoded_names = ("prompt_embeds", "pooled_prompt_embeds")
+
+    def model_inputs(self, config: Any, noisy: torch.Tensor, levels: torch.Tensor, condition: Tensors) -> Inputs:
+        """Return the arguments of `forward`, which predicts the packed direction `[B, H W / 4, 4 C]`."""
+        text = condition["prompt_embeds"]
+        sides = [side // self.packed for side in noisy.shape[2:]]
+        return {
+            **super().model_inputs(config, noisy, levels, condition),
+            "timestep": levels,
+            "guidance": torch.ones_like(levels) if config["guidance_embeds"] else None,
+            "pooled_projections": condition["pooled_prompt_embeds"],
+            "txt_ids": text.new_zeros(text.shape[1], 3),
+            "img_ids": positions(sides, noisy),
+        }

@@ -1,25 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiT: what is particular to it, the shared checks, and its pipelines."""
+"""DiT and PixArt: what is particular to them, the shared checks, and their pipelines."""
 
 import numpy as np
 import pytest
 import torch
 
-from mhla_hf import MHLADiTTransformer2DModel, load_pipeline, mhla_attention
+from mhla_hf import MHLADiTTransformer2DModel, MHLAPixArtTransformer2DModel, convert, load_pipeline, mhla_attention
 from tests import tiny_images
-from tests.models.adapter_checks import AdapterChecks
-from tests.models.cases import DiTCase
-from tests.models.compile_checks import CompileChecks
-from tests.models.image_checks import ImageChecks
-from tests.models.image_pipeline_checks import ImagePipelineChecks, command
-from tests.models.memory_checks import InPlaceChecks, MemoryChecks
-from tests.models.model_case import attention_inputs, captured, relative_error
-from tests.models.saving_checks import SavingChecks
-from tests.models.training_checks import TrainingChecks
+from tests.families.checks import ModelChecks
+from tests.families.image_checks import ImageChecks
+from tests.families.image_pipeline_checks import ImagePipelineChecks, PromptedPipelineChecks, command
+from tests.families.model_case import ModelCase, attention_inputs, captured, recorded_warnings, relative_error
 
 
-class TestDiT(DiTCase, ImageChecks):
+class DiTCase(ModelCase):
+    """Latents of 8×12 are a token grid of 4×6."""
+
+    config = tiny_images.DIT
+    block_class = "BasicTransformerBlock"
     patch = 2
+    mhla_class = MHLADiTTransformer2DModel
+    options = {"blocks": [2, 3], "grid": [4, 6]}
+    thorough = True
+    block_list = "transformer_blocks"
+    # Square images only.
+    upstream_size = (8, 8)
+    # Height and width of the latents.
+    sizes = ((8, 12), (4, 24), (10, 14))
+
+    def make(self, cls=None, **options):
+        model = super().make(cls, **options)
+        for block in model.transformer_blocks:
+            # Labels are dropped at random in training: two runs would not be the same.
+            block.norm1.emb.class_embedder.dropout_prob = 0
+        return model
+
+
+class PixArtCase(ModelCase):
+    """Latents of 8×12 are a token grid of 4×6."""
+
+    config = tiny_images.PIXART
+    masks = {"encoder_attention_mask": torch.long}
+    block_class = "BasicTransformerBlock"
+    patch = 2
+    mhla_class = MHLAPixArtTransformer2DModel
+    options = {"blocks": [2, 3], "grid": [4, 6]}
+    block_list = "transformer_blocks"
+    # Height and width of the latents.
+    sizes = ((8, 12), (4, 24), (10, 14))
+
+
+class TestDiT(DiTCase, ImageChecks, ModelChecks):
+    offloads_blocks = False
 
     def test_patches_of_an_image_that_is_not_square_stay_in_place(self):
         """Without attention and positions a patch depends on itself only: two halves are as good as the whole."""
@@ -50,15 +82,6 @@ class TestDiT(DiTCase, ImageChecks):
         # It needs blocks of equal size.
         with pytest.raises(ValueError, match="block_query"):
             self.run(model, 2)
-
-
-class TestDiTModel(DiTCase, SavingChecks, TrainingChecks, AdapterChecks, MemoryChecks, InPlaceChecks):
-    block_class = "BasicTransformerBlock"
-    offloads_blocks = False
-
-
-class TestDiTCompile(DiTCase, CompileChecks):
-    pass
 
 
 @torch.no_grad()
@@ -118,3 +141,48 @@ class TestDiTPipeline(ImagePipelineChecks):
         arguments = (mhla_dir, tmp_path / "run", "--data", "digits", "--max-steps", "1")
         result = command("train", "wan", *arguments)
         assert result.exit_code == 2 and "use `mhla-hf train dit`" in result.output, result.output
+
+
+class TestPixArt(PixArtCase, ImageChecks, ModelChecks):
+    def test_cross_attention_is_not_bothered_with_the_grid(self):
+        model = self.make_mhla(layers=[1])
+        with recorded_warnings() as warnings:
+            self.run(model)
+        assert warnings == []
+
+    def test_an_attention_mask_is_refused(self):
+        model = self.make_mhla()
+        with pytest.raises(ValueError, match="attention_mask"):
+            model(**self.inputs(), attention_mask=torch.ones(1, 24))
+
+    def test_fusing_is_refused(self):
+        model = self.make_mhla(layers=[1])
+        expected = self.run(model)
+        with pytest.raises(ValueError, match="cannot be fused"):
+            model.fuse_qkv_projections()
+        torch.testing.assert_close(self.run(model), expected)
+        softmax = self.make()
+        softmax.fuse_qkv_projections()
+        with pytest.raises(ValueError, match="unfuse_qkv_projections"):
+            convert(softmax)
+
+
+class PixArtPipelines(PromptedPipelineChecks):
+    mhla_class = MHLAPixArtTransformer2DModel
+    # Token grids of 4×4, 4×6 and 6×4.
+    sizes = ((16, 16), (16, 24), (24, 16))
+    own_options = {"clean_caption": False}
+    latents_shape = (4, 8, 12)
+    sigma = False
+
+    @classmethod
+    def make_pipeline(cls, transformer_cls=None, **overrides):
+        return tiny_images.pixart_pipeline(transformer_cls, sigma=cls.sigma, **overrides)
+
+
+class TestPixArtAlphaPipeline(PixArtPipelines):
+    pass
+
+
+class TestPixArtSigmaPipeline(PixArtPipelines):
+    sigma = True
