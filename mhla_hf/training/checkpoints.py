@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -35,8 +35,10 @@ from .processes import shard_like
 
 
 # In the order that a run goes through them, with the option that has their steps; it may leave some out.
-_STEPS = {"transfer": "transfer_steps", "distill": "distill_steps", "finetune": "max_steps"}
-STAGES = tuple(_STEPS)
+_STEPS = {"distill": "distill_steps", "finetune": "max_steps"}
+# Matching was the first stage in earlier versions: runs that are past it go on.
+MATCHING = "transfer"
+STAGES = (MATCHING, *_STEPS)
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 SHARDS = "deepspeed"
 # The average of the weights, and the entry of `state.json` with the number of steps in it.
@@ -182,21 +184,31 @@ def check_run(checkpoint: Path, current: Mapping[str, Any]) -> None:
         current: The state of the run as checkpoints record it.
 
     Raises:
-        ValueError: If an option differs without which its weights do not fit, or the data or weights that the run is
-            made from are others.
+        ValueError: If an option differs without which its weights do not fit, the data or weights that the run is
+            made from are others, or it was stopped in the stage of matching that runs had in earlier versions.
     """
     state = read_state(checkpoint)
+    if state["stage"] == MATCHING:
+        refuse_matching_run(checkpoint)
     saved, now, made_from = state["config"], current["config"], state["inputs"]
     changes = [differences(*({name: each.get(name) for name in IDENTITY} for each in (saved, now)))]
     option, step = _STEPS[state["stage"]], state["step"]
-    # Without its stage the checkpoint would not be read; layers once matched take no further steps.
-    if not now[option] or (state["stage"] == "transfer" and now[option] != step):
+    # Without its stage the checkpoint would not be read.
+    if not now[option]:
         changes.append(f"{option} {saved.get(option, step)} (now {now[option]})")
     inputs = current["inputs"].items()
     changes += [f"other {name} than this run has" for name, value in inputs if made_from.get(name, value) != value]
     if any(changes):
         made = ", ".join(filter(None, changes))
         raise ValueError(f"resume: {checkpoint} was made with {made}; go on with the same or choose another output")
+
+
+def refuse_matching_run(place: Path) -> NoReturn:
+    """Refuse a run that was stopped in its stage of matching by an earlier version."""
+    raise ValueError(
+        f"resume: {place} was stopped while it matched layers, which `mhla-hf recover --stages calibrate,match` does "
+        "now; train what that writes, in another output"
+    )
 
 
 def save_checkpoint(

@@ -474,7 +474,7 @@ def check_run(directory: ModelDirectory, config: TrainingConfig) -> None:
     if isinstance(config.mhla, dict):
         with init_empty_weights():
             model_class.from_config({**directory.config, "mhla": config.mhla})
-    if config.transfer_steps or config.distill_steps:
+    if config.distill_steps:
         directory.original(config.teacher, "teacher")
 
 

@@ -145,7 +145,6 @@ def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None
         and config.gradient_accumulation_steps != 1,
         "ema_decay cannot be used; use FSDP 2": deepspeed and config.ema_decay is not None,
         "mixed_precision must be bf16 or no": deepspeed and fp16,
-        "transfer_steps cannot be used; run that stage first, without sharding": config.transfer_steps,
         "distill_steps cannot be used; run that stage first, without sharding": config.distill_steps,
         "train='lora' cannot be used; use DDP, or train full": config.train == "lora",
         "validation_prompts cannot be used; generate from a checkpoint's pipeline": config.validation_prompts,

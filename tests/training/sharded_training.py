@@ -23,7 +23,7 @@ CONFIGURATIONS = ROOT / "conversion" / "accelerate"
 # Where a gradient is zero but for rounding errors, Adam's steps are as large as anywhere: the learning rate bounds the
 # difference between runs there.
 OPTIONS: dict[str, Any] = {
-    "train": "full", "transfer_steps": 0, "learning_rate": 1e-3, "ema_decay": 0.9, "checkpoints_total_limit": None,
+    "train": "full", "distill_steps": 0, "learning_rate": 1e-3, "ema_decay": 0.9, "checkpoints_total_limit": None,
 }  # fmt: skip
 
 

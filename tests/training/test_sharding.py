@@ -91,7 +91,6 @@ class TestConfigurations:
             ({"gradient_accumulation_steps": 2}, "under DEEPSPEED, gradient_accumulation_steps must be 1"),
             ({"ema_decay": 0.9}, "under DEEPSPEED, ema_decay cannot be used"),
             ({"mixed_precision": "fp16"}, "under DEEPSPEED, mixed_precision must be bf16 or no"),
-            ({"transfer_steps": 1}, "under DEEPSPEED, transfer_steps cannot be used"),
         ):
             with pytest.raises(ValueError, match=message):
                 check_distribution(accelerator, config.replace(**changes))
@@ -102,11 +101,6 @@ class TestConfigurations:
     @pytest.mark.parametrize(
         ("kind", "options", "message"),
         [
-            (
-                "FSDP",
-                {"transfer_steps": 1},
-                "under FSDP, transfer_steps cannot be used; run that stage first",
-            ),
             ("FSDP", {"distill_steps": 1}, "under FSDP, distill_steps cannot be used"),
             ("FSDP", {"train": "lora"}, "under FSDP, train='lora' cannot be used"),
             ("FSDP", {"validation_prompts": "a"}, "under FSDP, validation_prompts cannot be used"),

@@ -588,7 +588,7 @@ class Stage(ABC):
             self.name, self.steps, self.teacher_share = "distill", config.distill_steps, config.distill_ratio
             own_rate = config.distill_learning_rate
         self.learning_rate = own_rate or config.learning_rate
-        # The more particular option wins, as in the matching stage.
+        # The more particular option wins, over one of these parameters.
         self.mhla_learning_rate = own_rate or config.mhla_learning_rate or config.learning_rate
         # Fine-tuning generates them later, for the same steps.
         self.validates = get_teacher is None or not config.max_steps
