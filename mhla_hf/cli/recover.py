@@ -292,7 +292,7 @@ _MATCHING = option(
     "Refused: recover matches layers.",
     *MATCHING_FLAGS,
     hidden=True,
-    callback=lambda value: value and refuse_matching(MATCHING_FLAGS),
+    callback=lambda value: refuse_matching(() if value is None else MATCHING_FLAGS),
 )
 _MODEL = argument("MODEL", "Pipeline, MHLA or ordinary: a directory or a Hub id.", None)
 

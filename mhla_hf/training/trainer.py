@@ -228,10 +228,7 @@ class Trainer(ABC):
 
     def _set_up(self, checkpoint: Path | None) -> None:
         """Open the metrics and trackers, and encode the prompts of validation samples."""
-        if self.tracker is not None and self.accelerator.distributed_type in (
-            DistributedType.FSDP,
-            DistributedType.DEEPSPEED,
-        ):
+        if self.tracker is not None and self.accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError("tracker (--track-attention) needs the whole model in a process: use one process or DDP")
         self.checkpoint = checkpoint
         self.position = checkpoints.checkpoint_position(checkpoint) if checkpoint is not None else None
@@ -340,9 +337,7 @@ class Trainer(ABC):
             self.average.copy_to_model()
         stage.teacher = None
         del self.module, self.optimizer, self.batches
-        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
-            # DeepSpeed would let go of the weights, which are still to be gathered.
-            self.accelerator.free_memory()
+        self.accelerator.free_memory()
         return losses
 
     def _start(self, checkpoint: Path | None, ema_decay: float | None) -> None:
@@ -365,10 +360,7 @@ class Trainer(ABC):
             state = checkpoints.read_state(checkpoint)
             if self.average is not None:
                 checkpoints.load_average(checkpoint, state, self.average)
-            if accelerator.distributed_type == DistributedType.DEEPSPEED:
-                accelerator.load_state(str(checkpoint / checkpoints.SHARDS))
-            else:
-                checkpoints.load_moments(checkpoint, self.model, self.plain_optimizer)
+            checkpoints.load_moments(checkpoint, self.model, self.plain_optimizer)
             if accelerator.scaler is not None and state.get("scaler"):
                 accelerator.scaler.load_state_dict(state["scaler"])
         if self.position is None and self.reports.steps_before == 0:
@@ -399,8 +391,7 @@ class Trainer(ABC):
                 accelerator.backward(loss)
             losses.append(loss.detach())
         norm = accelerator.clip_grad_norm_(self.module.parameters(), config.max_grad_norm or math.inf)
-        # DeepSpeed gives a plain number.
-        gradient_norm = float(processes.full_tensor(norm) if torch.is_tensor(norm) else norm)
+        gradient_norm = float(processes.full_tensor(norm))
         total = torch.stack(losses).sum()
         stop_requested = torch.tensor(float(self.signals.received is not None), device=total.device)
         # Both in one message: all processes stop after the same step.
@@ -423,8 +414,7 @@ class Trainer(ABC):
         accelerator, average = self.accelerator, self.average
         tensors = dict(self.model.named_parameters())
         files = {checkpoints.WEIGHTS: {name: processes.full_tensor(tensors[name]) for name in self.names}}
-        if accelerator.distributed_type != DistributedType.DEEPSPEED:
-            files[checkpoints.MOMENTS] = checkpoints.collect_moments(self.model, self.plain_optimizer)
+        files[checkpoints.MOMENTS] = checkpoints.collect_moments(self.model, self.plain_optimizer)
         if average is not None:
             averages = average.tensors.items()
             files[checkpoints.AVERAGES] = {name: processes.full_tensor(tensor) for name, tensor in averages}
@@ -436,8 +426,8 @@ class Trainer(ABC):
     def _write_checkpoint(self, position: Position, files: dict[str, dict[str, torch.Tensor]], **state: Any) -> None:
         if self.output is not None:
             folder, limit = self.output / "checkpoints", self.config.checkpoints_total_limit
-            state = {**self._state(), **state}
-            checkpoints.save_checkpoint(folder, position, files, state, limit, self.accelerator)
+            if self.accelerator.is_main_process:
+                checkpoints.save_checkpoint(folder, position, files, {**self._state(), **state}, limit)
             self.accelerator.wait_for_everyone()
 
     def _validate(self) -> None:

@@ -37,14 +37,10 @@ def launch_arguments(name: str, *arguments: str) -> Any:
 
 def launch_environment(name: str) -> dict[str, str]:
     """The environment of its processes, without what is there anyway."""
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_multi_gpu_env
 
     arguments = launch_arguments(name, "--mixed_precision", "no", "--main_process_port", "0")
-    if arguments.use_deepspeed:
-        arguments.deepspeed_fields_from_accelerate_config = ""
-        environment = prepare_deepspeed_cmd_env(arguments)[1]
-    else:
-        environment = prepare_multi_gpu_env(arguments)
+    environment = prepare_multi_gpu_env(arguments)
     return {key: value for key, value in environment.items() if os.environ.get(key) != value}
 
 
