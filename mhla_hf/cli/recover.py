@@ -3,6 +3,7 @@
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,9 @@ def recover_command(
     from ..utils.model_cards import CARD
 
     report = recover(source, output, stages=names, changes=changes, progress=not quiet, **run)
+    if os.environ.get("RANK", "0") != "0":
+        # Of several processes the first one writes.
+        return
     if not (report.output / CARD).exists():
         # A finished run that is resumed keeps its card.
         write_first_card(report.output)

@@ -30,6 +30,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    recursively_apply,
 )
 from torch import distributed, nn
 from torch.utils.data import DataLoader
@@ -42,6 +43,7 @@ from .data.order import DataOrder
 
 
 Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 # Other processes wait while the main one makes validation samples or copies a pipeline.
 TIMEOUT = timedelta(hours=4)
@@ -94,7 +96,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
             f"the processes of the run did not find one another within {minutes:g} minutes; see what each printed, "
             f"and start all of them again ({one_line(error, 200)})"
         ) from error
-    if distributed.is_available() and distributed.is_initialized():
+    if _has_joined():
         set_process_timeout(TIMEOUT)
     _shard_on_cpus(accelerator)
     return accelerator
@@ -193,16 +195,48 @@ class TrainingStopped(KeyboardInterrupt):
         return type(self), (str(self), self.exit_code - 128)
 
 
+def join_processes(device: str) -> Accelerator | None:
+    """Join the other processes of a launcher.
+
+    Args:
+        device: Name of the device; `auto` is the GPU of this process if there is one.
+
+    Returns:
+        The processes, which compute in float32; None for one alone.
+
+    Raises:
+        ValueError: As [`make_accelerator`].
+        TimeoutError: If others do not start.
+    """
+    launched = "MASTER_ADDR" in os.environ or any(int(os.environ.get(name, 1)) > 1 for name in _WORLD_SIZES)
+    if not launched and not _has_joined():
+        return None
+    accelerator = make_accelerator(TrainingConfig(device=device, mixed_precision="no"))
+    return accelerator if accelerator.num_processes > 1 else None
+
+
+def local_processes() -> int:
+    """The number of processes of the run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _has_joined() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
 class Processes:
     """The processes of `torch.distributed`, or this one alone.
+
+    Args:
+        alone: This one alone, whatever others there are.
 
     Attributes:
         rank: Number of this process.
         size: Number of processes.
     """
 
-    def __init__(self) -> None:
-        joined = distributed.is_available() and distributed.is_initialized()
+    def __init__(self, alone: bool = False) -> None:
+        joined = not alone and _has_joined()
         self.rank = distributed.get_rank() if joined else 0
         self.size = distributed.get_world_size() if joined else 1
 
@@ -221,6 +255,41 @@ class Processes:
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value)
         return values
+
+    def decide(self, function: Callable[[], Value]) -> Value:
+        """Call a function in the first process; all return what it returned, or end with its error."""
+        value: Any = None
+        with self.together():
+            if self.rank == 0:
+                value = function()
+        return self.all(value)[0]
+
+    def in_turn(self, function: Callable[[], Value]) -> Value:
+        """Call a function in the first process and then, when the files that it writes are there, in the others."""
+        value: Any = None
+        for turn in (True, False) if self.size > 1 else (True,):
+            with self.together():
+                if (self.rank == 0) is turn:
+                    value = function()
+        return value
+
+    def map(self, function: Callable[[Key], Value], items: Sequence[Key]) -> list[Value]:
+        """Call a function for each item in the process that it belongs to; all return the values of all, in order."""
+        with self.together():
+            mine = [function(item) for item in self.share_of(items)]
+        shares = self.all(mine)
+        return [shares[self.owner(number)][number // self.size] for number in range(len(items))]
+
+    def share(self, value: Any, owner: int) -> Any:
+        """Return the owner's nested dicts and sequences of tensors, on the CPU; the values of others do not matter."""
+        if self.size == 1:
+            return value
+        described = [recursively_apply(lambda tensor: tensor.to("meta"), value)]
+        distributed.broadcast_object_list(described, owner)
+        if self.rank != owner:
+            value = recursively_apply(partial(torch.empty_like, device="cpu"), described[0])
+        recursively_apply(partial(self.send, owner=owner), value)
+        return value
 
     def send(self, tensor: torch.Tensor, owner: int) -> None:
         """Broadcast the owner's values to all processes, in place."""
