@@ -144,6 +144,11 @@ class StageSettings:
         """The processes that share the run."""
         return Processes(alone=self.accelerator is None)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether they shard a model that trains as a whole."""
+        return bool(getattr(self.accelerator, "is_fsdp2", False))
+
     def check(self, recipe: Recipe) -> None:
         """Check that the processes can share the stages of a recipe.
 
@@ -151,8 +156,9 @@ class StageSettings:
             ValueError: If they cannot divide its batches, or shard a model that cannot be.
         """
         if self.accelerator is not None:
-            distill = recipe.stages.get("distill")
-            check_distribution(self.accelerator, TrainingConfig(distill_steps=0 if distill is None else distill.steps))
+            check_distribution(self.accelerator, TrainingConfig())
+            if self.is_sharded and recipe.family == "causal" and "distill" in recipe.stages:
+                raise ValueError("under FSDP, language models cannot be distilled; use DDP, or leave that stage out")
         for name, options in recipe.stages.items():
             size = self.processes.size
             if STAGES[name].part == "model" and options.batch_size % size:
@@ -288,8 +294,9 @@ def _train(
     callback = settings.run.follow("finetune" if teacher is None else "distill")
     shared: dict[str, Any] = {"callback": callback, "accelerator": settings.accelerator}
     # Sharding takes a model apart: a copy trains, and the model waits in the memory of the CPU.
-    is_sharded = getattr(settings.accelerator, "is_fsdp2", False)
-    trained = copy.deepcopy(model.to("cpu")) if is_sharded else model
+    trained = copy.deepcopy(model.to("cpu")) if settings.is_sharded else model
+    if settings.is_sharded and teacher is not None:
+        teacher = SharedTeacher(trained, dict(teacher.to("cpu").named_parameters()))
     trainer: DiffusionTrainer | TransformersTrainer
     if isinstance(data, Latents):
         trainer = DiffusionTrainer(
@@ -300,7 +307,7 @@ def _train(
     else:
         trainer = TransformersTrainer(config, data, trained, teacher=teacher, **shared)
     result = trainer.run()
-    if is_sharded:
+    if settings.is_sharded:
         model.load_state_dict(result.model.state_dict())
         model.to(settings.device)
     (losses,) = result.losses.values()

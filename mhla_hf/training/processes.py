@@ -130,7 +130,6 @@ def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None
         raise ValueError(_DEEPSPEED)
     problems = {
         "use one process, DDP or FSDP 2 (fsdp_version: 2)": not getattr(accelerator, "is_fsdp2", False),
-        "distill_steps cannot be used; run that stage first, without sharding": config.distill_steps,
         "train='lora' cannot be used; use DDP, or train full": config.train == "lora",
         "validation_prompts cannot be used; generate from a checkpoint's pipeline": config.validation_prompts,
     }

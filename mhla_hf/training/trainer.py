@@ -114,6 +114,11 @@ class Trainer(ABC):
         """The ordinary model behind that of the source."""
         return self.source.original(self.config.teacher, "teacher")
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a share of every parameter."""
+        return self.accelerator.distributed_type == DistributedType.FSDP
+
     def _load_model(self) -> None:
         """Load the model of the source unless there is one, and add LoRA where it trains."""
         config = self.config
@@ -228,7 +233,7 @@ class Trainer(ABC):
 
     def _set_up(self, checkpoint: Path | None) -> None:
         """Open the metrics and trackers, and encode the prompts of validation samples."""
-        if self.tracker is not None and self.accelerator.distributed_type == DistributedType.FSDP:
+        if self.tracker is not None and self.is_sharded:
             raise ValueError("tracker (--track-attention) needs the whole model in a process: use one process or DDP")
         self.checkpoint = checkpoint
         self.position = checkpoints.checkpoint_position(checkpoint) if checkpoint is not None else None
@@ -271,7 +276,7 @@ class Trainer(ABC):
             self.teacher.keep(parameters.trainable_names(self.model, self.config.train))
 
     def _take_teacher(self) -> Teacher:
-        """The original, on the device; the trainer lets go of it."""
+        """The original, on the device unless it will be sharded with the model; the trainer lets go of it."""
         teacher, self.teacher = self.teacher, None
         if teacher is None:
             if self.source is None:
@@ -279,12 +284,10 @@ class Trainer(ABC):
             teacher = share_weights(self.model, self.original.load())
         if isinstance(teacher, nn.Module):
             teacher = teacher.requires_grad_(False).eval()
-        teacher = teacher.to(self.accelerator.device)
         if isinstance(teacher, SharedTeacher):
             teacher.keep(parameters.trainable_names(self.model, self.config.train))
-        else:
-            teacher = teacher.to(_DTYPES.get(self.accelerator.mixed_precision, torch.float32))
-        return teacher
+            return teacher if self.is_sharded else teacher.to(self.accelerator.device)
+        return teacher.to(self.accelerator.device, _DTYPES.get(self.accelerator.mixed_precision, torch.float32))
 
     # The stages.
 
@@ -352,7 +355,11 @@ class Trainer(ABC):
             self.step = self.position.step
             checkpoints.load_weights(checkpoint, self.model, self.names)
         optimizer = make_optimizer(self.model, self.names, config, stage.learning_rate, stage.mhla_learning_rate)
+        # Compared and kept while the model is whole.
+        teacher = stage.teacher if self.is_sharded else None
         self.module, self.optimizer = accelerator.prepare(stage.module(), optimizer)
+        if isinstance(teacher, SharedTeacher):
+            teacher.shard()
         # Without accelerate's wrapper.
         self.plain_optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.average = None if ema_decay is None else WeightAverage(self.model, self.names, ema_decay)

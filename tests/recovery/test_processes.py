@@ -34,6 +34,7 @@ FINETUNE = {"finetune.steps": 4, "finetune.batch_size": 2}
 CHANGES = {
     "llama": {**EXTRA["llama"], **FINETUNE},
     "wan": EXTRA["wan"],
+    "bert": EXTRA["bert"],
     "flux": {
         "distill": None, "data.samples": 4, "data.held_out": 2, "data.height": 128, "data.width": 192,
         "data.max_length": 16, "match.batches": 2,
@@ -51,9 +52,15 @@ def make(kind, root):
     return root / "flux", None
 
 
-def recover(kind, source, output, data, **options):
+def recover(kind, source, output, data, more=None, **options):
     changes = {name: value for name, value in SMALL.items() if f"{name.partition('.')[0]}" not in CHANGES[kind]}
-    options = {"changes": {**changes, **CHANGES[kind]}, "save_every": 2, "progress": False, "device": "cpu", **options}
+    options = {
+        "changes": {**changes, **CHANGES[kind], **(more or {})},
+        "save_every": 2,
+        "progress": False,
+        "device": "cpu",
+        **options,
+    }
     return mhla_hf.recover(source, output, data, **options)
 
 
@@ -108,14 +115,27 @@ def test_two_processes_report_what_one_does(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_stages_on_the_whole_model_are_sharded(tmp_path):
-    source, data = make("llama", tmp_path)
-    options = {"stages": ["calibrate", "finetune"]}
+@pytest.mark.parametrize(("kind", "stage"), [("llama", "finetune"), ("wan", "distill"), ("bert", "distill")])
+def test_stages_on_the_whole_model_are_sharded(kind, stage, tmp_path):
+    source, data = make(kind, tmp_path)
+    # Adam makes steps of this size of gradients that are zero but for rounding, as those of Wan's norms of queries.
+    rates = dict.fromkeys((f"{stage}.learning_rate", f"{stage}.mhla_learning_rate"), 1e-5)
+    options = {"stages": ["calibrate", stage], "more": rates}
     environment = launch_environment("fsdp2")
-    processes = start_two(lambda: recover("llama", source, tmp_path / "two", data, **options), environment)
-    recover("llama", source, tmp_path / "one", data, **options)
+    processes = start_two(lambda: recover(kind, source, tmp_path / "two", data, **options), environment)
+    recover(kind, source, tmp_path / "one", data, **options)
     assert codes(processes) == [0, 0]
     check_equal(tmp_path / "one", tmp_path / "two")
+
+
+def test_distillation_of_language_models_is_not_sharded(tmp_path):
+    source, data = make("llama", tmp_path)
+
+    def action():
+        with pytest.raises(ValueError, match="under FSDP, language models cannot be distilled; use DDP"):
+            recover("llama", source, tmp_path / "two", data, stages=["distill"])
+
+    assert codes(start_two(action, launch_environment("fsdp2"))) == [0, 0]
 
 
 @pytest.mark.slow

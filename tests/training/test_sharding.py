@@ -75,7 +75,6 @@ class TestConfigurations:
     @pytest.mark.parametrize(
         ("kind", "options", "message"),
         [
-            ("FSDP", {"distill_steps": 1}, "under FSDP, distill_steps cannot be used"),
             ("FSDP", {"train": "lora"}, "under FSDP, train='lora' cannot be used"),
             ("FSDP", {"validation_prompts": "a"}, "under FSDP, validation_prompts cannot be used"),
             ("FSDP 1", {}, "under FSDP, use one process, DDP or FSDP 2"),

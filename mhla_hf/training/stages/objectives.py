@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
@@ -27,8 +27,9 @@ from torch import nn
 
 from ...utils.compat import unsplit_classes
 from ..config import TrainingConfig
-from ..matching.teacher import Teacher
+from ..matching.teacher import SharedTeacher, Teacher
 from ..parameters import trainable_names
+from ..processes import is_fully_sharded
 from . import noise_prediction
 from .noise_prediction import NoiseSchedule
 
@@ -602,6 +603,15 @@ class Stage(ABC):
         """The teacher; the trainer releases it after the stage."""
         return None if self.get_teacher is None else self.get_teacher()
 
+    @contextmanager
+    def sharded_teacher(self, module: nn.Module) -> Iterator[bool]:
+        """A context in which a sharded module computes what the teacher in it does; tells whether it does."""
+        if isinstance(self.teacher, SharedTeacher) and is_fully_sharded(module):
+            with self.teacher.in_shards(module):
+                yield True
+        else:
+            yield False
+
     @abstractmethod
     def module(self) -> nn.Module:
         """The module that accelerate wraps, which shares its parameters with the model."""
@@ -665,12 +675,15 @@ class DiffusionStage(Stage):
         """Compute the distance to the teacher's prediction, the objective's loss, or a mixture of both."""
         objective, share = self.objective, self.teacher_share
         noisy = objective.add_noise(batch.latents, batch.noise, batch.levels)
-        if share:
-            with torch.no_grad(), accelerator.autocast():
-                target = objective.predict(self.teacher, noisy, batch.levels, batch.condition)
         # Sharding under mixed precision rounds floating-point arguments: the model would be conditioned on other noise
         # levels than those of its input.
         levels = batch.levels.view(torch.int32) if batch.levels.dtype == torch.float32 else batch.levels
+        if share:
+            with torch.no_grad(), accelerator.autocast(), self.sharded_teacher(module) as is_sharded:
+                if is_sharded:
+                    target = module(noisy, levels, batch.condition)
+                else:
+                    target = objective.predict(self.teacher, noisy, batch.levels, batch.condition)
         prediction = module(noisy, levels, batch.condition)
         if not share:
             return objective.losses_of(prediction, noisy, batch).mean()

@@ -95,9 +95,12 @@ class TransformersStage(Stage):
         # Labels would cost a loss that nobody asks for.
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         assert self.teacher is not None
-        with accelerator.autocast():
-            whole = self._part is self.model
-            target = compute_with(self.teacher, lambda model: (model if whole else model.base_model)(**inputs))
+        whole = self._part is self.model
+        with torch.no_grad(), accelerator.autocast(), self.sharded_teacher(module) as is_sharded:
+            if is_sharded:
+                target = module(inputs)
+            else:
+                target = compute_with(self.teacher, lambda model: (model if whole else model.base_model)(**inputs))
         mine, theirs = (self._matched(output, inputs) for output in (module(inputs), target))
         if self.objective.target == "logits":
             errors = divergences(mine, theirs, self.objective.temperature)
