@@ -39,7 +39,7 @@ from ..training.families import FAMILIES as TRAINED
 from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..training.parameters import load_model
-from ..training.processes import Processes, TrainingStopped, join_processes
+from ..training.processes import Processes, TrainingStopped, has_joined, join_processes
 from ..utils.destinations import LOCK, MOVED_LAST, RunFolder, atomic_directory, differences, remove_directory
 from ..utils.files import TEMPORARY_PREFIX, atomic_file, write_json
 from ..utils.locations import HUB_OPTIONS
@@ -97,6 +97,9 @@ def recover(
     nor saved a checkpoint. When all stages are done, `output` is a directory for `from_pretrained`, with
     `conversion.json`, `report.json` and a plot.
 
+    Processes of `accelerate launch` or `torchrun` share the stages; all call this with the same arguments, and
+    `output` is a directory that all see.
+
     Args:
         source: A pipeline of diffusers or a model of transformers; a directory or a Hub id.
         output: The directory to make.
@@ -140,7 +143,7 @@ def recover(
         TrainingStopped: After Ctrl-C or SIGTERM; what was done is kept.
     """
     check_names("recover", hub, [*inspect.signature(recover).parameters][:-1] + [*HUB_OPTIONS])
-    was_joined = Processes().size > 1
+    was_joined = has_joined()
     accelerator = join_processes(device)
     place, processes = choose_device(device) if accelerator is None else accelerator.device, Processes()
     # As the stages take them.

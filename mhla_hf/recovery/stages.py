@@ -157,8 +157,6 @@ class StageSettings:
         """
         if self.accelerator is not None:
             check_distribution(self.accelerator, TrainingConfig())
-            if self.is_sharded and recipe.family == "causal" and "distill" in recipe.stages:
-                raise ValueError("under FSDP, language models cannot be distilled; use DDP, or leave that stage out")
         for name, options in recipe.stages.items():
             size = self.processes.size
             if STAGES[name].part == "model" and options.batch_size % size:

@@ -166,8 +166,6 @@ class TransformersTrainer(Trainer):
         self.dataset = batches
         self._load_model()
         self.objective = TransformersObjective.of(self.model, config.distill_temperature)
-        if self.is_sharded and config.distill_steps and self.objective.predicts_tokens:
-            raise ValueError("under FSDP, language models cannot be distilled (distill_steps); use DDP for that stage")
 
     @staticmethod
     def open_source(location: str, component: str) -> ModelDirectory:

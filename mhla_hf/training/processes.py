@@ -96,7 +96,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
             f"the processes of the run did not find one another within {minutes:g} minutes; see what each printed, "
             f"and start all of them again ({one_line(error, 200)})"
         ) from error
-    if _has_joined():
+    if has_joined():
         set_process_timeout(TIMEOUT)
     _shard_on_cpus(accelerator)
     return accelerator
@@ -208,10 +208,10 @@ def join_processes(device: str) -> Accelerator | None:
         TimeoutError: If others do not start.
     """
     launched = "MASTER_ADDR" in os.environ or any(int(os.environ.get(name, 1)) > 1 for name in _WORLD_SIZES)
-    if not launched and not _has_joined():
+    if not launched and not has_joined():
         return None
     accelerator = make_accelerator(TrainingConfig(device=device, mixed_precision="no"))
-    return accelerator if accelerator.num_processes > 1 else None
+    return None if accelerator.distributed_type == DistributedType.NO else accelerator
 
 
 def local_processes() -> int:
@@ -219,7 +219,8 @@ def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def _has_joined() -> bool:
+def has_joined() -> bool:
+    """Whether this process is in a group of `torch.distributed`."""
     return distributed.is_available() and distributed.is_initialized()
 
 
@@ -235,7 +236,7 @@ class Processes:
     """
 
     def __init__(self, alone: bool = False) -> None:
-        joined = not alone and _has_joined()
+        joined = not alone and has_joined()
         self.rank = distributed.get_rank() if joined else 0
         self.size = distributed.get_world_size() if joined else 1
 
