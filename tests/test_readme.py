@@ -92,25 +92,28 @@ def test_a_book_is_read_in_constant_memory():
     assert names["output"].logits.isfinite().all()
 
 
-@pytest.mark.parametrize("words", [words for words in COMMANDS if words[0] == "mhla-hf"], ids=" ".join)
-def test_shell_commands_and_their_options_exist(words):
+def _options_exist(arguments):
     command = get_command(app)
-    arguments = words[1:]
     while hasattr(command, "commands") and not arguments[0].startswith("-"):
         assert arguments[0] in command.commands, f"no command {arguments[0]}"
-        command = command.commands[arguments.pop(0)]
+        command, arguments = command.commands[arguments[0]], arguments[1:]
     known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
     assert {word for word in arguments if word.startswith("--")} <= known
 
 
-@pytest.mark.parametrize("words", [words for words in COMMANDS if words[0] == "accelerate"], ids=" ".join)
-def test_launched_training_takes_the_options_shown(words):
+@pytest.mark.parametrize("words", [words for words in COMMANDS if words[0] == "mhla-hf"], ids=" ".join)
+def test_shell_commands_and_their_options_exist(words):
+    _options_exist(words[1:])
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in COMMANDS if words[0] in ("accelerate", "torchrun", "srun")], ids=" ".join
+)
+def test_launched_commands_take_the_options_shown(words):
     assert all((ROOT / word).is_file() for word in words if word.endswith(".yaml"))
     place = words.index("-m")
-    assert words[place + 1 : place + 3] == ["mhla_hf", "train"]
-    train = get_command(app).commands["train"].commands[words[place + 3]]
-    known = {name for parameter in train.params for name in parameter.opts}
-    assert {word for word in words[place + 4 :] if word.startswith("--")} <= known
+    assert words[place + 1] == "mhla_hf"
+    _options_exist(words[place + 2 :])
 
 
 @pytest.mark.parametrize("target", sorted({words[1] for words in COMMANDS if words[0] == "make"}))

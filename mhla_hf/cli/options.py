@@ -94,7 +94,7 @@ def options_from(
         panel = (panels or {}).get(item.name, panel)
         kind = next((kind for start, kind in _TYPES.items() if written.startswith(start)), str)
         # An option that may be repeated takes one value at a time.
-        called = item.name.removesuffix("s") if kind == list[str] else item.name.replace("transfer_", "match_")
+        called = item.name.removesuffix("s") if kind == list[str] else item.name
         if written == "bool" and item.default:
             called = f"{called}/--no-{called}"
         settings = {"metavar": "F,H,W"} if written.startswith("tuple[int") else {}

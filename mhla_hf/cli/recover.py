@@ -3,6 +3,7 @@
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,15 @@ import typer
 from ..config import MHLAConfig
 from ..models.registry import TRAINED, trained_family
 from ..recovery.recipes import FORMER, SECTIONS, STAGES, check_arguments, check_shares, recipe_names
-from ..training.config import CacheConfig, TrainingConfig, check_options, option_families
+from ..training.config import (
+    MATCHING,
+    MATCHING_FLAGS,
+    CacheConfig,
+    TrainingConfig,
+    check_options,
+    option_families,
+    refuse_matching,
+)
 from ..utils.files import read_json
 from ..utils.locations import check_data
 from ..utils.options import check_names
@@ -102,6 +111,9 @@ def recover_command(
     from ..utils.model_cards import CARD
 
     report = recover(source, output, stages=names, changes=changes, progress=not quiet, **run)
+    if os.environ.get("RANK", "0") != "0":
+        # Of several processes the first one writes.
+        return
     if not (report.output / CARD).exists():
         # A finished run that is resumed keeps its card.
         write_first_card(report.output)
@@ -280,6 +292,12 @@ def _options(cls: type, panel: str, family: str | None = None) -> list[inspect.P
 
 
 _CONFIG = option("JSON file of options, such as a run's training_config.json; the command line wins.", panel="Run")
+_MATCHING = option(
+    "Refused: recover matches layers.",
+    *MATCHING_FLAGS,
+    hidden=True,
+    callback=lambda value: refuse_matching(() if value is None else MATCHING_FLAGS),
+)
 _MODEL = argument("MODEL", "Pipeline, MHLA or ordinary: a directory or a Hub id.", None)
 
 
@@ -297,6 +315,7 @@ def _training_command(family: str) -> Callable[..., None]:
         track_attention: int | None = option(
             "Record rank and entropy of attention every N steps, and warn of failure signatures.", panel="Run", min=1
         ),
+        matching: str | None = _MATCHING,
         json_file: JsonFile = None,
         quiet: Quiet = False,
         **options: Any,
@@ -326,9 +345,8 @@ def _training_command(family: str) -> Callable[..., None]:
         accelerator.end_training()
 
     command.__doc__ = (
-        f"Fine-tune {TRAINED[family].title} pipelines by {TRAINED[family].trained_by}.\n\nWith --match-steps, layers "
-        "that do not start as the original's are first matched to them.\n\nOn several GPUs: accelerate launch -m "
-        f"mhla_hf train {family} MODEL OUTPUT ..."
+        f"Fine-tune {TRAINED[family].title} pipelines by {TRAINED[family].trained_by}.\n\nOn several GPUs: "
+        f"accelerate launch -m mhla_hf train {family} MODEL OUTPUT ..."
     )
     return command
 
@@ -381,6 +399,10 @@ def _read(path: Path | None, **options: Any) -> tuple[TrainingConfig, CacheConfi
     """The options of a run and its cache: those of the command line, over those of `--config`."""
     fields = {cls: [item.name for item in dataclasses.fields(cls)] for cls in (TrainingConfig, CacheConfig)}
     values = {} if path is None else read_json(path, "config")
+    if not values.get("transfer_steps"):
+        # Files of earlier versions have options of matching though there was none.
+        values = {name: value for name, value in values.items() if name not in MATCHING}
+    refuse_matching(values)
     check_names(f"config {path}", values, sum(fields.values(), []))
     values = {name: value for name, value in values.items() if value is not None}
     values |= {name: value for name, value in options.items() if value is not None and value != []}

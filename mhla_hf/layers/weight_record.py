@@ -363,7 +363,7 @@ def _checksum(tensor: torch.Tensor, dtype: torch.dtype, exact: bool = False) -> 
 
 
 def _is_unreadable(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's values are elsewhere: offloaded, or sharded (an empty parameter under DeepSpeed)."""
+    """Returns whether a tensor's values are elsewhere: offloaded, or in shards (DeepSpeed leaves them empty)."""
     return tensor.is_meta or hasattr(tensor, "device_mesh") or tensor.numel() == 0
 
 

@@ -35,6 +35,7 @@ from ..training.matching.layers import (
     swapped_parameters,
 )
 from ..training.matching.ridge import ProjectionFit, ProjectionSolution
+from ..training.processes import Processes, local_processes
 from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, list_files, read_json, write_json
 from ..utils.messages import StepCounter, check_count, did_you_mean, shorten_text
@@ -188,9 +189,23 @@ def calibrate(
 
 
 def calibrate_model(
-    model: nn.Module, batches: Iterable[Batch], *, fit_steps: int = FIT_STEPS, progress: Progress | None = None
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    fit_steps: int = FIT_STEPS,
+    progress: Progress | None = None,
+    processes: Processes | None = None,
 ) -> CalibrationReport:
-    """Calibrate one model in place; arguments and errors are those of [`calibrate`][mhla_hf.calibrate]."""
+    """Calibrate one model in place.
+
+    Args:
+        model: The model.
+        batches: See [`calibrate`][mhla_hf.calibrate], as for the other arguments and errors.
+        fit_steps: See there.
+        progress: See there.
+        processes: Processes that share the layers and all have the same batches; this one alone by default.
+    """
+    processes = processes or Processes(alone=True)
     started = time.monotonic()
     check_count("fit_steps", fit_steps, minimum=0)
     batches = check_batches(batches)
@@ -205,16 +220,19 @@ def calibrate_model(
     with evaluating(model), swapped_parameters(originals):
         layers = find_projections(model, layers, on_device(batches[0], model))
         _check_weights(layers)
-        groups, count = _groups(model, layers, batches)
-        total = len(groups) * count + len(layers) * fit_steps
+        mine = processes.share_of(layers)
+        groups, count = _groups(model, mine, layers, batches)
+        total = len(groups) * count + len(mine) * fit_steps
         advance = StepCounter(progress, total)
         probe = _Probe(model, layers, batches, advance)
-        for group in groups:
-            calls = probe.calls([layer.name for layer in group], count)
-            for layer in group:
-                solved, new = _calibrate_layer(layer, calls.pop(layer.name), fit_steps, advance)
-                report.layers.append(solved)
-                changes.update(new)
+        solved: dict[str, LayerCalibration] = {}
+        with processes.together():
+            for group in groups:
+                calls = probe.calls([layer.name for layer in group], count)
+                for layer in group:
+                    solved[layer.name], new = _calibrate_layer(layer, calls.pop(layer.name), fit_steps, advance)
+                    changes.update(new)
+        report.layers, changes = _exchange(processes, layers, solved, changes)
         # Of layers that had nothing to train.
         if progress is not None and advance.done < total:
             progress(total, total)
@@ -277,16 +295,38 @@ class _Probe:
         return found
 
 
+def _exchange(
+    processes: Processes, layers: Sequence[AttentionLayer], solved: Mapping[str, LayerCalibration], changes: Changes
+) -> tuple[list[LayerCalibration], Changes]:
+    """The reports of all layers, in their order, and the new values of their parameters, from all processes."""
+    changed = {
+        name: [own for own, parameter in layer.parameters().items() if parameter in changes]
+        for layer in layers
+        if (name := layer.name) in solved
+    }
+    reports, names = (
+        {key: each for part in processes.all(own) for key, each in part.items()} for own in (solved, changed)
+    )
+    everything: Changes = {}
+    for number, layer in enumerate(layers):
+        parameters = layer.parameters()
+        for name in names[layer.name]:
+            parameter = parameters[name]
+            everything[parameter] = changes.get(parameter, torch.empty_like(parameter)).detach()
+            processes.send(everything[parameter], processes.owner(number))
+    return [reports[layer.name] for layer in layers], everything
+
+
 def _groups(
-    model: nn.Module, layers: Sequence[AttentionLayer], batches: Sequence[Batch]
+    model: nn.Module, mine: Sequence[AttentionLayer], layers: Sequence[AttentionLayer], batches: Sequence[Batch]
 ) -> tuple[list[Sequence[AttentionLayer]], int]:
-    """Layers whose calls fit into memory together, and how many batches do where one layer's calls do not."""
+    """Layers of this process whose calls fit into memory together, and how many batches do where one's do not."""
     sample = _Probe(model, layers, batches, lambda: None).calls([layer.name for layer in layers], 1)
     nbytes = max(1, *(sum(map(_nbytes, calls)) for calls in sample.values()))
     room = _room(next(model.parameters()).device)
     count = min(len(batches), max(_LEAST_BATCHES, room // nbytes))
     size = max(1, room // (nbytes * count))
-    return [layers[start : start + size] for start in range(0, len(layers), size)], count
+    return [mine[start : start + size] for start in range(0, len(mine), size)], count
 
 
 def _nbytes(call: HeadsCall) -> int:
@@ -296,7 +336,8 @@ def _nbytes(call: HeadsCall) -> int:
 
 def _room(device: torch.device) -> int:
     """Bytes that calls may take."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    is_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available // local_processes()
     # The fit of a layer needs about as much again, and as much once more in half precision.
     return free // 3
 

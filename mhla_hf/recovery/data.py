@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from ..conversion.planning import PlanOptions
@@ -28,6 +29,7 @@ from ..training.matching.blocks import record_bytes
 from ..training.matching.layers import Batch, mhla_layers
 from ..training.matching.records import choose_cache, free_room
 from ..training.parameters import load_model
+from ..training.processes import Processes, make_accelerator
 from ..training.stages.diffusion import objective_for
 from ..utils.locations import is_hub_id
 from ..utils.machine import choose_device
@@ -121,6 +123,7 @@ class RecoveryData:
         seed: Seed of their order.
         progress: Show progress.
         prompts: Text file with one prompt per line, for samples of the original.
+        accelerator: The processes that share the run; `None` for one alone.
     """
 
     directory: ModelDirectory
@@ -131,6 +134,7 @@ class RecoveryData:
     seed: int
     progress: bool
     prompts: str | None
+    accelerator: Accelerator | None = None
 
     def check(self) -> None:
         """Check the data before anything is converted, encoded or generated.
@@ -221,17 +225,23 @@ class RecoveryData:
     def open(self, model: nn.Module) -> BatchSource:
         """Prepare the data once, as tokens or as latents and embeddings, and open them for the converted model.
 
+        Of several processes each encodes its share of images or videos; the first one makes everything else, and the
+        others read it.
+
         Raises:
             ValueError: If there are no such data, or they do not fit the model.
         """
+        if self.recipe.family not in TRANSFORMERS and self.data is not None:
+            self._make_cache(model)
+        return Processes(alone=self.accelerator is None).in_turn(lambda: self._open(model))
+
+    def _open(self, model: nn.Module) -> BatchSource:
         family, options, data = self.recipe.family, self.recipe.data, self.data
-        if family in DATA_FREE and data is None:
+        if data is None:
             return self._recorded(model)
-        assert data is not None
         if family == "causal" and data == GENERATED:
             return self._generated_text(model)
         if family not in TRANSFORMERS:
-            self._make_cache(model)
             data = str(self.cache)
         amounts: dict[str, Any] = {"samples": options.samples, "held_out": options.held_out, "seed": self.seed}
         of_text: dict[str, Any] = {"length": options.max_length, "text_field": options.text_field}
@@ -239,11 +249,9 @@ class RecoveryData:
 
     def _make_cache(self, model: nn.Module) -> None:
         """Encode images or videos to latents and embeddings."""
-        from ..training.processes import make_accelerator
-
         device = "cpu" if next(model.parameters()).device.type == "cpu" else "auto"
         config, cache_config = self._cache_options(device)
-        make_cache(config, cache_config, make_accelerator(config), self.directory)
+        make_cache(config, cache_config, self.accelerator or make_accelerator(config), self.directory)
 
     def _cache_options(self, device: str) -> tuple[TrainingConfig, CacheConfig]:
         options = self.recipe.data

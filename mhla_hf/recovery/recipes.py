@@ -22,7 +22,7 @@ import yaml
 
 from ..config import MHLAConfig, automatic_share, parse_layers
 from ..models.registry import RECOVERED, names_of
-from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, TRANSFER_CACHES
+from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, RECORD_CACHES
 from ..utils.messages import check_choice, did_you_mean, shorten_text
 from ..utils.options import Options, check_names, option
 
@@ -113,7 +113,7 @@ class MatchOptions(_PartOptions):
     """Matching: each layer alone learns the output of the layer it replaced."""
 
     cache: str = option(
-        "auto", "Where to keep activations; auto uses memory if they fit, else the disk.", choices=TRANSFER_CACHES
+        "auto", "Where to keep activations; auto uses memory if they fit, else the disk.", choices=RECORD_CACHES
     )
 
 

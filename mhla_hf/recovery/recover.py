@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from ..training.libraries import check_pipeline
 from ..training.matching.layers import find_projections, mhla_layers, on_device
 from ..training.matching.teacher import SharedTeacher
 from ..training.parameters import load_model
-from ..training.processes import TrainingStopped
+from ..training.processes import Processes, TrainingStopped, has_joined, join_processes
 from ..utils.destinations import LOCK, MOVED_LAST, RunFolder, atomic_directory, differences, remove_directory
 from ..utils.files import TEMPORARY_PREFIX, atomic_file, write_json
 from ..utils.locations import HUB_OPTIONS
@@ -97,6 +97,9 @@ def recover(
     nor saved a checkpoint. When all stages are done, `output` is a directory for `from_pretrained`, with
     `conversion.json`, `report.json` and a plot.
 
+    Processes of `accelerate launch` or `torchrun` share the stages; all call this with the same arguments, and
+    `output` is a directory that all see.
+
     Args:
         source: A pipeline of diffusers or a model of transformers; a directory or a Hub id.
         output: The directory to make.
@@ -140,14 +143,17 @@ def recover(
         TrainingStopped: After Ctrl-C or SIGTERM; what was done is kept.
     """
     check_names("recover", hub, [*inspect.signature(recover).parameters][:-1] + [*HUB_OPTIONS])
-    place = choose_device(device)
+    was_joined = has_joined()
+    accelerator = join_processes(device)
+    place, processes = choose_device(device) if accelerator is None else accelerator.device, Processes()
     # As the stages take them.
     TrainingConfig(seed=seed)
     check_count("save_every", save_every)
     cast = parse_dtype(dtype)
     variant = str(recipe) if recipe in VARIANTS else None
     given = check_arguments(recipe, layers, keep, budget, stages, changes)
-    part, family = find_model(source, component, **hub)
+    # Files of the Hub are fetched once.
+    part, family = processes.in_turn(lambda: find_model(source, component, **hub))
     if given is not None and given.family != family:
         raise ValueError(
             f"{given.name} is for {models_of(given.family)}, not for {models_of(family)} as {part.location}"
@@ -183,12 +189,11 @@ def recover(
         **{f"recipe.{name}": value for name, value in chosen.values().items()},
     }
     work = WorkFolder(Path(output).expanduser())
-    settings = StageSettings(work.path, save_every, seed, place, progress)
+    settings = StageSettings(work.path, save_every, seed, place, progress and not processes.rank, accelerator)
+    settings.check(chosen)
     run = Recovery(part, work, chosen, settings, keep_stages, cast, hub)
-    is_converted = not differences(work.identity(), identity) and (work.is_done(CONVERTED) or work.has_result)
-    if not is_converted:
-        plan_model(part, chosen.mhla, PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast))
     open_data: OpenData | None = data if callable(data) else None
+    given_data: RecoveryData | None = None
     if learns and open_data is None:
         given_data = RecoveryData(
             directory=part,
@@ -198,20 +203,31 @@ def recover(
             prompts=None if prompts is None else str(prompts),
             cache=work.path / DATA,
             seed=seed,
-            progress=progress,
+            progress=settings.progress,
+            accelerator=accelerator,
         )
-        if not is_converted:
-            given_data.check()
         open_data = given_data.open
-    with work.claimed(identity, resume):
+    with ExitStack() as claim:
+        with processes.together():
+            if processes.rank == 0:
+                is_same = not differences(work.identity(), identity)
+                if not is_same or not (work.is_done(CONVERTED) or work.has_result):
+                    layout = PlanOptions(layers="all" if share is not None else chosen.layers, dtype=cast)
+                    plan_model(part, chosen.mhla, layout)
+                    if given_data is not None:
+                        given_data.check()
+                claim.enter_context(work.claimed(identity, resume))
         try:
-            return run.run(open_data, origin_of(named))
+            report = run.run(open_data, origin_of(named))
         except TrainingStopped as stop:
             done = shorten_text(str(stop).partition(";")[0], 200) or "stopped"
             raise TrainingStopped(
                 f"{done}; the same command with --resume continues from there ({work.output})",
                 stop.exit_code - 128,
             ) from None
+    if accelerator is not None and not was_joined:
+        accelerator.end_training()
+    return report
 
 
 def find_model(location: str | Path, component: str | None = None, **hub: Any) -> tuple[ModelDirectory, str]:
@@ -252,7 +268,10 @@ OpenData = Callable[[nn.Module], BatchSource]
 
 @dataclass
 class Recovery:
-    """One call of [`recover`][mhla_hf.recovery.recover.recover]; whatever is finished is not done again."""
+    """One call of [`recover`][mhla_hf.recovery.recover.recover]; whatever is finished is not done again.
+
+    Of several processes the first one decides and writes, and all have the model and the data.
+    """
 
     source: ModelDirectory
     work: WorkFolder
@@ -262,6 +281,11 @@ class Recovery:
     dtype: torch.dtype | None
     hub: Mapping[str, Any]
 
+    @property
+    def processes(self) -> Processes:
+        """The processes of the run."""
+        return self.settings.processes
+
     def run(self, open_data: OpenData | None, origin: Mapping[str, Any]) -> RecoveryReport:
         """Run whatever is not done yet.
 
@@ -269,26 +293,30 @@ class Recovery:
             open_data: Opens the data for the converted model; `None` where stages and layers need none.
             origin: What the report says of where the data come from.
         """
-        work, stages = self.work, self.recipe.stages
-        if not work.has_result:
+        work, stages, decide = self.work, self.recipe.stages, self.processes.decide
+        if not decide(lambda: work.has_result):
             self._convert(open_data)
-            model, report = self._load(), work.read(CONVERTED)
+            model = self._load()
+            done = decide(lambda: [name for name in stages if work.is_done(name)])
+            report = decide(lambda: work.read(done[-1] if done else CONVERTED))
             if stages:
                 assert open_data is not None
                 data = open_data(model)
-                done = [name for name in stages if work.is_done(name)]
-                report = work.read(done[-1] if done else CONVERTED)
                 if report.fingerprint not in (None, data.fingerprint):
                     raise ValueError(
                         f"data: what {work.output} was begun with has changed since; give the same data, or "
                         "another output"
                     )
                 report = self._stages(model, data, report, origin, done)
-            self._write(model, report)
-        work.publish()
+            decide(lambda: self._write(model, report))
+        return decide(self._publish)
+
+    def _publish(self) -> RecoveryReport:
+        """Move the result into the output, and return the report there."""
+        self.work.publish()
         if not self.keep_stages:
-            work.clear(RUN)
-        return RecoveryReport.read(work.output)
+            self.work.clear(RUN)
+        return RecoveryReport.read(self.work.output)
 
     def _write(self, model: nn.Module, report: RecoveryReport) -> None:
         """Write the recovered directory, to be published."""
@@ -303,7 +331,8 @@ class Recovery:
 
     def _convert(self, open_data: OpenData | None) -> None:
         """Convert the source unless that is done, after selecting layers if the recipe asks for it."""
-        if self.work.is_done(CONVERTED):
+        decide = self.processes.decide
+        if decide(lambda: self.work.is_done(CONVERTED)):
             return
         report = RecoveryReport(
             self.work.output, self.recipe.family, recipe=self.recipe.to_dict(), seed=self.settings.seed
@@ -311,23 +340,24 @@ class Recovery:
         share = automatic_share(self.recipe.layers)
         with _timed() as seconds:
             if share is None:
-                self._convert_with(self.recipe.layers)
+                decide(lambda: self._convert_with(self.recipe.layers))
             else:
                 assert open_data is not None
-                indices, count_all = self._convert_with("all")
+                indices, count_all = decide(lambda: self._convert_with("all"))
                 record, count = {}, max(1, round(share * count_all))
                 chosen = indices
                 if count < len(indices):
                     model = self._load()
                     data = open_data(model)
                     batches = data.batches("layers", _SELECTION_BATCHES, _SELECTION_BATCH_SIZE)
-                    selection = select_layers(model, batches, keep=len(indices) - count)
+                    kept = len(indices) - count
+                    selection = select_layers(model, batches, keep=kept, processes=self.processes)
                     chosen, report.fingerprint = selection.mhla_layers, data.fingerprint
                     record = {"selection": {**selection.to_dict(), "calibration": None}}
                 report.stages[CONVERTED] = {**record, "layers": chosen}
-                self._convert_with(chosen)
+                decide(lambda: self._convert_with(chosen))
         report.seconds[CONVERTED] = seconds
-        self.work.finish(CONVERTED, report)
+        decide(lambda: self.work.finish(CONVERTED, report))
 
     def _convert_with(self, layers: str | list[int]) -> tuple[list[int], int]:
         """Write the converted directory; return the indices of its MHLA layers, and the number of all layers."""
@@ -363,7 +393,7 @@ class Recovery:
         names, work = [*self.recipe.stages], self.work
         pending = names[names.index(done[-1]) + 1 :] if done else names
         if pending:
-            quality = Quality(model, data)
+            quality = Quality(model, data, self.processes)
             if not done:
                 report.figures = {"softmax": quality.original, CONVERTED: quality.measure(model)}
                 report.data, report.machine = {**data.describe(), **origin}, machine_facts(self.settings.device)
@@ -384,10 +414,13 @@ class Recovery:
                 settings = replace(self.settings, folder=work.path / name, run=run)
                 details = getattr(runs, name)(model, teacher, data, self.recipe.stages[name], settings)
             report.figures[name], report.seconds[name], report.stages[name] = quality.measure(model), seconds, details
-            work.finish(name, report, {key: each for key, each in model.named_parameters() if key in changes[name]})
-            logger.info("%s: %s in %.0f s", name, report.figures[name], seconds["seconds"])
-            for earlier in () if self.keep_stages else names[: names.index(name)]:
-                work.remove(earlier)
+            changed = {key: each for key, each in model.named_parameters() if key in changes[name]}
+            with self.processes.together():
+                if self.processes.rank == 0:
+                    work.finish(name, report, changed)
+                    logger.info("%s: %s in %.0f s", name, report.figures[name], seconds["seconds"])
+                    for earlier in () if self.keep_stages else names[: names.index(name)]:
+                        work.remove(earlier)
         run.bar.close()
         model.requires_grad_(True).eval()
         return report

@@ -30,6 +30,7 @@ from ..training.matching.layers import (
     swapped_parameters,
 )
 from ..training.matching.teacher import SharedTeacher
+from ..training.processes import Processes
 from ..utils.machine import synchronize
 from ..utils.messages import StepCounter
 from .calibration import CalibrationReport, calibrate_model, check_batches
@@ -114,6 +115,7 @@ def select_layers(
     keep: int | float | str | None = None,
     latency: float | str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    processes: Processes | None = None,
 ) -> SelectionReport:
     """Calibrate a converted model and select the layers to keep softmax.
 
@@ -128,13 +130,14 @@ def select_layers(
         latency: Largest time of the model, as a share of the softmax model's (`"80%"`, 0.8) on this machine, at the
             size of the probe: layers are kept as long as it allows.
         progress: Called with the number of runs of the model and of all.
+        processes: Processes that share the runs and all have the same batches; this one alone by default.
 
     Raises:
         ValueError: As `calibrate`, or if `keep` or `latency` has a value that is not allowed.
     """
     if keep is not None and latency is not None:
         raise ValueError("Give keep or latency, not both.")
-    batches, layers = check_batches(batches), mhla_layers(model)
+    batches, layers, processes = check_batches(batches), mhla_layers(model), processes or Processes(alone=True)
     share = None if latency is None else float(parse_share("latency", latency))
     count = len(layers) if share is not None else _kept_count("25%" if keep is None else keep, len(layers))
     of_modules = {module: index for index, module in getattr(model, "mhla_modules", dict)().items()}
@@ -148,7 +151,7 @@ def select_layers(
     with evaluating(model):
         trial = _Trial(model, SharedTeacher(model), batches[:_COMPARED_BATCHES])
         layers = trial.layers
-        calibration = calibrate_model(model, batches, fit_steps=0, progress=lambda *_: advance())
+        calibration = calibrate_model(model, batches, fit_steps=0, progress=lambda *_: advance(), processes=processes)
         report = SelectionReport(
             [
                 LayerScore(index, layer.name, done.error_after)
@@ -156,14 +159,17 @@ def select_layers(
             ],
             calibration=calibration,
         )
-        _time(model, layers, batches[0], report)
+        report = processes.decide(lambda: _time(model, layers, batches[0], report))
 
-        def error(kept: Sequence[int]) -> float:
-            advance()
-            return trial.error([layers[place] for place in kept])
+        def errors(*choices: list[int]) -> list[float]:
+            def error(kept: list[int]) -> float:
+                advance()
+                return trial.error([layers[place] for place in kept])
 
-        report.errors.append(error([]))
-        tried = {place: error([place]) for place in range(len(layers))}
+            return processes.map(error, choices)
+
+        report.errors += errors([])
+        tried = dict(enumerate(errors(*([place] for place in range(len(layers))))))
         for place, value in tried.items():
             report.layers[place].restored = report.errors[0] - value
         chosen: list[int] = []
@@ -175,7 +181,7 @@ def select_layers(
             if not open_places:
                 break
             if chosen:
-                tried.update({place: error([*chosen, place]) for place in open_places})
+                tried.update(zip(open_places, errors(*([*chosen, place] for place in open_places))))
             best = min(open_places, key=tried.__getitem__)
             chosen.append(best)
             report.order.append(indices[best])
@@ -244,13 +250,16 @@ class _Trial:
             return _relative_error([_output(self.model, batch, kept) for batch in self.batches], self.reference)
 
 
-def importance(model: nn.Module, teacher: SharedTeacher, batches: Sequence[Batch]) -> list[float]:
+def importance(
+    model: nn.Module, teacher: SharedTeacher, batches: Sequence[Batch], processes: Processes | None = None
+) -> list[float]:
     """By how much each MHLA layer raises the relative squared error of the model's output.
 
     Args:
         model: The converted model.
         teacher: Its original, with the values of all parameters of the layers.
         batches: What the outputs are compared on.
+        processes: Processes that share the layers; this one alone by default.
 
     Returns:
         For each layer the part of the error that goes when it alone has its original attention and weights; 0 where
@@ -258,8 +267,8 @@ def importance(model: nn.Module, teacher: SharedTeacher, batches: Sequence[Batch
     """
     with evaluating(model):
         trial = _Trial(model, teacher, batches)
-        total = trial.error([])
-        return [max(0.0, total - trial.error([layer])) for layer in trial.layers]
+        errors = (processes or Processes(alone=True)).map(trial.error, [[], *([layer] for layer in trial.layers)])
+        return [max(0.0, errors[0] - error) for error in errors[1:]]
 
 
 def steps_by_importance(steps: int, values: Sequence[float], least: float) -> list[int]:
@@ -290,8 +299,10 @@ def _relative_error(outputs: Sequence[torch.Tensor], reference: Sequence[torch.T
 
 
 @torch.no_grad()
-def _time(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch, report: SelectionReport) -> None:
-    """Time the original attention and MHLA of every layer; derive the times of the models."""
+def _time(
+    model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch, report: SelectionReport
+) -> SelectionReport:
+    """Time the original attention and MHLA of every layer; derive the times of the models. Returns the report."""
     scores = {score.name: score for score in report.layers}
     batch = on_device(batch, model)
 
@@ -304,6 +315,7 @@ def _time(model: nn.Module, layers: Sequence[AttentionLayer], batch: Batch, repo
         run(model, batch)
     report.mhla_ms = report.chosen_ms = _milliseconds(partial(run, model, batch), next(model.parameters()).device)
     report.softmax_ms = report.mhla_ms + sum(score.extra_ms for score in report.layers)
+    return report
 
 
 def _milliseconds(call: Callable[[], Any], device: torch.device) -> float:

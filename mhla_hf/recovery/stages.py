@@ -7,15 +7,18 @@ checkpoint if there is one, changes the model in place, and returns its details 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -29,10 +32,20 @@ from ..training.matching.layer_training import summarize
 from ..training.matching.layers import Batch, base_model, evaluating, mhla_layers, on_device, original_heads, run
 from ..training.matching.matching import match_layers
 from ..training.matching.teacher import SharedTeacher
+from ..training.processes import Processes, check_distribution
 from ..utils.files import read_json, write_json
 from .calibration import calibrate_model
 from .own_weights import WARMUP_STEPS
-from .recipes import FORMER, BlockwiseOptions, CalibrateOptions, DistillOptions, FinetuneOptions, MatchOptions, Recipe
+from .recipes import (
+    FORMER,
+    STAGES,
+    BlockwiseOptions,
+    CalibrateOptions,
+    DistillOptions,
+    FinetuneOptions,
+    MatchOptions,
+    Recipe,
+)
 from .selection import importance, steps_by_importance
 
 
@@ -114,6 +127,7 @@ class StageSettings:
         seed: Seed of everything random.
         device: Device of the model.
         progress: Show progress.
+        accelerator: The processes that share the run; `None` for one alone.
         run: The progress of the run that the stage is part of.
     """
 
@@ -122,7 +136,33 @@ class StageSettings:
     seed: int
     device: torch.device
     progress: bool
+    accelerator: Accelerator | None = None
     run: RunProgress = None  # type: ignore[assignment]
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that share the run."""
+        return Processes(alone=self.accelerator is None)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether they shard a model that trains as a whole."""
+        return bool(getattr(self.accelerator, "is_fsdp2", False))
+
+    def check(self, recipe: Recipe) -> None:
+        """Check that the processes can share the stages of a recipe.
+
+        Raises:
+            ValueError: If they cannot divide its batches, or shard a model that cannot be.
+        """
+        if self.accelerator is not None:
+            check_distribution(self.accelerator, TrainingConfig())
+        for name, options in recipe.stages.items():
+            size = self.processes.size
+            if STAGES[name].part == "model" and options.batch_size % size:
+                raise ValueError(
+                    f"{name}.batch_size must be a multiple of the {size} processes, got {options.batch_size}"
+                )
 
 
 def calibrate(
@@ -131,7 +171,13 @@ def calibrate(
     """Fit each layer in closed form, and what MHLA adds by a short training."""
     batches = data.batches("calibrate", options.batches, options.batch_size)
     advance = settings.run.follow("calibrate")
-    report = calibrate_model(model, batches, fit_steps=options.fit_steps, progress=lambda done, _: advance("", done))
+    report = calibrate_model(
+        model,
+        batches,
+        fit_steps=options.fit_steps,
+        progress=lambda done, _: advance("", done),
+        processes=settings.processes,
+    )
     return report.to_dict()
 
 
@@ -140,7 +186,7 @@ def match(
 ) -> dict[str, Any]:
     """Train each layer towards the output of the one that it replaced."""
     # Of very few steps a share rounds to none.
-    divided = _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings.folder)
+    divided = _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings)
     steps = {name: max(1, count) for name, count in divided.items()}
     make, shared = _recorded("match", data, options, settings, steps)
     # Calibration has changed projections; the teacher is the original.
@@ -152,7 +198,7 @@ def blockwise(
     model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: BlockwiseOptions, settings: StageSettings
 ) -> dict[str, Any]:
     """Train the blocks one after the other on what those before give them, towards the original's hidden states."""
-    divided = _steps(model, teacher, data, options.steps, 0.0, settings.folder)
+    divided = _steps(model, teacher, data, options.steps, 0.0, settings)
     steps = {name: count if count >= _LEAST_SHARE * options.steps else 0 for name, count in divided.items()}
     make, shared = _recorded("blockwise", data, options, settings, steps)
     return {"blocks": match_blocks(model, make, teacher=teacher, **shared)}
@@ -175,16 +221,22 @@ def _recorded(
 
 
 def _steps(
-    model: nn.Module, teacher: SharedTeacher, data: BatchSource, steps: int, least: float, folder: Path
+    model: nn.Module, teacher: SharedTeacher, data: BatchSource, steps: int, least: float, settings: StageSettings
 ) -> dict[str, int]:
     """Divide the steps of a stage among the layers, by their names; a run that is resumed keeps the division."""
-    file = folder / "steps.json"
-    if not file.is_file():
+    file, processes = settings.folder / "steps.json", settings.processes
+
+    def stored() -> list[int] | None:
+        return read_json(file, "the steps of each layer")["steps"] if file.is_file() else None
+
+    divided = processes.decide(stored)
+    if divided is None:
         trial = data.batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
-        divided = steps_by_importance(steps, importance(model, teacher, trial), least)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"steps": divided})
-    divided = read_json(file, "the steps of each layer")["steps"]
+        divided = steps_by_importance(steps, importance(model, teacher, trial, processes), least)
+        with processes.together():
+            if processes.rank == 0:
+                settings.folder.mkdir(parents=True, exist_ok=True)
+                write_json(file, {"steps": divided})
     return {layer.name: count for layer, count in zip(mhla_layers(model), divided, strict=True)}
 
 
@@ -222,7 +274,8 @@ def _train(
     config = TrainingConfig(
         output=str(settings.folder),
         resume="latest",
-        batch_size=options.batch_size,
+        # Together the processes see the samples that one alone does.
+        batch_size=options.batch_size // settings.processes.size,
         learning_rate=options.learning_rate,
         mhla_learning_rate=options.mhla_learning_rate,
         warmup_steps=min(WARMUP_STEPS, options.steps),
@@ -237,17 +290,27 @@ def _train(
         **chosen,
     )
     callback = settings.run.follow("finetune" if teacher is None else "distill")
+    shared: dict[str, Any] = {"callback": callback, "accelerator": settings.accelerator}
+    # Sharding takes a model apart: a copy trains, and the model waits in the memory of the CPU.
+    trained = copy.deepcopy(model.to("cpu")) if settings.is_sharded else model
+    if settings.is_sharded and teacher is not None:
+        teacher = SharedTeacher(trained, dict(teacher.to("cpu").named_parameters()))
     trainer: DiffusionTrainer | TransformersTrainer
     if isinstance(data, Latents):
         trainer = DiffusionTrainer(
-            config, model, data.samples, teacher=teacher, null_condition=data.null_condition, callback=callback
+            config, trained, data.samples, teacher=teacher, null_condition=data.null_condition, **shared
         )
         # That of the pipeline's scheduler; the trainer knows the model alone.
         trainer.objective = data.objective
     else:
-        trainer = TransformersTrainer(config, data, model, teacher=teacher, callback=callback)
-    (losses,) = trainer.run().losses.values()
-    return {"steps": len(losses), "last": losses[-1], **summarize(losses)}
+        trainer = TransformersTrainer(config, data, trained, teacher=teacher, **shared)
+    result = trainer.run()
+    if settings.is_sharded:
+        model.load_state_dict(result.model.state_dict())
+        model.to(settings.device)
+    (losses,) = result.losses.values()
+    # The first process alone knows those of the run before.
+    return settings.processes.decide(lambda: {"steps": len(losses), "last": losses[-1], **summarize(losses)})
 
 
 class Quality:
@@ -262,13 +325,14 @@ class Quality:
     Args:
         model: The converted model, with its original weights.
         source: The held-out data.
+        processes: Processes that share its batches.
 
     Attributes:
         original: The original's figures.
     """
 
-    def __init__(self, model: nn.Module, source: BatchSource) -> None:
-        self.source = source
+    def __init__(self, model: nn.Module, source: BatchSource, processes: Processes) -> None:
+        self.source, self.processes = source, processes
         self.is_absolute = isinstance(source, (Latents, PackedText))
         self.classifies = type(model).__name__.endswith("ForImageClassification")
         if isinstance(source, Latents):
@@ -296,27 +360,30 @@ class Quality:
 
     def _absolute(self, model: Any) -> dict[str, float]:
         if isinstance(self.source, Latents):
-            return {"loss": evaluate_batches(model, self.latents, self.source.objective).loss}
+            objective = self.source.objective
+            parts = self.processes.map(lambda batch: evaluate_batches(model, [batch], objective).losses, self.latents)
+            losses = [loss for part in parts for loss in part]
+            return {"loss": math.fsum(losses) / len(losses)}
         assert isinstance(self.source, PackedText)
-        nats = sum(_negative_log_likelihood(model, batch) for batch in self.batches)
+        nats = sum(self.processes.map(partial(_negative_log_likelihood, model), self.batches))
         return {"bits_per_byte": nats / math.log(2) / self.source.held_out_bytes}
 
-    @torch.no_grad()
     def _outputs(self, model: nn.Module) -> list[torch.Tensor]:
-        outputs = []
         with evaluating(model):
-            for batch in self.batches:
-                batch = on_device(batch, model)
-                # The trunk: heads that are not of the checkpoint would be noise.
-                output = run(model if self.classifies else base_model(model), batch)[0].float()
-                if isinstance(self.source, RecordedCalls):
-                    output = output.flatten(1)
-                elif not self.classifies:
-                    mask = batch.get("attention_mask", torch.ones(output.shape[:2], device=output.device))
-                    mask = mask.unsqueeze(-1).to(output)
-                    output = (output * mask).sum(1) / mask.sum(1)
-                outputs.append(output.cpu())
-        return outputs
+            return self.processes.map(partial(self._output, model), self.batches)
+
+    @torch.no_grad()
+    def _output(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        batch = on_device(batch, model)
+        # The trunk: heads that are not of the checkpoint would be noise.
+        output = run(model if self.classifies else base_model(model), batch)[0].float()
+        if isinstance(self.source, RecordedCalls):
+            output = output.flatten(1)
+        elif not self.classifies:
+            mask = batch.get("attention_mask", torch.ones(output.shape[:2], device=output.device))
+            mask = mask.unsqueeze(-1).to(output)
+            output = (output * mask).sum(1) / mask.sum(1)
+        return output.cpu()
 
 
 @torch.no_grad()

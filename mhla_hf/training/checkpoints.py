@@ -3,8 +3,7 @@
 
 A checkpoint is a directory `<stage>-<step>` with `model.safetensors` (the parameters that train),
 `optimizer.safetensors` (AdamW's moments by parameter name), `ema.safetensors` where an average of the weights is kept,
-and `state.json`. Tensors are stored unsharded, so another number of processes can resume; under DeepSpeed the
-optimizer's state is the exception, kept in shards in the folder `deepspeed`.
+and `state.json`. Tensors are stored unsharded, so another number of processes can resume.
 Everything else follows from the base model, the seed and the step. A checkpoint is written under a temporary name and
 moved, so a name that exists is complete; what disks and people do to it later shows in the fingerprints of its files,
 which `state.json` holds.
@@ -15,14 +14,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import broadcast_object_list
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -35,10 +33,11 @@ from .processes import shard_like
 
 
 # In the order that a run goes through them, with the option that has their steps; it may leave some out.
-_STEPS = {"transfer": "transfer_steps", "distill": "distill_steps", "finetune": "max_steps"}
-STAGES = tuple(_STEPS)
+_STEPS = {"distill": "distill_steps", "finetune": "max_steps"}
+# Matching was the first stage in earlier versions: runs that are past it go on.
+MATCHING = "transfer"
+STAGES = (MATCHING, *_STEPS)
 WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-SHARDS = "deepspeed"
 # The average of the weights, and the entry of `state.json` with the number of steps in it.
 AVERAGES, AVERAGE_STEPS = "ema.safetensors", "ema_steps"
 # A checkpoint made under one of these options cannot go on under another.
@@ -182,15 +181,17 @@ def check_run(checkpoint: Path, current: Mapping[str, Any]) -> None:
         current: The state of the run as checkpoints record it.
 
     Raises:
-        ValueError: If an option differs without which its weights do not fit, or the data or weights that the run is
-            made from are others.
+        ValueError: If an option differs without which its weights do not fit, the data or weights that the run is
+            made from are others, or it was stopped in the stage of matching that runs had in earlier versions.
     """
     state = read_state(checkpoint)
+    if state["stage"] == MATCHING:
+        refuse_matching_run(checkpoint)
     saved, now, made_from = state["config"], current["config"], state["inputs"]
     changes = [differences(*({name: each.get(name) for name in IDENTITY} for each in (saved, now)))]
     option, step = _STEPS[state["stage"]], state["step"]
-    # Without its stage the checkpoint would not be read; layers once matched take no further steps.
-    if not now[option] or (state["stage"] == "transfer" and now[option] != step):
+    # Without its stage the checkpoint would not be read.
+    if not now[option]:
         changes.append(f"{option} {saved.get(option, step)} (now {now[option]})")
     inputs = current["inputs"].items()
     changes += [f"other {name} than this run has" for name, value in inputs if made_from.get(name, value) != value]
@@ -199,38 +200,36 @@ def check_run(checkpoint: Path, current: Mapping[str, Any]) -> None:
         raise ValueError(f"resume: {checkpoint} was made with {made}; go on with the same or choose another output")
 
 
+def refuse_matching_run(place: Path) -> NoReturn:
+    """Refuse a run that was stopped in its stage of matching by an earlier version."""
+    raise ValueError(
+        f"resume: {place} was stopped while it matched layers, which `mhla-hf recover --stages calibrate,match` does "
+        "now; train what that writes, in another output"
+    )
+
+
 def save_checkpoint(
     directory: Path,
     position: Position,
     files: Mapping[str, dict[str, torch.Tensor]],
     state: dict[str, Any],
     total_limit: int | None = None,
-    accelerator: Accelerator | None = None,
 ) -> Path:
-    """Write a checkpoint atomically, then remove the oldest beyond the limit.
+    """Write a checkpoint atomically, then remove the oldest beyond the limit. Only one process calls it.
 
     Args:
         directory: Where the run keeps its checkpoints.
         position: Where the run stands.
-        files: Unsharded tensors by file (`WEIGHTS`, `MOMENTS`, `AVERAGES`) and name, in the main process.
+        files: Unsharded tensors by file (`WEIGHTS`, `MOMENTS`, `AVERAGES`) and name.
         state: Further plain JSON to keep.
         total_limit: Checkpoints to keep, up to this one; None keeps all. Later ones, which a run that went back has
             not reached again, are left alone.
-        accelerator: The processes, all of which call this; None for one alone.
 
     Returns:
         The checkpoint's path.
     """
     destination = directory / position.name
-    is_main = accelerator is None or accelerator.is_main_process
-    with ExitStack() as stack:
-        temporary = stack.enter_context(atomic_directory(destination)) if is_main else destination
-        if accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
-            (temporary,) = broadcast_object_list([temporary])
-            accelerator.save_state(str(temporary / SHARDS))
-            accelerator.wait_for_everyone()
-        if not is_main:
-            return destination
+    with atomic_directory(destination) as temporary:
         for name, tensors in files.items():
             save_file(tensors, temporary / name)
         record = {**state, "stage": position.stage, "step": position.step, "files": _fingerprints(temporary)}

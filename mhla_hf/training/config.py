@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ COMPONENTS = ("transformer", "transformer_2")
 PRECISIONS = ("no", "fp16", "bf16")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 TRACKERS = ("none", "tensorboard", "wandb")
-TRANSFER_CACHES = ("auto", "memory", "disk", "none")
+RECORD_CACHES = ("auto", "memory", "disk", "none")
+# Options of earlier versions, in which runs could match layers first.
+MATCHING = ("transfer_steps", "transfer_cache", "transfer_optimizer", "transfer_learning_rate")
+MATCHING_FLAGS = ("--match-steps", "--match-cache", "--match-optimizer", "--match-learning-rate")
 # Value of `mhla` for a model that is not converted.
 UNCONVERTED = "none"
 # Value of `data` for the built-in set.
@@ -45,7 +49,7 @@ _TEXT = tuple(name for name, family in TRAINED.items() if family.text_tokens)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Options):
-    """Options of one training run: stages of layer matching and distillation if wanted, then fine-tuning.
+    """Options of one training run: distillation if wanted, then fine-tuning.
 
     Learning rates are per optimizer step, `batch_size` is per process and micro-step. The number of samples in one
     optimizer step is `batch_size * gradient_accumulation_steps * number of processes`.
@@ -63,23 +67,13 @@ class TrainingConfig(Options):
     mhla: dict | str | None = option(
         None, "MHLA options (JSON or a JSON file) to convert an ordinary pipeline with; 'none' leaves it unconverted."
     )
-    teacher: str | None = option(None, "Ordinary pipeline to match. Default: what the model was converted from.")
+    teacher: str | None = option(None, "Ordinary pipeline to distil from. Default: what the model was converted from.")
 
     train: str = option("full", "Parameters to train: MHLA's, LoRA and MHLA's, or all.", choices=TRAIN_MODES)
     lora_rank: int = option(32, "Rank of the LoRA matrices.", minimum=1)
     lora_alpha: float | None = option(None, "LoRA scale, times 1 / rank. Default: the rank.", above=0)
 
-    transfer_steps: int = option(
-        0, "Steps that first match each MHLA layer's output to the original's.", minimum=0, families=tuple(TRAINED)
-    )
-    transfer_cache: str = option(
-        "auto",
-        "Where to keep the original's activations for those steps; 'none' computes them in each step, on new noise, "
-        "and 'auto' computes them again where they fit neither into memory nor on the disk.",
-        choices=TRANSFER_CACHES,
-        advanced=True,
-    )
-    distill_steps: int = option(0, "Steps that then match the model's prediction to the original's.", minimum=0)
+    distill_steps: int = option(0, "Steps that first match the model's prediction to the original's.", minimum=0)
     max_steps: int = option(1000, "Fine-tuning steps.", minimum=0)
     batch_size: int = option(1, "Samples per process and micro-step.", minimum=1)
     gradient_accumulation_steps: int = option(1, "Micro-steps per optimizer step.", minimum=1)
@@ -88,12 +82,6 @@ class TrainingConfig(Options):
     learning_rate: float = option(1e-4, "Peak learning rate.", above=0)
     mhla_learning_rate: float | None = option(
         None, "Peak learning rate of the parameters that MHLA adds. Default: learning_rate.", above=0
-    )
-    transfer_optimizer: str = option(
-        "muon", "Optimizer of matching, for the matrices of projections; the rest has Adam.", choices=("muon", "adam")
-    )
-    transfer_learning_rate: float | None = option(
-        None, "Peak learning rate of matching. Default: learning_rate.", above=0
     )
     distill_learning_rate: float | None = option(
         None, "Peak learning rate of distillation. Default: learning_rate.", above=0
@@ -156,18 +144,44 @@ class TrainingConfig(Options):
 
     progress: bool = option(True, "Show a progress bar.")
 
+    def __new__(cls, **options: Any) -> TrainingConfig:
+        """Refuse options of matching, which [`mhla_hf.recover`][mhla_hf.recover] does."""
+        refuse_matching(options)
+        return super().__new__(cls)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> TrainingConfig:
+        """Build the options from plain JSON types, as those of other `Options`."""
+        refuse_matching(options)
+        return super().from_dict(options)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "mhla", _parse_mhla(self.mhla))
         super().__post_init__()
-        if self.transfer_steps + self.distill_steps + self.max_steps == 0:
-            raise ValueError("max_steps, distill_steps and transfer_steps are all 0: nothing to train")
-        if self.mhla == UNCONVERTED and (self.train == "mhla" or self.transfer_steps or self.distill_steps):
-            raise ValueError("mhla='none' converts nothing: use train lora or full, without transfer or distill steps")
-        needing: list[str] = [name for name in ("resume", "report_to") if name in self.changed()]
-        if self.transfer_cache == "disk" and self.transfer_steps:
-            needing.append("transfer_cache='disk'")
+        if self.distill_steps + self.max_steps == 0:
+            raise ValueError("max_steps and distill_steps are both 0: nothing to train")
+        if self.mhla == UNCONVERTED and (self.train == "mhla" or self.distill_steps):
+            raise ValueError("mhla='none' converts nothing: use train lora or full, without distill_steps")
+        needing = [name for name in ("resume", "report_to") if name in self.changed()]
         if self.output is None and needing:
             raise ValueError(f"{needing[0]} needs output")
+
+
+def refuse_matching(options: Iterable[str]) -> None:
+    """Refuse options of the stage of matching that runs had in earlier versions.
+
+    Args:
+        options: Names of options.
+
+    Raises:
+        ValueError: If one of them was such an option; the message says what matches layers now.
+    """
+    if given := next((name for name in options if name in (*MATCHING, *MATCHING_FLAGS)), None):
+        raise ValueError(
+            f"{given} is no option of training any more: match layers with `mhla-hf recover SOURCE OUTPUT "
+            "--stages calibrate,match` (mhla_hf.recover(source, output, stages=('calibrate', 'match'))), then train "
+            "OUTPUT"
+        )
 
 
 @dataclass(frozen=True)

@@ -77,15 +77,15 @@ def check_run(directory: ModelDirectory, config: TrainingConfig) -> None:
     if isinstance(config.mhla, dict):
         with init_empty_weights():
             model_class.from_config({**directory.config, "mhla": config.mhla})
-    if config.transfer_steps or config.distill_steps:
+    if config.distill_steps:
         directory.original(config.teacher, "teacher")
 
 
 class DiffusionTrainer(Trainer):
-    """Trainer of a diffusion transformer with MHLA: layer matching, distillation, then fine-tuning.
+    """Trainer of a diffusion transformer with MHLA: distillation, then fine-tuning.
 
-    Its MHLA layers are matched one by one, then its whole prediction (distillation). The objective of fine-tuning is
-    that of the model's family, such as flow matching for Wan; see `mhla_hf.families`.
+    The objective of fine-tuning is that of the model's family, such as flow matching for Wan; see
+    `mhla_hf.families`.
 
     With files, everything comes from `config.model` and `config.cache`. In a program, models and data can be passed
     in; without `config.output` nothing is written.
@@ -94,8 +94,8 @@ class DiffusionTrainer(Trainer):
         config: The options.
         model: The transformer to train, in place; None loads it from `config.model`.
         dataset: The samples, see `LatentSamples`; None opens the cache.
-        teacher: The model that it was converted from, for `transfer_steps` and `distill_steps`; None loads it. For
-            `distill_steps` alone it can be a `SharedTeacher` of the model.
+        teacher: The model that it was converted from, for `distill_steps`; None loads it. It can be a
+            `SharedTeacher` of the model.
         null_condition: Condition of a sample without caption or class, for `condition_dropout`; None takes the data
             set's attribute of this name, if it has one.
         callback: Called with (stage, step, loss) after every step, in every process; steps count from 1.

@@ -44,13 +44,12 @@ def is_lora_parameter(name: str) -> bool:
     return _LORA.search(name) is not None
 
 
-def trainable_names(model: nn.Module, mode: str, within: Iterable[str] | None = None) -> list[str]:
+def trainable_names(model: nn.Module, mode: str) -> list[str]:
     """Names of the parameters that train, in the model's own order.
 
     Args:
         model: The transformer, with LoRA already added in mode `lora`.
         mode: `mhla`, `lora` or `full`.
-        within: If given, only parameters of the modules of these names train, as in the matching stage.
 
     Raises:
         ValueError: If nothing is left to train.
@@ -60,9 +59,6 @@ def trainable_names(model: nn.Module, mode: str, within: Iterable[str] | None = 
         for name, _ in model.named_parameters()
         if mode == "full" or is_mhla_parameter(name) or (mode == "lora" and is_lora_parameter(name))
     ]
-    if within is not None:
-        prefixes = tuple(f"{name}." for name in within)
-        names = [name for name in names if name.startswith(prefixes)]
     if not names:
         raise ValueError(f"train={mode!r} leaves nothing to train: the model has no MHLA layers")
     return names

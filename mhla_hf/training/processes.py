@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a run: the `Accelerator` that they share, tensors in shards, signals that stop them, data workers.
 
-FSDP 2 makes `DTensor`s of parameters. Those that DeepSpeed has taken over have a `ds_id`, and one slice in every
-process.
+FSDP 2 makes `DTensor`s of parameters.
 
 Processes are started by `accelerate launch` or torchrun. `accelerate launch --cpu` starts one process only, whatever
 `--num_processes` says (accelerate 1.15, `simple_launcher`); with `--multi_gpu` it starts them all, on CPUs too where
@@ -31,6 +30,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    recursively_apply,
 )
 from torch import distributed, nn
 from torch.utils.data import DataLoader
@@ -43,12 +43,14 @@ from .data.order import DataOrder
 
 
 Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 # Other processes wait while the main one makes validation samples or copies a pipeline.
 TIMEOUT = timedelta(hours=4)
 # At first they wait for all to start, of which one may have ended already.
 STARTUP_TIMEOUT = timedelta(minutes=10)
 
+_DEEPSPEED = "DeepSpeed is not supported: shard with FSDP 2 (conversion/accelerate/fsdp2.yaml), or use DDP"
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 # One Ctrl-C can arrive twice: from the terminal, and from a launcher that forwards it.
 _ONE_PRESS_SECONDS = 0.2
@@ -58,7 +60,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     """Make an `Accelerator` for the options; under a launcher, join the other processes.
 
     Raises:
-        ValueError: If the tracker is not installed, or `accelerate launch --cpu` was to start several processes.
+        ValueError: If the tracker is not installed, `accelerate launch --cpu` was to start several processes, or
+            DeepSpeed is asked for.
         TimeoutError: If other processes of the run do not start.
     """
     if config.report_to != "none" and find_spec(config.report_to) is None:
@@ -73,11 +76,12 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
             "`accelerate launch --cpu` starts one process, whatever --num_processes says: launch with --multi_gpu and "
             "give device='cpu' (--device cpu) to the run, or use torchrun --nproc_per_node N"
         )
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        raise ValueError(_DEEPSPEED)
     try:
         accelerator = Accelerator(
             cpu=config.device != "auto" and choose_device(config.device).type == "cpu",
-            mixed_precision="no" if uses_deepspeed else config.mixed_precision,
+            mixed_precision=config.mixed_precision,
             log_with=None if config.report_to == "none" else config.report_to,
             project_config=project,
             kwargs_handlers=[
@@ -92,11 +96,9 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
             f"the processes of the run did not find one another within {minutes:g} minutes; see what each printed, "
             f"and start all of them again ({one_line(error, 200)})"
         ) from error
-    if distributed.is_available() and distributed.is_initialized():
+    if has_joined():
         set_process_timeout(TIMEOUT)
     _shard_on_cpus(accelerator)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        set_deepspeed_options(accelerator, config)
     return accelerator
 
 
@@ -114,39 +116,20 @@ def _shard_on_cpus(accelerator: Accelerator) -> None:
         state.distributed_type = DistributedType.FSDP
 
 
-def set_deepspeed_options(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Pass the options of a run to DeepSpeed."""
-    options = accelerator.state.deepspeed_plugin.deepspeed_config
-    options["train_micro_batch_size_per_gpu"] = config.batch_size
-    options["gradient_accumulation_steps"] = 1
-    options["gradient_clipping"] = config.max_grad_norm
-    if (config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "bf16":
-        # DeepSpeed's own bf16 mode would round rotary tables and all inputs.
-        options["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-
-
 def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None:
     """Refuse configurations that would fail hours later.
 
     Raises:
-        ValueError: For FSDP 1 and others, and what sharded models cannot do here; the message names the option.
+        ValueError: For DeepSpeed, FSDP 1 and others, and what sharded models cannot do; the message names
+            the option.
     """
     kind = accelerator.distributed_type
     if kind in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         return
-    deepspeed = kind == DistributedType.DEEPSPEED
-    fp16 = "fp16" in (config.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION"))
+    if kind == DistributedType.DEEPSPEED:
+        raise ValueError(_DEEPSPEED)
     problems = {
-        "use one process, DDP, FSDP 2 (fsdp_version: 2) or DeepSpeed": not deepspeed
-        and not getattr(accelerator, "is_fsdp2", False),
-        "zero_stage must be 3 in accelerate's configuration": deepspeed
-        and accelerator.state.deepspeed_plugin.zero_stage != 3,
-        "gradient_accumulation_steps must be 1; use FSDP 2, or a larger batch_size": deepspeed
-        and config.gradient_accumulation_steps != 1,
-        "ema_decay cannot be used; use FSDP 2": deepspeed and config.ema_decay is not None,
-        "mixed_precision must be bf16 or no": deepspeed and fp16,
-        "transfer_steps cannot be used; run that stage first, without sharding": config.transfer_steps,
-        "distill_steps cannot be used; run that stage first, without sharding": config.distill_steps,
+        "use one process, DDP or FSDP 2 (fsdp_version: 2)": not getattr(accelerator, "is_fsdp2", False),
         "train='lora' cannot be used; use DDP, or train full": config.train == "lora",
         "validation_prompts cannot be used; generate from a checkpoint's pipeline": config.validation_prompts,
     }
@@ -157,11 +140,6 @@ def check_distribution(accelerator: Accelerator, config: TrainingConfig) -> None
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a tensor on the CPU if it is sharded over processes, all of which must call this."""
-    if hasattr(tensor, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().clone().cpu().contiguous()
     gather = getattr(tensor, "full_tensor", None)
     return (gather() if gather is not None else tensor).detach().cpu().contiguous()
 
@@ -178,11 +156,9 @@ def shard_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def unsharded(model: nn.Module) -> nn.Module:
     """Return the model, or an unsharded copy on the CPU if it is sharded. Every process must call it."""
-    if not any(hasattr(each, "full_tensor") or hasattr(each, "ds_id") for each in model.parameters()):
+    if not any(hasattr(each, "full_tensor") for each in model.parameters()):
         return model
-    # The entries of a state dict are no parameters any more, which DeepSpeed needs to gather them.
-    tensors = {**model.state_dict(), **dict(model.named_parameters())}
-    state = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+    state = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
     # fully_shard derives a class from the model's; the first base that is not FSDP's is the one to save.
     cls: Any = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
     make = getattr(cls, "from_config", None) or cls._from_config
@@ -218,16 +194,49 @@ class TrainingStopped(KeyboardInterrupt):
         return type(self), (str(self), self.exit_code - 128)
 
 
+def join_processes(device: str) -> Accelerator | None:
+    """Join the other processes of a launcher.
+
+    Args:
+        device: Name of the device; `auto` is the GPU of this process if there is one.
+
+    Returns:
+        The processes, which compute in float32; None for one alone.
+
+    Raises:
+        ValueError: As [`make_accelerator`].
+        TimeoutError: If others do not start.
+    """
+    launched = "MASTER_ADDR" in os.environ or any(int(os.environ.get(name, 1)) > 1 for name in _WORLD_SIZES)
+    if not launched and not has_joined():
+        return None
+    accelerator = make_accelerator(TrainingConfig(device=device, mixed_precision="no"))
+    return None if accelerator.distributed_type == DistributedType.NO else accelerator
+
+
+def local_processes() -> int:
+    """The number of processes of the run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def has_joined() -> bool:
+    """Whether this process is in a group of `torch.distributed`."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
 class Processes:
     """The processes of `torch.distributed`, or this one alone.
+
+    Args:
+        alone: This one alone, whatever others there are.
 
     Attributes:
         rank: Number of this process.
         size: Number of processes.
     """
 
-    def __init__(self) -> None:
-        joined = distributed.is_available() and distributed.is_initialized()
+    def __init__(self, alone: bool = False) -> None:
+        joined = not alone and has_joined()
         self.rank = distributed.get_rank() if joined else 0
         self.size = distributed.get_world_size() if joined else 1
 
@@ -246,6 +255,41 @@ class Processes:
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value)
         return values
+
+    def decide(self, function: Callable[[], Value]) -> Value:
+        """Call a function in the first process; all return what it returned, or end with its error."""
+        value: Any = None
+        with self.together():
+            if self.rank == 0:
+                value = function()
+        return self.all(value)[0]
+
+    def in_turn(self, function: Callable[[], Value]) -> Value:
+        """Call a function in the first process and then, when the files that it writes are there, in the others."""
+        value: Any = None
+        for turn in (True, False) if self.size > 1 else (True,):
+            with self.together():
+                if (self.rank == 0) is turn:
+                    value = function()
+        return value
+
+    def map(self, function: Callable[[Key], Value], items: Sequence[Key]) -> list[Value]:
+        """Call a function for each item in the process that it belongs to; all return the values of all, in order."""
+        with self.together():
+            mine = [function(item) for item in self.share_of(items)]
+        shares = self.all(mine)
+        return [shares[self.owner(number)][number // self.size] for number in range(len(items))]
+
+    def share(self, value: Any, owner: int) -> Any:
+        """Return the owner's nested dicts and sequences of tensors, on the CPU; the values of others do not matter."""
+        if self.size == 1:
+            return value
+        described = [recursively_apply(lambda tensor: tensor.to("meta"), value)]
+        distributed.broadcast_object_list(described, owner)
+        if self.rank != owner:
+            value = recursively_apply(partial(torch.empty_like, device="cpu"), described[0])
+        recursively_apply(partial(self.send, owner=owner), value)
+        return value
 
     def send(self, tensor: torch.Tensor, owner: int) -> None:
         """Broadcast the owner's values to all processes, in place."""

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from ..models.directory import ModelDirectory
 from ..utils.compat import checkpointing_method
-from ..utils.destinations import lock_output, remove_directory, remove_leftovers
+from ..utils.destinations import lock_output, remove_leftovers
 from ..utils.files import list_files, write_json
 from ..utils.locations import local_origin
 from ..utils.messages import shorten_list
@@ -36,10 +36,7 @@ from .checkpoints import Callback, Position, Reports
 from .config import UNCONVERTED, TrainingConfig
 from .data.order import DataOrder, folder_fingerprint, model_fingerprint, stable_seed
 from .evaluation import Validator
-from .matching.layers import mhla_layers
-from .matching.matching import STAGE as MATCHING
-from .matching.matching import match_stage
-from .matching.teacher import SharedTeacher, Teacher, share_weights, shared_teacher
+from .matching.teacher import SharedTeacher, Teacher, share_weights
 from .parameters import WeightAverage, learning_rate_factor, make_optimizer, set_learning_rate
 from .stages.diffusion import Stage
 
@@ -117,6 +114,11 @@ class Trainer(ABC):
         """The ordinary model behind that of the source."""
         return self.source.original(self.config.teacher, "teacher")
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a share of every parameter."""
+        return self.accelerator.distributed_type == DistributedType.FSDP
+
     def _load_model(self) -> None:
         """Load the model of the source unless there is one, and add LoRA where it trains."""
         config = self.config
@@ -156,7 +158,7 @@ class Trainer(ABC):
             TrainingStopped: If Ctrl-C or SIGTERM has stopped the run, in this process or another one; with `output`, a
                 checkpoint is saved before.
         """
-        config, result = self.config, TrainingResult(self.model)
+        result = TrainingResult(self.model)
         try:
             with ExitStack() as self.resources:
                 self.inputs = self._run_inputs()
@@ -164,10 +166,8 @@ class Trainer(ABC):
                 result.resumed_from = self._find_checkpoint()
                 with processes.StopSignals() as self.signals:
                     self._set_up(result.resumed_from)
-                    if config.transfer_steps:
-                        result.losses[MATCHING] = self._match()
                     for number, stage in enumerate(stages):
-                        self.reports.steps_before = config.transfer_steps + sum(each.steps for each in stages[:number])
+                        self.reports.steps_before = sum(each.steps for each in stages[:number])
                         is_last = number == len(stages) - 1
                         result.losses[stage.name] = self._train(stage, is_last)
                 self._finish(result)
@@ -193,8 +193,8 @@ class Trainer(ABC):
             inputs["base weights"] = model_fingerprint(self.model, trained)
         if self.teacher is not None:
             inputs["teacher"] = model_fingerprint(self.teacher)
-        elif (config.transfer_steps or config.distill_steps) and self.source is not None:
-            # A run that is past these stages is resumed without its teacher.
+        elif config.distill_steps and self.source is not None:
+            # A run that is past this stage is resumed without its teacher.
             with suppress(OSError, ValueError):
                 inputs["teacher"] = folder_fingerprint(self.original.folder)
         return inputs
@@ -204,7 +204,7 @@ class Trainer(ABC):
         stages: list[Stage] = []
         if config.distill_steps:
             self._keep_original_weights()
-            stages.append(self.stage_class(config, *arguments, self._take_distillation_teacher))
+            stages.append(self.stage_class(config, *arguments, self._take_teacher))
         if config.max_steps:
             stages.append(self.stage_class(config, *arguments))
         return stages
@@ -226,15 +226,14 @@ class Trainer(ABC):
                         raise ValueError(f"output already holds the finished {finished}; choose another output")
                 if found[0] is not None:
                     checkpoints.check_run(found[0], self._state())
+                elif (self.output / checkpoints.MATCHING).is_dir():
+                    checkpoints.refuse_matching_run(self.output)
         broadcast_object_list(found)
         return found[0]
 
     def _set_up(self, checkpoint: Path | None) -> None:
         """Open the metrics and trackers, and encode the prompts of validation samples."""
-        if self.tracker is not None and self.accelerator.distributed_type in (
-            DistributedType.FSDP,
-            DistributedType.DEEPSPEED,
-        ):
+        if self.tracker is not None and self.is_sharded:
             raise ValueError("tracker (--track-attention) needs the whole model in a process: use one process or DDP")
         self.checkpoint = checkpoint
         self.position = checkpoints.checkpoint_position(checkpoint) if checkpoint is not None else None
@@ -266,7 +265,7 @@ class Trainer(ABC):
         options = {"dataset_size": len(self.dataset), "batch_size": config.batch_size, "seed": config.seed}
         return DataOrder(stage=stage, buckets=buckets, **options, **sharing)
 
-    # The original that matching and distillation learn from.
+    # The original that distillation learns from.
 
     def _keep_original_weights(self) -> None:
         """Make a model with its original weights its own teacher, before a stage or a checkpoint changes them."""
@@ -276,64 +275,21 @@ class Trainer(ABC):
         if isinstance(self.teacher, SharedTeacher):
             self.teacher.keep(parameters.trainable_names(self.model, self.config.train))
 
-    def _take_teacher(self, option: str) -> Teacher:
-        """The original, on the device; the trainer lets go of it before the last stage that needs it."""
-        teacher = self.teacher
+    def _take_teacher(self) -> Teacher:
+        """The original, on the device unless it will be sharded with the model; the trainer lets go of it."""
+        teacher, self.teacher = self.teacher, None
         if teacher is None:
             if self.source is None:
-                raise ValueError(f"{option} needs teacher: the model before its conversion")
+                raise ValueError("distill_steps needs teacher: the model before its conversion")
             teacher = share_weights(self.model, self.original.load())
         if isinstance(teacher, nn.Module):
             teacher = teacher.requires_grad_(False).eval()
-        self.teacher = teacher if option == "transfer_steps" and self.config.distill_steps else None
-        return teacher.to(self.accelerator.device)
-
-    def _take_distillation_teacher(self) -> Teacher:
-        teacher = self._take_teacher("distill_steps")
         if isinstance(teacher, SharedTeacher):
             teacher.keep(parameters.trainable_names(self.model, self.config.train))
-        else:
-            teacher = teacher.to(_DTYPES.get(self.accelerator.mixed_precision, torch.float32))
-        return teacher
+            return teacher if self.is_sharded else teacher.to(self.accelerator.device)
+        return teacher.to(self.accelerator.device, _DTYPES.get(self.accelerator.mixed_precision, torch.float32))
 
     # The stages.
-
-    def _match(self) -> list[float]:
-        """Match each MHLA layer, unless a checkpoint has what follows; returns the losses of the steps."""
-        config, accelerator, steps = self.config, self.accelerator, self.config.transfer_steps
-        layers = [layer.name for layer in mhla_layers(self.model)]
-        names = parameters.trainable_names(self.model, config.train, layers)
-        if self.position is not None and self.checkpoint is not None:
-            if self.position.stage == MATCHING:
-                checkpoints.load_weights(self.checkpoint, self.model, names)
-            return self.reports.losses(MATCHING)
-        parameters.set_trainable(self.model, names)
-        self.model.to(accelerator.device)
-        self.reports.start(MATCHING, self.model)
-        order = DataOrder(dataset_size=len(self.dataset), batch_size=1, seed=config.seed, stage=MATCHING)
-        objective, make_batch = self.objective, self._batches()
-        folder = None if self.output is None else self.output / MATCHING
-        with self._bar("match", steps * len(layers)) as bar:
-            report = match_stage(
-                self.model,
-                lambda number: send_to_device(
-                    objective.inputs_of(self.model, make_batch(order, number, 0)), accelerator.device
-                ),
-                len(self.dataset),
-                replace(config, mixed_precision=accelerator.mixed_precision),
-                shared_teacher(self.model, self._take_teacher("transfer_steps")),
-                folder,
-                lambda layer, _, loss: _advance(bar, loss, layer=layer),
-            )
-        losses, seconds = report.mean_losses(), report.seconds["training"] / steps
-        for step, loss in enumerate(losses, start=1):
-            # There is attention of the finished model alone.
-            self.reports.add(MATCHING, step, loss, {}, seconds, self.model if step == steps else None)
-        weights = {name: processes.full_tensor(self.model.get_parameter(name)) for name in names}
-        self._write_checkpoint(Position.of(MATCHING, steps), {checkpoints.WEIGHTS: weights})
-        if folder is not None and accelerator.is_main_process:
-            remove_directory(folder)
-        return losses
 
     def _bar(self, name: str, steps: int, done: int = 0) -> tqdm:
         """A progress bar, which the first process of a machine alone shows."""
@@ -384,9 +340,7 @@ class Trainer(ABC):
             self.average.copy_to_model()
         stage.teacher = None
         del self.module, self.optimizer, self.batches
-        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
-            # DeepSpeed would let go of the weights, which are still to be gathered.
-            self.accelerator.free_memory()
+        self.accelerator.free_memory()
         return losses
 
     def _start(self, checkpoint: Path | None, ema_decay: float | None) -> None:
@@ -401,7 +355,11 @@ class Trainer(ABC):
             self.step = self.position.step
             checkpoints.load_weights(checkpoint, self.model, self.names)
         optimizer = make_optimizer(self.model, self.names, config, stage.learning_rate, stage.mhla_learning_rate)
+        # Compared and kept while the model is whole.
+        teacher = stage.teacher if self.is_sharded else None
         self.module, self.optimizer = accelerator.prepare(stage.module(), optimizer)
+        if isinstance(teacher, SharedTeacher):
+            teacher.shard()
         # Without accelerate's wrapper.
         self.plain_optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.average = None if ema_decay is None else WeightAverage(self.model, self.names, ema_decay)
@@ -409,10 +367,7 @@ class Trainer(ABC):
             state = checkpoints.read_state(checkpoint)
             if self.average is not None:
                 checkpoints.load_average(checkpoint, state, self.average)
-            if accelerator.distributed_type == DistributedType.DEEPSPEED:
-                accelerator.load_state(str(checkpoint / checkpoints.SHARDS))
-            else:
-                checkpoints.load_moments(checkpoint, self.model, self.plain_optimizer)
+            checkpoints.load_moments(checkpoint, self.model, self.plain_optimizer)
             if accelerator.scaler is not None and state.get("scaler"):
                 accelerator.scaler.load_state_dict(state["scaler"])
         if self.position is None and self.reports.steps_before == 0:
@@ -443,8 +398,7 @@ class Trainer(ABC):
                 accelerator.backward(loss)
             losses.append(loss.detach())
         norm = accelerator.clip_grad_norm_(self.module.parameters(), config.max_grad_norm or math.inf)
-        # DeepSpeed gives a plain number.
-        gradient_norm = float(processes.full_tensor(norm) if torch.is_tensor(norm) else norm)
+        gradient_norm = float(processes.full_tensor(norm))
         total = torch.stack(losses).sum()
         stop_requested = torch.tensor(float(self.signals.received is not None), device=total.device)
         # Both in one message: all processes stop after the same step.
@@ -467,8 +421,7 @@ class Trainer(ABC):
         accelerator, average = self.accelerator, self.average
         tensors = dict(self.model.named_parameters())
         files = {checkpoints.WEIGHTS: {name: processes.full_tensor(tensors[name]) for name in self.names}}
-        if accelerator.distributed_type != DistributedType.DEEPSPEED:
-            files[checkpoints.MOMENTS] = checkpoints.collect_moments(self.model, self.plain_optimizer)
+        files[checkpoints.MOMENTS] = checkpoints.collect_moments(self.model, self.plain_optimizer)
         if average is not None:
             averages = average.tensors.items()
             files[checkpoints.AVERAGES] = {name: processes.full_tensor(tensor) for name, tensor in averages}
@@ -480,8 +433,8 @@ class Trainer(ABC):
     def _write_checkpoint(self, position: Position, files: dict[str, dict[str, torch.Tensor]], **state: Any) -> None:
         if self.output is not None:
             folder, limit = self.output / "checkpoints", self.config.checkpoints_total_limit
-            state = {**self._state(), **state}
-            checkpoints.save_checkpoint(folder, position, files, state, limit, self.accelerator)
+            if self.accelerator.is_main_process:
+                checkpoints.save_checkpoint(folder, position, files, {**self._state(), **state}, limit)
             self.accelerator.wait_for_everyone()
 
     def _validate(self) -> None:

@@ -84,7 +84,7 @@ def test_unknown_options_are_wrong_usage(words):
         (("recover", "a/b", "c", "--match-steps", "one"), "Invalid value for '--match-steps'"),
         (("calibrate", "a", "--samples", "many"), "Invalid value for '--samples'"),
         (("train", "wan", "a/b", "c", "--learning-rate", "-1"), "error: --learning-rate must be greater than 0"),
-        (("train", "wan", "a/b", "c", "--match-cache", "ram"), "'ram' is not one of"),
+        (("train", "wan", "a/b", "c", "--match-steps", "5"), "--match-steps is no option of training any more"),
         (("train", "wan"), "error: MODEL must be given"),
         (("models", "--presets", "--refused"), "give --presets or --refused, not both"),
         (("doctor", "a/b", "--gpu"), "--gpu checks this machine"),

@@ -49,13 +49,14 @@ def test_cache_train_and_resume(wan, tmp_path):
     assert cached.exit_code == 0, cached.output
     arguments = [
         "wan", wan, tmp_path / "run", "--cache", tmp_path / "cache", *DIGITS, *QUIET, "--mhla",
-        '{"blocks": [1, 1, 1], "layers": "2/3", "output_gate": true}', "--match-steps", 1, "--checkpointing-steps", 1,
+        '{"blocks": [1, 1, 1], "layers": "2/3", "output_gate": true}', "--distill-steps", 1,
+        "--checkpointing-steps", 1,
     ]  # fmt: skip
     first = invoke(*arguments, "--max-steps", 1, "--track-attention", 1)
     assert first.exit_code == 0, first.output
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["attention"]["step"] for row in rows] == [1, 2] and rows[0]["attention"]["layers"]
-    assert "transfer: loss" in first.output and str(tmp_path / "run" / "pipeline") in first.output.replace("\n", "")
+    assert "distill: loss" in first.output and str(tmp_path / "run" / "pipeline") in first.output.replace("\n", "")
     config = json.loads((tmp_path / "run" / "pipeline" / "transformer" / "config.json").read_text())
     assert config["mhla"]["layers"] == [1, 2] and config["mhla"]["output_gate"] is True
     refused = invoke(*arguments, "--max-steps", 2)
@@ -66,9 +67,9 @@ def test_cache_train_and_resume(wan, tmp_path):
     assert resumed.exit_code == 0, resumed.output
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["pipeline"] == str(tmp_path / "run" / "pipeline") and "finetune: loss" in resumed.output
-    assert [len(figures["losses"][stage]) for stage in ("transfer", "finetune")] == [1, 2]
+    assert [len(figures["losses"][stage]) for stage in ("distill", "finetune")] == [1, 2]
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [(row["stage"], row["step"]) for row in rows] == [("transfer", 1), ("finetune", 1), ("finetune", 2)]
+    assert [(row["stage"], row["step"]) for row in rows] == [("distill", 1), ("finetune", 1), ("finetune", 2)]
 
 
 def test_a_folder_of_videos(wan, tmp_path):
@@ -104,10 +105,13 @@ def test_a_folder_of_videos(wan, tmp_path):
         (["wan", "--config", "{folder}/list.json"], "is not a JSON object but list"),
         (["wan", "--config", "{folder}/bad.json"], "is not valid JSON"),
         (["wan", "--config", "{folder}/unknown.json"], "stepz"),
+        (["wan", "--config", "{folder}/matching.json"], "match layers with `mhla-hf recover SOURCE OUTPUT --stages"),
+        (["wan", "--config", "{folder}/no_matching.json"], "MODEL must be given"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):
     texts = {"list": "[]", "bad": "{", "unknown": '{"stepz": 1}', "flow": '{"flow_shift": 3.0}'}
+    texts |= {"matching": '{"transfer_steps": 5}', "no_matching": '{"transfer_steps": 0, "transfer_cache": "auto"}'}
     for name, text in texts.items():
         (tmp_path / f"{name}.json").write_text(text)
     result = invoke(*(argument.replace("{folder}", str(tmp_path)) for argument in arguments))
@@ -163,7 +167,7 @@ def test_two_processes_killed_and_resumed_end_at_the_same_loss(wan, tmp_path):
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
         "-m", "mhla_hf", "train", "wan", str(wan), "{output}", "--cache", str(tmp_path / "cache"),
-        "--mhla", '{"blocks": [1, 1, 1]}', "--match-steps", "10", "--max-steps", "30", "--batch-size", "2",
+        "--mhla", '{"blocks": [1, 1, 1]}', "--distill-steps", "10", "--max-steps", "30", "--batch-size", "2",
         "--learning-rate", "1e-3", "--checkpointing-steps", "5", "--resume", "latest", "--quiet",
         "--device", "cpu",
     ]  # fmt: skip
@@ -175,7 +179,7 @@ def test_two_processes_killed_and_resumed_end_at_the_same_loss(wan, tmp_path):
         )
 
     assert start("whole").wait(timeout=600) == 0
-    for checkpoint in ("transfer-00000010", "finetune-00000010"):
+    for checkpoint in ("distill-00000010", "finetune-00000010"):
         process = start("cut")
         deadline = time.monotonic() + 600
         while not (tmp_path / "cut" / "checkpoints" / checkpoint).is_dir():

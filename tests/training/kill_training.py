@@ -32,9 +32,7 @@ _MOVES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 
 def train(output: Path) -> None:
-    make_trainer(
-        output, transfer_steps=1, distill_steps=1, max_steps=2, checkpointing_steps=1, checkpoints_total_limit=1
-    ).run()
+    make_trainer(output, distill_steps=1, max_steps=2, checkpointing_steps=1, checkpoints_total_limit=1).run()
 
 
 def start(action: Callable[[], object]) -> int:

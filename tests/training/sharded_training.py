@@ -23,7 +23,7 @@ CONFIGURATIONS = ROOT / "conversion" / "accelerate"
 # Where a gradient is zero but for rounding errors, Adam's steps are as large as anywhere: the learning rate bounds the
 # difference between runs there.
 OPTIONS: dict[str, Any] = {
-    "train": "full", "transfer_steps": 0, "learning_rate": 1e-3, "ema_decay": 0.9, "checkpoints_total_limit": None,
+    "train": "full", "distill_steps": 0, "learning_rate": 1e-3, "ema_decay": 0.9, "checkpoints_total_limit": None,
 }  # fmt: skip
 
 
@@ -37,14 +37,10 @@ def launch_arguments(name: str, *arguments: str) -> Any:
 
 def launch_environment(name: str) -> dict[str, str]:
     """The environment of its processes, without what is there anyway."""
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_multi_gpu_env
 
     arguments = launch_arguments(name, "--mixed_precision", "no", "--main_process_port", "0")
-    if arguments.use_deepspeed:
-        arguments.deepspeed_fields_from_accelerate_config = ""
-        environment = prepare_deepspeed_cmd_env(arguments)[1]
-    else:
-        environment = prepare_multi_gpu_env(arguments)
+    environment = prepare_multi_gpu_env(arguments)
     return {key: value for key, value in environment.items() if os.environ.get(key) != value}
 
 

@@ -12,6 +12,7 @@ from mhla_hf.training.checkpoints import (
     WEIGHTS,
     MetricsFile,
     Position,
+    check_run,
     collect_moments,
     find_checkpoint,
     list_checkpoints,
@@ -64,24 +65,24 @@ class TestCheckpoints:
     def test_latest_is_the_furthest_and_complete(self, tmp_path):
         assert find_checkpoint("latest", tmp_path) is None
         assert find_checkpoint(None, tmp_path) is None
-        for stage, step in (("finetune", 5), ("transfer", 20), ("finetune", 10)):
+        for stage, step in (("finetune", 5), ("distill", 20), ("finetune", 10)):
             self.save(tmp_path, stage, step)
         assert find_checkpoint("previous", tmp_path).name == "finetune-00000005"
         (tmp_path / ".tmp-finetune-00000099-1").mkdir()
         (tmp_path / "notes").mkdir()
         assert find_checkpoint("latest", tmp_path).name == "finetune-00000010"
-        assert find_checkpoint("transfer-00000020", tmp_path).name == "transfer-00000020"
+        assert find_checkpoint("distill-00000020", tmp_path).name == "distill-00000020"
         with pytest.raises(ValueError, match="already holds"):
             find_checkpoint(None, tmp_path)
-        with pytest.raises(ValueError, match="one of: transfer-00000020, finetune-00000005"):
+        with pytest.raises(ValueError, match="one of: distill-00000020, finetune-00000005"):
             find_checkpoint("finetune-7", tmp_path)
         with pytest.raises(ValueError, match="no complete checkpoint"):
             find_checkpoint("notes", tmp_path)
 
     def test_the_oldest_go_first(self, tmp_path):
-        for stage, step in (("transfer", 1), ("transfer", 2), ("finetune", 1)):
+        for stage, step in (("distill", 1), ("distill", 2), ("finetune", 1)):
             self.save(tmp_path, stage, step, total_limit=2)
-        assert [path.name for path in list_checkpoints(tmp_path)] == ["transfer-00000002", "finetune-00000001"]
+        assert [path.name for path in list_checkpoints(tmp_path)] == ["distill-00000002", "finetune-00000001"]
 
     def test_foreign_or_damaged_checkpoints_are_refused(self, tmp_path):
         path = self.save(tmp_path)
@@ -96,17 +97,24 @@ class TestCheckpoints:
             read_state(path)
 
 
+def test_runs_that_were_stopped_while_they_matched_layers_are_refused(tmp_path):
+    state = {"config": {"max_steps": 5}, "inputs": {}}
+    matched = save_checkpoint(tmp_path, Position.of("transfer", 3), {WEIGHTS: {}}, state)
+    with pytest.raises(ValueError, match="transfer-00000003 was stopped while it matched layers, .*mhla-hf recover"):
+        check_run(matched, state)
+
+
 def test_metrics_are_cut_to_the_resumed_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
-    for stage, count in (("transfer", 3), ("finetune", 4)):
+    for stage, count in (("distill", 3), ("finetune", 4)):
         for step in range(1, count + 1):
             metrics.append({"stage": stage, "step": step, "loss": 1.0})
     with path.open("a") as file:
         file.write('{"stage": "fine')
     metrics = MetricsFile(path, Position.of("finetune", 2))
     metrics.append({"stage": "finetune", "step": 3, "loss": 2.0})
-    expected = [("transfer", 1), ("transfer", 2), ("transfer", 3), *(("finetune", step) for step in (1, 2, 3))]
+    expected = [("distill", 1), ("distill", 2), ("distill", 3), *(("finetune", step) for step in (1, 2, 3))]
     assert [(row["stage"], row["step"]) for row in read_metrics(path)] == expected
     MetricsFile(path)
     assert read_metrics(path) == [] == read_metrics(tmp_path / "none")

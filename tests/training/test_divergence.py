@@ -76,4 +76,4 @@ def test_a_checkpoint_with_weights_that_are_no_numbers_is_not_good(tmp_path):
     directory = tmp_path / "checkpoints"
     assert last_good_checkpoint(directory, Position.of("finetune", 7)).name == "finetune-00000004"
     assert last_good_checkpoint(directory, Position.of("finetune", 4)).name == "finetune-00000002"
-    assert last_good_checkpoint(directory, Position.of("transfer", 1)) is None
+    assert last_good_checkpoint(directory, Position.of("distill", 1)) is None

@@ -44,7 +44,7 @@ def test_killed_runs_end_like_others(how, count, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate_state")
 def test_two_killed_processes_go_on_as_one(tmp_path):
-    shared = {"learning_rate": 1e-3}
+    shared = {"learning_rate": 1e-3, "distill_steps": 0}
     whole, killed = make_trainer(tmp_path / "whole", **shared, batch_size=2).run(), tmp_path / "killed"
     launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(get_free_port())]
     program = ["tests.training.training_process", str(killed), "--options", json.dumps({**shared, "batch_size": 1})]

@@ -96,7 +96,7 @@ def test_batches_ignore_the_global_random_state_and_follow_the_seed():
     assert torch.equal(first.noise, again.noise) and torch.equal(first.levels, again.levels)
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), state)
-    other = DataOrder(dataset_size=7, batch_size=2, seed=0, stage="transfer")
+    other = DataOrder(dataset_size=7, batch_size=2, seed=0, stage="distill")
     assert not torch.equal(first.noise, make_batch(data, other, 5, 0, WanObjective()).noise)
 
 
@@ -133,7 +133,7 @@ def test_learning_rate_schedules():
         ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false"),
         ({"max_steps": 0}, "nothing to train"),
         ({"mhla": "none", "train": "mhla"}, "mhla='none' converts nothing"),
-        ({"transfer_cache": "disk", "transfer_steps": 3}, "transfer_cache='disk' needs output"),
+        ({"transfer_steps": 3}, "transfer_steps is no option of training any more: .*mhla-hf recover"),
         ({"mhla": "{"}, "mhla is not valid JSON"),
         ({"mhla": "there-is-no-such-file"}, "mhla must be a JSON object"),
         ({"validation_prompts": (3,)}, "validation_prompts must be texts"),
@@ -148,10 +148,12 @@ def test_bad_options_are_named(options, message):
 def test_options_survive_json(tmp_path):
     path = tmp_path / "mhla.json"
     path.write_text('{"blocks": [1, 2, 2]}')
-    config = TrainingConfig(mhla=str(path), validation_prompts="a three", output=tmp_path, transfer_steps=2)
+    config = TrainingConfig(mhla=str(path), validation_prompts="a three", output=tmp_path, distill_steps=2)
     assert config.mhla == {"blocks": [1, 2, 2]} and config.validation_prompts == ("a three",)
     stored = json.loads(json.dumps(config.to_dict()))
     assert TrainingConfig.from_dict(stored) == config
     assert config.replace(seed=4).seed == 4
     with pytest.raises(ValueError, match="Unknown TrainingConfig option stepz"):
         TrainingConfig.from_dict({"stepz": 1})
+    with pytest.raises(ValueError, match="transfer_cache is no option of training .*mhla_hf.recover"):
+        TrainingConfig.from_dict({"transfer_cache": "none"})

@@ -123,7 +123,7 @@ def start_from_files(folder, resume):
         cache=str(folder / "cache"),
         mhla={"blocks": (1, 2, 2)},
         train="mhla",
-        transfer_steps=1,
+        distill_steps=1,
         max_steps=1,
     )
     return DiffusionTrainer(config).run()

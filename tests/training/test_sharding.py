@@ -9,9 +9,9 @@ import torch
 from accelerate import DistributedType
 
 from mhla_hf.training import TrainingConfig
-from mhla_hf.training.processes import check_distribution, set_deepspeed_options
+from mhla_hf.training.processes import check_distribution, make_accelerator
 
-from .sharded_training import CONFIGURATIONS, OPTIONS, launch_arguments, launch_environment, train_together
+from .sharded_training import CONFIGURATIONS, OPTIONS, launch_arguments, train_together
 from .training_process import make_trainer
 
 
@@ -57,9 +57,7 @@ def test_processes_shard_where_the_configuration_says_so(runs):
 
 
 class TestConfigurations:
-    @pytest.mark.parametrize(
-        ("name", "kind"), [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("deepspeed_zero3", "DEEPSPEED")]
-    )
+    @pytest.mark.parametrize(("name", "kind"), [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP")])
     def test_accelerate_reads_them(self, name, kind):
         """Entries that it does not know are errors."""
         from accelerate.commands.config.config_args import load_config_from_file
@@ -67,51 +65,21 @@ class TestConfigurations:
         config = load_config_from_file(str(CONFIGURATIONS / f"{name}.yaml"))
         assert config.distributed_type == kind and config.mixed_precision == "bf16"
         arguments = launch_arguments(name, "--num_processes", "2")
-        assert (arguments.num_processes, arguments.use_fsdp, arguments.use_deepspeed) == (
-            2, kind == "FSDP", kind == "DEEPSPEED",
-        )  # fmt: skip
+        assert (arguments.num_processes, arguments.use_fsdp) == (2, kind == "FSDP")
 
-    def test_deepspeed_is_told_the_options_of_the_run(self, monkeypatch):
-        from accelerate.utils import DeepSpeedPlugin
-
-        for name, value in launch_environment("deepspeed_zero3").items():
-            monkeypatch.setenv(name, value)
-        plugin = DeepSpeedPlugin()
-        accelerator = SimpleNamespace(
-            distributed_type=DistributedType.DEEPSPEED, state=SimpleNamespace(deepspeed_plugin=plugin)
-        )
-        config = TrainingConfig(batch_size=3, max_grad_norm=0.5, mixed_precision="bf16")
-        set_deepspeed_options(accelerator, config)
-        check_distribution(accelerator, config)
-        assert plugin.zero_stage == 3 and not plugin.zero3_init_flag
-        options = plugin.deepspeed_config
-        assert (options["train_micro_batch_size_per_gpu"], options["gradient_clipping"]) == (3, 0.5)
-        assert options["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"} and "bf16" not in options
-        for changes, message in (
-            ({"gradient_accumulation_steps": 2}, "under DEEPSPEED, gradient_accumulation_steps must be 1"),
-            ({"ema_decay": 0.9}, "under DEEPSPEED, ema_decay cannot be used"),
-            ({"mixed_precision": "fp16"}, "under DEEPSPEED, mixed_precision must be bf16 or no"),
-            ({"transfer_steps": 1}, "under DEEPSPEED, transfer_steps cannot be used"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                check_distribution(accelerator, config.replace(**changes))
-        plugin.zero_stage = 2
-        with pytest.raises(ValueError, match="zero_stage must be 3 in accelerate's configuration"):
-            check_distribution(accelerator, config)
+    def test_deepspeed_is_refused_before_it_starts(self, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        with pytest.raises(ValueError, match="DeepSpeed is not supported: shard with FSDP 2"):
+            make_accelerator(TrainingConfig(device="cpu"))
 
     @pytest.mark.parametrize(
         ("kind", "options", "message"),
         [
-            (
-                "FSDP",
-                {"transfer_steps": 1},
-                "under FSDP, transfer_steps cannot be used; run that stage first",
-            ),
-            ("FSDP", {"distill_steps": 1}, "under FSDP, distill_steps cannot be used"),
             ("FSDP", {"train": "lora"}, "under FSDP, train='lora' cannot be used"),
             ("FSDP", {"validation_prompts": "a"}, "under FSDP, validation_prompts cannot be used"),
-            ("FSDP 1", {}, "under FSDP, use one process, DDP, FSDP 2"),
-            ("MEGATRON_LM", {}, "under MEGATRON_LM, use one process, DDP, FSDP 2"),
+            ("FSDP 1", {}, "under FSDP, use one process, DDP or FSDP 2"),
+            ("DEEPSPEED", {}, "DeepSpeed is not supported: shard with FSDP 2"),
+            ("MEGATRON_LM", {}, "under MEGATRON_LM, use one process, DDP or FSDP 2"),
         ],
     )
     def test_what_does_not_run_sharded_is_refused(self, kind, options, message):

@@ -181,7 +181,7 @@ def test_two_processes_stop_together(launcher, number, whom, tmp_path):
     ours = [line for line in errors.splitlines() if line.startswith("stopped")]
     assert len(ours) == 1 and "--resume finetune-0000000" in ours[0]
     # Whatever traceback there is, the launcher's, shows nothing of the run's own code.
-    assert "mhla_hf" not in errors.replace(ours[0], "")
+    assert "/mhla_hf/" not in errors.replace(ours[0], "")
     newest = list_checkpoints(output / "checkpoints")[-1].name
     assert newest.startswith("finetune-0000000") and not (output / "final.pt").exists()
     process = start(0)

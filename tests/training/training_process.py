@@ -28,7 +28,7 @@ def make_trainer(output, callback=None, accelerator=None, **options):
     torch.manual_seed(0)
     teacher = case.make_teacher()
     base = {
-        "output": str(output), "resume": "latest", "transfer_steps": 2, "max_steps": 6, "checkpointing_steps": 2,
+        "output": str(output), "resume": "latest", "distill_steps": 2, "max_steps": 6, "checkpointing_steps": 2,
         "checkpoints_total_limit": 2, "batch_size": 2, "learning_rate": 1e-2, "condition_dropout": 0.0,
         "progress": False, "device": "cpu",
     }  # fmt: skip

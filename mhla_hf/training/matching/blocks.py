@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...layers.mhla import MHLA
 from ...utils.messages import format_bytes, shorten_list
 from ..data.order import DataOrder
+from ..processes import Processes
 from .layer_training import LayerTraining, MatchSettings, Progress, summarize
 from .layers import (
     Batch,
@@ -197,6 +198,13 @@ class _Records:
     ) -> _Records:
         """Record what goes into the first block, and the other arguments of all of them.
 
+        Args:
+            blocks: The blocks.
+            numbers: The batches of this process.
+            make_batch: Makes a batch.
+            model: The model.
+            teacher: Its original.
+
         Raises:
             ValueError: If they do not fit into memory, or blocks hand on more than hidden states.
         """
@@ -354,6 +362,9 @@ def match_blocks(
 ) -> dict[str, dict[str, float]]:
     """Train the blocks of a model that have an MHLA layer, first to last.
 
+    Several processes of `torch.distributed` share the batches: each keeps the hidden states of its own, and computes
+    what goes into the next block. Every step is computed by all of them, on a batch that its owner sends.
+
     Args:
         model: The model; changed in place.
         make_batch: Makes the keyword arguments of the model's forward of a number, always the same.
@@ -372,7 +383,7 @@ def match_blocks(
             states do not fit into memory.
         FloatingPointError: If a loss is no longer finite.
     """
-    options = MatchSettings.from_dict(settings)
+    options, processes = MatchSettings.from_dict(settings), Processes()
     order = DataOrder(dataset_size=num_batches, batch_size=1, seed=options.seed, stage=STAGE)
     report: dict[str, dict[str, float]] = {}
     with evaluating(model):
@@ -381,7 +392,9 @@ def match_blocks(
         of_blocks = [0 if block.mhla is None else by_layer[block.mhla] for block in blocks]
         counts = {index: count for index, count in enumerate(of_blocks) if count}
         numbers = sorted({order.dataset_index(step) for step in range(max(counts.values(), default=0))})
-        records = _Records.start(blocks, numbers, make_batch, model, teacher)
+        owners = {number: processes.owner(place) for place, number in enumerate(numbers)}
+        with processes.together():
+            records = _Records.start(blocks, processes.share_of(numbers), make_batch, model, teacher)
         last_trained = max(counts, default=-1)
         for index, block in enumerate(blocks[: last_trained + 1]):
             teacher.compute(lambda _: records.advance(block, index, records.original))  # noqa: B023
@@ -392,10 +405,15 @@ def match_blocks(
                 with only_trainable(model, training.names), training.prepared(None):
                     for step in range(len(training.losses), count):
                         number = order.dataset_index(step)
-                        training.take_step([records.call(number, index)], [number])
+                        owner = owners[number]
+                        call = records.call(number, index) if owner == processes.rank else None
+                        training.take_step([processes.share(call, owner)], [number])
                         if progress is not None:
                             progress(block.name, step + 1, training.losses[-1])
-                    training.save()
+                    for parameter in training.parameters.values():
+                        processes.send(parameter, 0)
+                    if processes.rank == 0:
+                        training.save()
                 report[block.name] = {"steps": count, **summarize(training.losses)}
             if index < last_trained:
                 records.advance(block, index, records.student)

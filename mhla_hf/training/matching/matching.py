@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ...layers.weight_record import original_name, record_step
 from ...utils.destinations import RunFolder, remove_directory, remove_leftovers
 from ...utils.machine import parse_dtype
 from ...utils.messages import check_choice, check_count, format_bytes
-from ..config import TRANSFER_CACHES, TrainingConfig
+from ..config import RECORD_CACHES
 from ..data.order import DataOrder, model_fingerprint, samples_fingerprint
 from ..processes import Processes, StopSignals, TrainingStopped
 from .layer_training import LayerTraining, MatchSettings, Progress, autocast, layer_loss, summarize, trained_names
@@ -36,13 +36,12 @@ from .teacher import SharedTeacher, shared_teacher
 
 logger = logging.getLogger(__name__)
 
+# The order of batches follows from it.
 STAGE = "transfer"
 # Folder of records on the disk.
 ACTIVATIONS = "activations"
 # Records that a projection is fitted to in the end, and which of them are held out: one in N.
 _FITTED_RECORDS, _HELD_OUT = 128, 4
-# Draws of noise, at least, however few samples.
-_LEAST_RECORDS = 128
 # Inputs with an entry for every token of every sample, in the order they are looked for.
 _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "pixel_values")
 
@@ -402,7 +401,7 @@ def match_layers(
         check_count(name, number)
     if len(by_layer) != len(layers):
         raise ValueError(f"steps has {len(by_layer)} numbers, and the model {len(layers)} MHLA layers.")
-    check_choice("cache", cache, TRANSFER_CACHES)
+    check_choice("cache", cache, RECORD_CACHES)
     if cache == "disk" and output is None:
         raise ValueError("cache='disk' needs output, the directory to keep the records in.")
     dtype = parse_dtype(cache_dtype)
@@ -430,50 +429,6 @@ def match_layers(
             return matching.run(cache)
         finally:
             record_step(model, "matched", before)
-
-
-def match_stage(
-    model: nn.Module,
-    make_batch: Callable[[int], Batch],
-    samples: int,
-    config: TrainingConfig,
-    teacher: SharedTeacher,
-    output: Path | None,
-    progress: Progress | None = None,
-) -> MatchingReport:
-    """Match the layers of a model as the first stage of a training run.
-
-    The teacher runs once on each of a set of samples with their noise, as many as the data set has and at least 128,
-    or as many as the steps take; with `transfer_cache="none"` each step has samples and noise of its own.
-
-    Args:
-        model: The model, on its device.
-        make_batch: Makes the keyword arguments of the model's forward for a sample and its noise, by their number.
-        samples: Size of the data set.
-        config: The options, with the `mixed_precision` in use.
-        teacher: The original.
-        output: Directory of the stage; None writes nothing.
-        progress: See [`match_layers`].
-
-    Raises:
-        ValueError: If the records do not fit, or `output` holds another run.
-        FloatingPointError: If a loss is no longer finite.
-        TrainingStopped: After Ctrl-C or SIGTERM.
-    """
-    per_step = config.batch_size * config.gradient_accumulation_steps * Processes().size
-    count = config.transfer_steps * per_step
-    if config.transfer_cache != "none":
-        count = min(max(samples, _LEAST_RECORDS), count)
-    data = Batches(make_batch, count, _input_device(model))
-    shared = {item.name: getattr(config, item.name) for item in fields(MatchSettings) if hasattr(config, item.name)}
-    # The more particular option wins: a rate for this stage over one for these parameters in every stage.
-    rate = config.transfer_learning_rate
-    shared |= {"optimizer": config.transfer_optimizer, "save_every": config.checkpointing_steps}
-    shared["mhla_learning_rate"] = rate or config.mhla_learning_rate or config.learning_rate
-    settings = MatchSettings(**{**shared, "learning_rate": rate or config.learning_rate})
-    matching = Matching(model, data, settings, config.transfer_steps, per_step, teacher, output, progress)
-    with matching.prepared():
-        return matching.run(config.transfer_cache)
 
 
 def matching_losses(

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from ...utils.files import atomic_file
 from ...utils.messages import format_bytes
+from ..processes import local_processes
 from .layers import LayerCall
 
 
@@ -86,9 +87,9 @@ def tensor_bytes(value: Any) -> int:
 
 
 def free_room(output: Path | None) -> tuple[int, int]:
-    """Bytes that records may take in memory, and on the disk of a directory; -1 for none."""
+    """Bytes that records of this process may take in memory, and on the disk of a directory; -1 for none."""
     disk = -1 if output is None else max(0, shutil.disk_usage(output).free - _DISK_RESERVE)
-    return psutil.virtual_memory().available // 2, disk
+    return psutil.virtual_memory().available // 2 // local_processes(), disk
 
 
 def choose_cache(cache: str, needed: Sequence[int], rooms: Sequence[tuple[int, int]]) -> str:

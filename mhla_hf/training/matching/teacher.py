@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ...layers.weight_record import original_name, original_values, values_of_original
+from ..processes import is_fully_sharded, shard_like
 from .layers import AttentionLayer, Batch, LayerCall, base_model, evaluating, mhla_layers, original_heads, record_calls
 
 
@@ -75,6 +76,36 @@ class SharedTeacher:
         """Move the stored weights to the device that the model is on."""
         self.weights = {name: value.to(device) for name, value in self.weights.items()}
         return self
+
+    def shard(self) -> None:
+        """Shard the stored weights as the model's parameters are, for `in_shards`."""
+        parameters = self._parameters()
+        self.weights = {name: shard_like(value, parameters[name]) for name, value in self.weights.items()}
+
+    @contextmanager
+    def in_shards(self, root: nn.Module) -> Iterator[None]:
+        """A context in which a sharded model, called through its root, computes what the teacher does.
+
+        Args:
+            root: The module that was sharded.
+        """
+        parameters = self._parameters()
+        kept = {name: parameters[name].detach().clone() for name in self.weights}
+
+        def put(values: Mapping[str, torch.Tensor]) -> None:
+            for name, value in values.items():
+                parameters[name].copy_(value)
+            # What is gathered now has the values of before.
+            for module in root.modules():
+                if is_fully_sharded(module):
+                    module.reshard()  # type: ignore[operator]
+
+        with self.active():
+            put(self.weights)
+            try:
+                yield
+            finally:
+                put(kept)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The original model's output."""

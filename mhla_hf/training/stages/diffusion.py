@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from ...models.directory import ModelDirectory
 from ...models.registry import FAMILIES, MHLA_CLASSES, trained_family
 from ...utils.compat import unsplit_classes
 from ..config import TrainingConfig, check_options
-from ..matching.teacher import Teacher
+from ..matching.teacher import SharedTeacher, Teacher
 from ..parameters import trainable_names
+from ..processes import is_fully_sharded
 
 
 def objective_for(
@@ -85,7 +86,7 @@ class Stage(ABC):
             self.name, self.steps, self.teacher_share = "distill", config.distill_steps, config.distill_ratio
             own_rate = config.distill_learning_rate
         self.learning_rate = own_rate or config.learning_rate
-        # The more particular option wins, as in the matching stage.
+        # The more particular option wins, over one of these parameters.
         self.mhla_learning_rate = own_rate or config.mhla_learning_rate or config.learning_rate
         # Fine-tuning generates them later, for the same steps.
         self.validates = get_teacher is None or not config.max_steps
@@ -98,6 +99,15 @@ class Stage(ABC):
     def teacher(self) -> Teacher | None:
         """The teacher; the trainer releases it after the stage."""
         return None if self.get_teacher is None else self.get_teacher()
+
+    @contextmanager
+    def sharded_teacher(self, module: nn.Module) -> Iterator[bool]:
+        """A context in which a sharded module computes what the teacher in it does; tells whether it does."""
+        if isinstance(self.teacher, SharedTeacher) and is_fully_sharded(module):
+            with self.teacher.in_shards(module):
+                yield True
+        else:
+            yield False
 
     @abstractmethod
     def module(self) -> nn.Module:
@@ -162,12 +172,15 @@ class DiffusionStage(Stage):
         """Compute the distance to the teacher's prediction, the objective's loss, or a mixture of both."""
         objective, share = self.objective, self.teacher_share
         noisy = objective.add_noise(batch.latents, batch.noise, batch.levels)
-        if share:
-            with torch.no_grad(), accelerator.autocast():
-                target = objective.predict(self.teacher, noisy, batch.levels, batch.condition)
         # Sharding under mixed precision rounds floating-point arguments: the model would be conditioned on other noise
         # levels than those of its input.
         levels = batch.levels.view(torch.int32) if batch.levels.dtype == torch.float32 else batch.levels
+        if share:
+            with torch.no_grad(), accelerator.autocast(), self.sharded_teacher(module) as is_sharded:
+                if is_sharded:
+                    target = module(noisy, levels, batch.condition)
+                else:
+                    target = objective.predict(self.teacher, noisy, batch.levels, batch.condition)
         prediction = module(noisy, levels, batch.condition)
         if not share:
             return objective.losses_of(prediction, noisy, batch).mean()

@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _LANGUAGE_MODELS
 
+from ...layers.weight_record import original_name
 from ..data.batches import BatchSource
 from ..data.order import DataOrder
 from ..matching.layers import evaluating, only_trainable, without_dropout
@@ -95,9 +97,12 @@ class TransformersStage(Stage):
         # Labels would cost a loss that nobody asks for.
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         assert self.teacher is not None
-        with accelerator.autocast():
-            whole = self._part is self.model
-            target = compute_with(self.teacher, lambda model: (model if whole else model.base_model)(**inputs))
+        whole = self._part is self.model
+        with torch.no_grad(), accelerator.autocast(), self.sharded_teacher(module) as is_sharded:
+            if is_sharded:
+                target = module(inputs)
+            else:
+                target = compute_with(self.teacher, lambda model: (model if whole else model.base_model)(**inputs))
         mine, theirs = (self._matched(output, inputs) for output in (module(inputs), target))
         if self.objective.target == "logits":
             errors = divergences(mine, theirs, self.objective.temperature)
@@ -113,12 +118,28 @@ class TransformersStage(Stage):
         share, teacher = self.teacher_share, self.teacher
         states, head = None, None
         if share and teacher is not None:
-            with accelerator.autocast():
-                states = compute_with(teacher, lambda model: token_states(model, inputs))
-            head = partial(_teacher_logits, teacher)
+            with torch.no_grad(), accelerator.autocast(), self.sharded_teacher(module) as is_sharded:
+                if is_sharded:
+                    states = module(inputs, None, None, True)
+                else:
+                    states = compute_with(teacher, lambda model: token_states(model, inputs))
+            head = self._sharded_head(teacher) if is_sharded else partial(_teacher_logits, teacher)
         divergence, entropy = module(inputs, states, head)
         total = share * divergence + (1 - share) * entropy
         return _mean(total, int(next_tokens(inputs)[0].sum()), accelerator)
+
+    def _sharded_head(self, teacher: Any) -> Head:
+        """The head of a teacher in shards, for the forward pass of the student."""
+        embeddings: Any = self.model.get_output_embeddings()
+        (place,) = (name for name, module in self.model.named_modules() if module is embeddings)
+        # A weight that the head shares with the embeddings of the input has their name.
+        names = {parameter: original_name(name) for name, parameter in self.model.named_parameters()}
+        weights = {
+            f"{place}.{own}": teacher.weights[names[parameter]].full_tensor()
+            for own, parameter in embeddings.named_parameters()
+            if names[parameter] in teacher.weights
+        }
+        return partial(_logits_with, self.model, weights)
 
     def _matched(self, output: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Select the part of a model's output that is matched, `[N, D]`, without tokens of padding."""
@@ -139,9 +160,13 @@ def _token_losses(
     inputs: dict[str, Any],
     target_states: torch.Tensor | None,
     target_head: Head | None,
+    states_alone: bool = False,
+    *,
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `language_losses`; the teacher's states are `[B, T, D]`."""
+) -> Any:
+    """See `language_losses`; the teacher's states are `[B, T, D]`. With `states_alone` those of the model."""
+    if states_alone:
+        return token_states(model, inputs)
     where, labels = next_tokens(inputs)
     states = token_states(model, inputs)[:, :-1][where]
     target = None if target_states is None else target_states[:, :-1][where]
@@ -165,6 +190,13 @@ def next_tokens(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _teacher_logits(teacher: Teacher, states: torch.Tensor) -> torch.Tensor:
     return compute_with(teacher, lambda model: head_of(model)(states))
+
+
+@torch.no_grad()
+def _logits_with(model: nn.Module, weights: Mapping[str, torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+    """The logits of a model with other weights of its head, by their names."""
+    call = Computed(model, lambda model: head_of(model)(states))
+    return functional_call(call, {f"model.{name}": value for name, value in weights.items()}, (), tie_weights=False)
 
 
 def _mean(total: torch.Tensor, count: int, accelerator: Accelerator) -> torch.Tensor:

@@ -115,12 +115,10 @@ class TestTraining:
         assert len({tuple(sample["latents"].shape) for sample in data}) == 2
         teacher = case.make_teacher()
         student = case.student(teacher)
-        config = TrainingConfig(
-            transfer_steps=4, max_steps=12, batch_size=2, learning_rate=3e-3, progress=False, device="cpu"
-        )
+        config = TrainingConfig(max_steps=16, batch_size=2, learning_rate=3e-3, progress=False, device="cpu")
         before = evaluate(student, data, batch_size=2, draws_per_sample=2)
         result = DiffusionTrainer(config, student, data, teacher=teacher, null_condition=case.null_condition).run()
-        assert len(result.losses["finetune"]) == 12
+        assert len(result.losses["finetune"]) == 16
         assert evaluate(result.model, data, batch_size=2, draws_per_sample=2).loss < before.loss
 
 

@@ -201,7 +201,7 @@ def train(name, sources, output, *arguments):
 @fast_families
 def test_a_trained_pipeline_is_whole_and_better(name, sources, tmp_path):
     pipeline = train(
-        name, sources, tmp_path, "--match-steps", 2, "--distill-steps", 2, "--max-steps", 30, "--learning-rate", 5e-3,
+        name, sources, tmp_path, "--distill-steps", 2, "--max-steps", 30, "--learning-rate", 5e-3,
         "--validation-prompt", "the digit three", "--validation-steps", 30, "--validation-inference-steps", 1,
     )  # fmt: skip
     assert type(pipeline.transformer).__name__.startswith("MHLA")

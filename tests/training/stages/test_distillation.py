@@ -176,7 +176,7 @@ class TestStage:
 
         def train(output, callback=None):
             config = options(
-                output=output, resume="latest", train=mode, lora_rank=2, transfer_steps=2, distill_steps=5,
+                output=output, resume="latest", train=mode, lora_rank=2, distill_steps=5,
                 max_steps=3, checkpointing_steps=2, learning_rate=3e-3,
             )  # fmt: skip
             return DiffusionTrainer(
@@ -184,7 +184,7 @@ class TestStage:
             ).run()
 
         whole = train(tmp_path / "whole")
-        assert [len(losses) for losses in whole.losses.values()] == [2, 5, 3]
+        assert [len(losses) for losses in whole.losses.values()] == [5, 3]
         for stop in (("distill", 3), ("distill", 5), ("finetune", 1)):
             with pytest.raises(Interrupted):
                 train(tmp_path / "cut", crash_at(*stop))
