@@ -473,7 +473,7 @@ def compare(
     for key, make in makers.items():
         try:
             runs[key] = make()
-        except Exception as error:  # A contestant that cannot be made is a result, whatever it raises.
+        except Exception as error:  # A contestant that cannot be made is a result.
             rows[key]["reason"] = failure_reason(error)
     timed = time_in_rounds(runs, device, seconds=options.seconds / (10 if options.quick else 1))
     best = [row["milliseconds"] for key, row in timed.items() if baseline in str(key) and isinstance(row, dict)]
@@ -513,7 +513,7 @@ def time_in_rounds(
             run()
             timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
             measured[name].append(timer.blocked_autorange(min_run_time=seconds / (rounds * len(runs))))
-        except Exception as error:  # A contestant that cannot run is a result, whatever it raises.
+        except Exception as error:  # A contestant that cannot run is a result.
             results[name] = failure_reason(error)
             free_memory(device)
     for name in runs.keys() - results.keys():

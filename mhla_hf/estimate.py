@@ -208,7 +208,7 @@ def on_meta(
     """Build a model without memory for its weights; see [`Candidate.build`].
 
     Raises:
-        ValueError: As there, and for whatever libraries raise for wrong values in a configuration.
+        ValueError: As in the function above, and for every error of the libraries about a wrong configuration.
     """
     try:
         with torch.device("meta"):

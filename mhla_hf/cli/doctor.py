@@ -154,7 +154,7 @@ def _examine_kernels(device: str, json_file: JsonFile) -> None:
     count = len(report.results)
     typer.echo("\n" + "\n".join(markdown_table(report.results)) + f"\n\n{count - failed} of {count} checks passed.")
     if report.content["left_out"]:
-        typer.echo(f"Left out for want of time: {', '.join(report.content['left_out'])}.")
+        typer.echo(f"Skipped (time limit reached): {', '.join(report.content['left_out'])}.")
     if note:
         typer.echo(note)
     if note or not passed:

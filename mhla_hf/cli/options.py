@@ -25,7 +25,7 @@ BLOCKS, WEIGHTS, PROBE, ADVANCED = "Blocks", "Weights", "Probe", "Advanced"
 _SAMPLES = "Samples of a pipeline"
 _GRID = "Default: that of the grid that the blocks are for."
 _TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple[str": list[str]}
-# Of fields, what the command line calls them.
+# Names of fields on the command line.
 _NAMES = {"teacher": "original", "base": "original", "num_samples": "samples"}
 
 

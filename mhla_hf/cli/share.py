@@ -168,7 +168,7 @@ SERVE: dict[str, Any] = {
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
     "options_metavar": "MODEL [OPTIONS]",
 }
-"""Settings of `serve`, whose options are those of `transformers serve`, in whatever version is installed."""
+"""Settings of `serve`, whose options are those of `transformers serve` in the installed version."""
 
 
 def serve_command(context: typer.Context) -> None:

@@ -148,7 +148,7 @@ def other_files(source: ModelDirectory, replaced: set[str]) -> list[Path]:
     formats that are not written.
     """
     components = [source.select(name) for name in replaced]
-    # Of an MHLA directory that is turned back: what was done to it, and how to load it.
+    # An MHLA directory that is turned back loses the record of its training and its loading code.
     stale = (TRAINING_RECORD, "report.json", f"{STUB_MODULE}.py", f"{LIBRARY}.py") if source.mhla_models else ()
     files: list[Path] = []
     for path in list_files(source.root):

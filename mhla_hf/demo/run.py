@@ -221,7 +221,7 @@ def _prepare_worker() -> None:
     """Compute on one thread, and end with the process that started this one, even if that is killed."""
     _hide_progress_bars()
     torch.set_num_threads(1)
-    # Of an idle worker: Ctrl-C is for those at work and for the process that waits for them.
+    # An idle worker ignores Ctrl-C, which is for those at work and for the process that waits for them.
     signal.signal(signal.SIGINT, lambda *_: None)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -60,7 +60,7 @@ class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, Peft
         cross_attention_kwargs: dict[str, Any] | None = None,
         return_dict: bool = True,
     ) -> Transformer2DModelOutput | tuple[torch.Tensor]:
-        """As upstream, whose own `forward` puts the patches together to a square whatever the image was.
+        """Like upstream, but unpatchifies to the input's aspect ratio; upstream always returns a square.
 
         Args:
             hidden_states: Latents `[B, C, height, width]`.

@@ -55,7 +55,7 @@ class MHLAFluxAttention(MHLAJointAttention, FluxAttention):
         rotary, text_rotary = (
             PairwiseRotary(*(x[:, part] for x in pairs)) for part in (slice(count, None), slice(count))
         )
-        # Of all pairs of tokens `[B, 1, X + T, X + T]`. The last query is one of the image.
+        # The mask covers all pairs of tokens, `[B, 1, X + T, X + T]`. The last query belongs to the image.
         valid = None if attention_mask is None else attention_mask[:, 0, -1, :count].bool()
         return self.processor(
             self, hidden_states, encoder_hidden_states, grid=grid, rotary=rotary, text_rotary=text_rotary,

@@ -71,7 +71,7 @@ class MHLAHunyuanVideoAttention(MHLAJointAttention, Attention):
         if not hasattr(self, "mhla"):
             kwargs["image_rotary_emb"] = tuple(table.flatten(0, 2) for table in image_rotary_emb[:2])
             return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-        # Of all keys `[B, 1, 1, T + X]`, or of the text alone.
+        # The mask covers all keys, `[B, 1, 1, T + X]`, or the text alone.
         valid = attention_mask.flatten(1)[:, -encoder_hidden_states.shape[1] :].bool()
         grid, rotary = tuple(image_rotary_emb[0].shape[:3]), PairwiseRotary(*image_rotary_emb[2:])
         return self.processor(

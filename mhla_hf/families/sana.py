@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MHLA for SANA and SANA-Video, whose own self-attention is linear: one summary of all tokens, which MHLA cuts up.
 
-With equal mixing weights MHLA is exactly that attention, whatever the blocks. They are the default start here, so a
+With equal mixing weights MHLA is exactly that attention for all blocks. They are the default start here, so a
 converted model draws the image that it drew before, and fine-tuning starts from there (an output norm, another start
 or another `eps` change it at once). SANA-Video's token grid travels in the rotary tables, as for Wan.
 """

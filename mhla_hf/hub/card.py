@@ -54,7 +54,7 @@ _TRAINING_OPTIONS = (
     "train", "transfer_steps", "distill_steps", "max_steps", "learning_rate", "mhla_learning_rate", "batch_size",
     "gradient_accumulation_steps", "mixed_precision", "seed",
 )  # fmt: skip
-# Of the reports of `mhla-hf bench`, the fields that tell rows apart.
+# The fields that tell rows apart in reports of `mhla-hf bench`.
 _CASES = {"op": ("shape", "direction", "contestant", "normalizer"), "model": ("model", "contestant", "attention")}
 
 # Characters that begin markup. For those that Markdown has no backslash for, HTML does.

@@ -203,7 +203,7 @@ class DirectoryCheck:
                 self._note(path, "does not say which model it is, by _class_name (diffusers) or model_type.")
                 return
             if named is not None and "_class_name" not in config:
-                # What the pipeline loads, whatever the model was saved as.
+                # The class that the pipeline loads, which need not be the one that was saved.
                 config["architectures"] = [named]
             name = "model" if named is None else folder.name
             model = ModelDirectory(str(folder), folder, None, {name: config}, name)

@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 _WORKING_FILES = (
     "work/*", "checkpoint-*/*", "checkpoints/*", "*.lock", "*.tmp",
-    # Of accelerate and the Trainer of transformers.
+    # Written by accelerate and by the Trainer of transformers.
     "optimizer*.bin", "optimizer*.pt", "scheduler*.bin", "scheduler*.pt", "scaler.pt", "random_states_*.pkl",
     "rng_state*.pth", "training_args.bin", "trainer_state.json", "global_step*/*",
-    # Of trackers.
+    # Written by trackers.
     "wandb/*", "runs/*", "logs/*", "mlruns/*", "events.out.tfevents*", "*/events.out.tfevents*", "*.log",
     # Keys and tokens.
     "*.env", "*.key", "*.pem", "token", "token.txt",
@@ -207,7 +207,7 @@ def _public(name: str, content: Any) -> Any:
         return _shortened(content, _LOCATIONS) if _CONFIGURATION.fullmatch(name) else content
     public = _shortened(content, None)
     if isinstance(public, dict) and isinstance(public.get("source"), dict):
-        # Of use on this machine alone.
+        # Paths and the machine mean nothing to others.
         public["source"] = {key: value for key, value in public["source"].items() if key not in ("path", "machine")}
     return public
 

@@ -47,7 +47,7 @@ from .window import join_window
 
 # In a channel of the key: small enough that the weight of the token is 0, and within the range of float16.
 _HIDDEN = -3e4
-# Queries of a sample that tell the bias of the text; each meets all keys.
+# Queries of a sample that the bias of the text is fitted on; each meets all keys.
 _BIAS_QUERIES = 64
 
 

@@ -31,7 +31,7 @@ from .registry import attention_request, family_for
 from .single_file import own_weights, softmax_names
 
 
-# To the type checker a mixin has whatever the diffusers class beside it has.
+# To the type checker, a mixin has every attribute of the diffusers class beside it.
 Upstream: Any = object
 
 # Lists of a diffusers class by which loaders and hooks find its sensitive parts, with those of MHLA layers.
@@ -269,7 +269,7 @@ class MHLAModelMixin(MHLAAdapterMixin):
                 those of Wan 2.1 by default.
         """
         grid = cls.config_grid(config)
-        # Pipelines of images make the same grid, whatever the VAE.
+        # Pipelines of images make the same grid with every VAE.
         if grid is not None or compression is None or len(cls.default_grid) == 2:
             return grid or cls.default_grid
         # The pixels that pipelines make by default, with another VAE or other patches.

@@ -126,7 +126,7 @@ def unconvert_model(model: Any) -> Any:
 
 
 def check_unconvertible(model: Any) -> None:
-    """Check that [`unconvert_model`] can turn a model back as it stands, whatever its weights.
+    """Check that [`unconvert_model`] can turn a model back as it stands, with any weights.
 
     Raises:
         ValueError: If it is no MHLA model, is compiled, offloaded, hooked or quantised, or has adapters or fused

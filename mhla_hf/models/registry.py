@@ -109,7 +109,7 @@ class TransformersFamily:
 
 def _read_transformers(status: str) -> dict[str, TransformersFamily]:
     models = json.loads(TRANSFORMERS_DATA.read_text(encoding="utf-8"))["models"]
-    # Of a name that stands for several kinds, such as BERT as a decoder and as an encoder, the last counts.
+    # A name may stand for several kinds, such as BERT as a decoder and as an encoder: the last one counts.
     return {
         entry["name"]: TransformersFamily(entry["name"], entry["kind"], entry["note"], rope=entry["rope"])
         for entry in models

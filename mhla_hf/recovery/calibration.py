@@ -233,7 +233,7 @@ def calibrate_model(
                     solved[layer.name], new = _calibrate_layer(layer, calls.pop(layer.name), fit_steps, advance)
                     changes.update(new)
         report.layers, changes = _exchange(processes, layers, solved, changes)
-        # Of layers that had nothing to train.
+        # Count the steps of layers that had nothing to train.
         if progress is not None and advance.done < total:
             progress(total, total)
         before = {name: parameter.clone() for name, parameter in parameters.items() if parameter in changes}
@@ -281,7 +281,7 @@ class _Probe:
                         f"layer {layer.name}: {which} gives numbers that are not finite for batch {index} of "
                         "the probe. The model is unchanged; check that batch, or calibrate in float32."
                     )
-            # Of one batch in so many all samples are held out, of few batches one sample in so many.
+            # Hold out every fourth batch, or every fourth sample if there are fewer than four batches.
             seen = sum(len(call.heads) for call in found[layer.name])
             numbers = torch.arange(seen, seen + len(output), device=output.device)
             if len(self.batches) >= _HELD_OUT:

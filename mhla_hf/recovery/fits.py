@@ -28,7 +28,7 @@ from ..training.matching.ridge import Moments, solve_ridge, sums_device
 TEMPERATURES = (1.0, 0.63, 1.6, 2.5, 4.0, 6.3, 10.0)
 """Factors on the weights of a hedgehog feature map that are tried; the first is what it is."""
 HEADS_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
-# Rows with their neighbours are many times what the values are: so many numbers are made at a time.
+# Rows with their neighbours take many times the memory of the values: this many numbers are made at a time.
 _ROW_NUMBERS = 2**23
 
 

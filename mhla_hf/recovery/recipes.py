@@ -50,7 +50,7 @@ _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the 
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
-# Values that are texts, whatever YAML takes them for.
+# Values that are texts even where YAML reads them as something else.
 _TEXTS = ("family", "layers", "text_field")
 VARIANTS = ("fast", "paper")
 """Names of other recipes for many families; `fast` is changes to the default recipe."""

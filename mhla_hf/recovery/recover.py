@@ -287,7 +287,7 @@ class Recovery:
         return self.settings.processes
 
     def run(self, open_data: OpenData | None, origin: Mapping[str, Any]) -> RecoveryReport:
-        """Run whatever is not done yet.
+        """Run what is not done yet.
 
         Args:
             open_data: Opens the data for the converted model; `None` where stages and layers need none.

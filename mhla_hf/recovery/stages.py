@@ -185,7 +185,7 @@ def match(
     model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: MatchOptions, settings: StageSettings
 ) -> dict[str, Any]:
     """Train each layer towards the output of the one that it replaced."""
-    # Of very few steps a share rounds to none.
+    # A share of very few steps rounds to none.
     divided = _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings)
     steps = {name: max(1, count) for name, count in divided.items()}
     make, shared = _recorded("match", data, options, settings, steps)
@@ -300,7 +300,7 @@ def _train(
         trainer = DiffusionTrainer(
             config, trained, data.samples, teacher=teacher, null_condition=data.null_condition, **shared
         )
-        # That of the pipeline's scheduler; the trainer knows the model alone.
+        # The objective follows the pipeline's scheduler; the trainer knows the model alone.
         trainer.objective = data.objective
     else:
         trainer = TransformersTrainer(config, data, trained, teacher=teacher, **shared)
@@ -388,7 +388,7 @@ class Quality:
 
 @torch.no_grad()
 def _negative_log_likelihood(model: nn.Module, batch: Batch) -> float:
-    """Of all tokens but the first of each row, in nats."""
+    """Sum over all tokens but the first of each row, in nats."""
     batch = on_device(batch, model)
     with evaluating(model):
         logits = run(model, batch)[0][:, :-1].float()

@@ -198,7 +198,7 @@ def parse_sizes(text: str, num_frames: int = 1, name: str = "sizes") -> tuple[Bu
 
     Args:
         text: The sizes, `"480,832,81;832,480,81"` for videos.
-        num_frames: Frames of those that do not say.
+        num_frames: Frames for sizes that do not name any.
         name: Name of the text, for the error.
 
     Raises:

@@ -14,7 +14,7 @@ from ..layers.mixing import constrained, unconstrained
 
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Of mixing weights that take multiplicative steps.
+# Floor of mixing weights that take multiplicative steps.
 SMALLEST_WEIGHT = 1e-5
 MATRIX, ADAM, LOGARITHM = "matrix", "adam", "logarithm"
 

@@ -264,7 +264,7 @@ def save_adapter(destination: Path, model: nn.Module) -> None:
 
     tensors, config = adapter_of(model)
     with atomic_directory(destination) as temporary:
-        # That of every pipeline with a transformer. Without the options, loaders take the rank for alpha.
+        # Every pipeline with a transformer saves alike. Without the options, loaders take the rank for alpha.
         WanPipeline.save_lora_weights(
             temporary, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict()
         )
@@ -299,7 +299,7 @@ def load_model(directory: ModelDirectory, mhla: dict | str | None = None) -> nn.
     """
     check_conversion(directory, mhla)
     model = directory.load(mhla if isinstance(mhla, dict) else None)
-    # Of files beside the model, which transformers loads with it, and would save alone.
+    # transformers also loads adapters from files beside the model, and would save them alone.
     check_no_adapters(dict(model.named_parameters()), directory.folder)
     return model
 

@@ -241,7 +241,7 @@ class Processes:
         self.size = distributed.get_world_size() if joined else 1
 
     def share_of(self, items: Sequence[Key]) -> list[Key]:
-        """Those of some items that belong to this process; `owner` is their other side."""
+        """Return the items that belong to this process; `owner` is the inverse."""
         return list(items[self.rank :: self.size])
 
     def owner(self, number: int) -> int:

@@ -243,7 +243,7 @@ class Latents(BatchSource):
         held_out: Most samples to hold out, or a data set of such.
         seed: Seed of their order, of noise and noise levels.
         condition_dropout: Share of samples that lose their caption or class, where the data set has `null_condition`.
-        draws: Noise draws of each held-out sample that quality is measured on; by default so many that there are 96,
+        draws: Noise draws of each held-out sample that quality is measured on; by default enough to make 96,
             and 16 of a sample at most.
     """
 

@@ -156,7 +156,7 @@ class MovingDigits(Dataset):
 
     Args:
         split: One of `SPLITS`.
-        length: Number of videos; index `i` shows the same video whatever the length.
+        length: Number of videos; index `i` shows the same video for every length.
         seed: Another seed gives other videos.
         config: Appearance; the default makes 17 frames of 64x64.
 

@@ -31,7 +31,7 @@ MAX_PIXELS = 2**30 // 12
 """Most pixels of an image or frame, 89 million: one in RGB and 32 bits fills a gibibyte. Pillow warns from here."""
 
 MAX_ASPECT_RATIO = 20
-"""Of the longer to the shorter side; cropping would leave next to nothing of an image beyond it."""
+"""Ratio of the longer side to the shorter one; cropping would leave next to nothing of longer images."""
 
 CLASSES_FILE = "classes.json"
 """File of a data folder that gives its classes their numbers."""
@@ -415,7 +415,7 @@ def open_images(
         images = {f"{sample.key}:{side}": partial(_as_bytes, sample) for sample in digits}
         return processor, images, 0
     folder = folders.DataFolder(Path(data).expanduser())
-    # Of a large folder only a part is read: it must not be that of the first classes.
+    # Only a part of a large folder is read: it must not be the first classes.
     files = folder.files(IMAGE_SUFFIXES)
     files.sort(key=lambda path: stable_seed(folders.printable(path.relative_to(folder.path).as_posix())))
     for path in files:

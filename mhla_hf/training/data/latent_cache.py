@@ -359,7 +359,7 @@ class CachePlan:
         samples: Sequence[DataSample]
         if config.data == GENERATED:
             original = directory.original(teacher, "teacher")
-            # Of a repository only the model may have been downloaded.
+            # Perhaps only the model of a repository has been downloaded.
             root = original.root if (original.root / "vae").is_dir() else download_pipeline(original.location)
             samples = drawn_samples(root, directory, config, seed, device)
         elif config.data == DIGITS and is_video:
@@ -379,7 +379,7 @@ class CachePlan:
         self.num_classes, self.teacher, self.samples = classes, root, samples[: config.num_samples]
 
     def check_samples(self, least: int) -> None:
-        """Check that so many of the user's samples can be read, before anything is converted or loaded for them.
+        """Check that at least this many samples of the user can be read, before anything is converted or loaded.
 
         Raises:
             ValueError: If fewer can.

@@ -86,7 +86,7 @@ class TextCorpus:
             check_data(self.data)
         if self.path.is_dir():
             folder = DataFolder(self.path)
-            # Of a large folder only a part is read: it must not be the beginning of the alphabet.
+            # Only a part of a large folder is read: it must not be the beginning of the alphabet.
             self.files = sorted(folder.files(TEXT_SUFFIXES), key=self._place)
             self.skipped += folder.problems
         is_records = suffix in RECORD_SUFFIXES if self.path.is_file() else is_hub_id(self.data.partition(":")[0])
@@ -187,7 +187,7 @@ class TextCorpus:
         try:
             # As a stream: a part of it is enough.
             yield from datasets.load_dataset(**source, split="train", streaming=True)
-        # Of an empty file `datasets` raises StopIteration.
+        # `datasets` raises StopIteration for an empty file.
         except (ValueError, OSError, StopIteration, datasets.exceptions.DatasetsError) as error:
             problem = shorten_text(str(error), 250) or "it is empty"
             raise ValueError(f"data: {self.data} cannot be read: {problem}") from error
@@ -515,7 +515,7 @@ def generate_text(model: Any, folder: Path, *, rows: int, length: int, seed: int
     folder = folder / f"generated-{fingerprint}"
     folder.mkdir(parents=True, exist_ok=True)
     start = torch.full((_ROWS_AT_ONCE, 1), first, device=model.device)
-    # Plain sampling, whatever the model's own defaults are, past ends of texts.
+    # Plain sampling past ends of texts, without the model's own defaults.
     options: dict[str, Any] = {"max_length": length, "do_sample": True, "eos_token_id": None, "pad_token_id": first}
     options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
     pieces = []

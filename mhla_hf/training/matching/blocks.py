@@ -148,7 +148,7 @@ def list_blocks(model: nn.Module, batch: Batch) -> list[Block]:
         match = re.match(r"(.*)\.\d+(?=\.)", layer.name)
         found[match[0] if match else layer.name] = layer.mhla
     streams = getattr(trunk, "block_streams", ())
-    # Those of a class, though all layers of one may be softmax, or MHLA layers be elsewhere.
+    # The lists that the class names: some may have no MHLA layer, and MHLA layers may lie outside of them.
     prefixes = getattr(trunk, "block_lists", None) or {name.rpartition(".")[0] for name in found}
     lists = [(name, module) for name, module in modules.items() if name in prefixes]
     is_known = hasattr(trunk, "block_lists") or len(lists) == 1

@@ -234,7 +234,7 @@ class Matching:
             layer(call.arguments, call.hidden_states.to(weight.dtype))
         hook.remove()
         heads = rows[0].flatten(2)
-        # That of joint attention projects the grid alone.
+        # The projection of joint attention covers the grid alone.
         output, valid = (None if x is None else x[:, -heads.shape[1] :] for x in (call.output, call.valid))
         valid = torch.ones_like(heads[..., 0], dtype=torch.bool) if valid is None else valid
         fit.add(heads[valid], output[valid], held_out)  # type: ignore[index]

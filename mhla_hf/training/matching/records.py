@@ -107,7 +107,7 @@ def choose_cache(cache: str, needed: Sequence[int], rooms: Sequence[tuple[int, i
         ValueError: If there is no room where the user chose to keep them.
     """
     memory, disk = zip(*rooms, strict=True)
-    # That of the process with the least to spare.
+    # Decide by the process with the least room to spare.
     tightest = min(zip(needed, memory, strict=True), key=lambda pair: pair[1] - pair[0])
     places = {
         "memory": (*tightest, "half of the free memory"),

@@ -171,7 +171,7 @@ def set_modular_component_type(pipeline: Any, name: str, component_class: type) 
 
 
 def register_library(name: str, module: Any) -> None:
-    """Let the index of a pipeline name classes of a module as `[name, class]`, whatever files come with it.
+    """Let the index of a pipeline name classes of a module as `[name, class]`, even beside files of that name.
 
     Diffusers takes them for those of a pipeline of its own, which it looks for before files in a repository. Of models
     that the caller passes in, it would print that it does not know their classes.
