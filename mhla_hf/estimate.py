@@ -67,7 +67,7 @@ _FP32 = 4
 _TOLERANCE = 0.2
 # Tokens of a row, or of a passage, in recipes that do not name them.
 _TEXT_ROWS = {"causal": 512, "encoder": 128}
-# Of scaled_dot_product_attention.
+# Operators of scaled_dot_product_attention.
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _CONFIGURATIONS = ["model_index.json", "config.json", "*/config.json"]
 

@@ -112,7 +112,7 @@ def recover_command(
 
     report = recover(source, output, stages=names, changes=changes, progress=not quiet, **run)
     if os.environ.get("RANK", "0") != "0":
-        # Of several processes the first one writes.
+        # Only the first of several processes writes.
         return
     if not (report.output / CARD).exists():
         # A finished run that is resumed keeps its card.

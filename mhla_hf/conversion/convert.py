@@ -51,7 +51,7 @@ def convert_pretrained(
     Language models, encoders (those of sentence-transformers too) and vision models become what
     `from_pretrained(source, attn_implementation="mhla", mhla=...)` gives and plain `from_pretrained` loads again.
 
-    Weights are written file by file, so memory stays at `max_shard_size` whatever the size of the model.
+    Weights are written file by file, so memory stays at `max_shard_size` for models of any size.
     Projections, norms and feed-forward layers are taken over; the MHLA parameters start from their initial values, so
     the result needs fine-tuning (but SANA's, which computes what it did before). Everything else is copied (the other
     parts of a pipeline, tokenizers, generation settings, the modules of sentence-transformers), except the old weights

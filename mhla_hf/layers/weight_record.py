@@ -92,7 +92,7 @@ class _Weights:
             if own.startswith(self.behind) and _is_plain(parameter)
         }
         prefixes = {self.whole(name.rpartition("mhla")[0]) for name in self.layers}
-        # Of names in the whole model.
+        # Names as they stand in the whole model.
         self.inside = tuple(_INNER_ATTENTION.sub("", prefix) for prefix in prefixes)
 
     def whole(self, name: str) -> str:

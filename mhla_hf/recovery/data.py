@@ -16,7 +16,7 @@ from torch import nn
 
 from ..conversion.planning import PlanOptions
 from ..families.inputs import example_inputs
-from ..models.directory import ModelDirectory
+from ..models.directory import ModelDirectory, find_pipeline
 from ..models.registry import TRAINED, is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, GENERATED, CacheConfig, TrainingConfig, parse_sizes
 from ..training.data import probes
@@ -118,7 +118,7 @@ class RecoveryData:
         directory: The original.
         recipe: The recipe.
         data: The user's data; `generated` for samples of the original, `None` to learn from calls of its pipeline.
-        converted: The converted directory.
+        hub: Options that the original was opened with.
         cache: Folder to keep them in.
         seed: Seed of their order.
         progress: Show progress.
@@ -129,7 +129,7 @@ class RecoveryData:
     directory: ModelDirectory
     recipe: Recipe
     data: str | None
-    converted: Path
+    hub: Mapping[str, Any]
     cache: Path
     seed: int
     progress: bool
@@ -223,7 +223,7 @@ class RecoveryData:
                 logger.info("matching will keep %s on the disk", format_bytes(of_layers))
 
     def open(self, model: nn.Module) -> BatchSource:
-        """Prepare the data once, as tokens or as latents and embeddings, and open them for the converted model.
+        """Prepare the data once, as tokens or as latents and embeddings, and open them for a model with MHLA.
 
         Of several processes each encodes its share of images or videos; the first one makes everything else, and the
         others read it.
@@ -286,13 +286,14 @@ class RecoveryData:
             "max_sequence_length": options.max_length,
             **{side: getattr(options, side) for side in ("height", "width", "num_frames")},
         }
-        parts = [self.directory.root / part for part in sorted(self.directory.index or ())]
+        root = find_pipeline(self.directory.location, **self.hub)
+        parts = [root / part for part in sorted(self.directory.index or ())]
         weights = [folder_fingerprint(part) for part in parts if part.is_dir()]
         fingerprint = f"{stable_seed(name, chosen, weights):016x}"
         kept = self.cache / f"{fingerprint}.safetensors"
         if kept.is_file():
             return RecordedCalls(load_calls(kept), options.held_out, fingerprint, self.seed)
-        pipeline = DiffusionPipeline.from_pretrained(self.converted, **{name: model})
+        pipeline = DiffusionPipeline.from_pretrained(root, **{name: model})
         calls = probes.pipeline_batches(pipeline.to(next(model.parameters()).device), **chosen)[name]
         source = RecordedCalls(calls, options.held_out, fingerprint, self.seed)
         source.save(kept)

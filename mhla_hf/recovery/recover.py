@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def recover(
             directory=part,
             recipe=chosen,
             data=named,
-            converted=work.path / CONVERTED / MODEL,
+            hub=hub,
             prompts=None if prompts is None else str(prompts),
             cache=work.path / DATA,
             seed=seed,
@@ -295,13 +296,13 @@ class Recovery:
         """
         work, stages, decide = self.work, self.recipe.stages, self.processes.decide
         if not decide(lambda: work.has_result):
-            self._convert(open_data)
+            data = self._convert(open_data)
             model = self._load()
             done = decide(lambda: [name for name in stages if work.is_done(name)])
             report = decide(lambda: work.read(done[-1] if done else CONVERTED))
             if stages:
                 assert open_data is not None
-                data = open_data(model)
+                data = data or open_data(model)
                 if report.fingerprint not in (None, data.fingerprint):
                     raise ValueError(
                         f"data: what {work.output} was begun with has changed since; give the same data, or "
@@ -329,39 +330,50 @@ class Recovery:
             write_json(temporary / REPORT, content)
             write_plot(temporary / PLOT, report)
 
-    def _convert(self, open_data: OpenData | None) -> None:
-        """Convert the source unless that is done, after selecting layers if the recipe asks for it."""
-        decide = self.processes.decide
+    def _convert(self, open_data: OpenData | None) -> BatchSource | None:
+        """Convert the source unless that is done; return the data if they were opened to select layers."""
+        decide, data = self.processes.decide, None
+        layers: str | list[int] = self.recipe.layers
         if decide(lambda: self.work.is_done(CONVERTED)):
-            return
+            return None
         report = RecoveryReport(
             self.work.output, self.recipe.family, recipe=self.recipe.to_dict(), seed=self.settings.seed
         )
         share = automatic_share(self.recipe.layers)
         with _timed() as seconds:
-            if share is None:
-                decide(lambda: self._convert_with(self.recipe.layers))
-            else:
+            if share is not None:
                 assert open_data is not None
-                indices, count_all = decide(lambda: self._convert_with("all"))
-                record, count = {}, max(1, round(share * count_all))
-                chosen = indices
-                if count < len(indices):
-                    model = self._load()
-                    data = open_data(model)
-                    batches = data.batches("layers", _SELECTION_BATCHES, _SELECTION_BATCH_SIZE)
-                    kept = len(indices) - count
-                    selection = select_layers(model, batches, keep=kept, processes=self.processes)
-                    chosen, report.fingerprint = selection.mhla_layers, data.fingerprint
-                    record = {"selection": {**selection.to_dict(), "calibration": None}}
-                report.stages[CONVERTED] = {**record, "layers": chosen}
-                decide(lambda: self._convert_with(chosen))
+                layers, data = self._select(open_data, share, report)
+            decide(lambda: self._convert_to_directory(layers))
         report.seconds[CONVERTED] = seconds
         decide(lambda: self.work.finish(CONVERTED, report))
+        return data
 
-    def _convert_with(self, layers: str | list[int]) -> tuple[list[int], int]:
-        """Write the converted directory; return the indices of its MHLA layers, and the number of all layers."""
-        report = convert_pretrained(
+    def _select(
+        self, open_data: OpenData, share: Fraction, report: RecoveryReport
+    ) -> tuple[list[int], BatchSource | None]:
+        """Choose the layers that become MHLA, in a model that is converted in memory; note them in the report.
+
+        Returns:
+            Their indices, and the data, unless all layers become MHLA.
+        """
+        every = PlanOptions(layers="all")
+        plan = self.processes.decide(lambda: plan_model(self.source, self.recipe.mhla, every).report)
+        record, chosen, data = {}, plan.mhla_layers, None
+        kept = len(chosen) - max(1, round(share * plan.num_layers))
+        if kept > 0:
+            model = load_model(self.source, plan.mhla).to(self.settings.device).eval()
+            data = open_data(model)
+            batches = data.batches("layers", _SELECTION_BATCHES, _SELECTION_BATCH_SIZE)
+            selection = select_layers(model, batches, keep=kept, processes=self.processes)
+            chosen, report.fingerprint = selection.mhla_layers, data.fingerprint
+            record = {"selection": {**selection.to_dict(), "calibration": None}}
+        report.stages[CONVERTED] = {**record, "layers": chosen}
+        return chosen, data
+
+    def _convert_to_directory(self, layers: str | list[int]) -> None:
+        """Write the converted directory."""
+        convert_pretrained(
             self.source.location,
             self.work.path / CONVERTED / MODEL,
             dict(self.recipe.mhla),
@@ -372,8 +384,6 @@ class Recovery:
             progress=self.settings.progress,
             **self.hub,
         )
-        part = report.components[self.source.component]
-        return part.mhla_layers, part.num_layers
 
     def _converted(self) -> ModelDirectory:
         return ModelDirectory.read(self.work.path / CONVERTED / MODEL, self.source.component)

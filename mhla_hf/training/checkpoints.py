@@ -302,7 +302,7 @@ def collect_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def load_moments(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the tensors of `collect_moments` into the optimizer, whatever the number of processes."""
+    """Load the tensors of `collect_moments` into the optimizer, for any number of processes."""
     from torch.distributed.checkpoint import state_dict
 
     state: dict[str, Any] = {}

@@ -228,7 +228,7 @@ class Processes:
     """The processes of `torch.distributed`, or this one alone.
 
     Args:
-        alone: This one alone, whatever others there are.
+        alone: This process alone, also where there are others.
 
     Attributes:
         rank: Number of this process.
