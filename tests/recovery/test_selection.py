@@ -58,6 +58,7 @@ def test_latency_budget(monkeypatch):
         for score, softmax in zip(report.layers, (9.0, 2.0, 2.0)):
             score.softmax_ms, score.mhla_ms = softmax, 1.0
         report.softmax_ms, report.mhla_ms, report.chosen_ms = 20.0, 10.0, 10.0
+        return report
 
     monkeypatch.setattr("mhla_hf.recovery.selection._time", time)
     report = select_layers(model, probe(example), latency="55%")
