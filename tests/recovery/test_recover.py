@@ -519,7 +519,7 @@ def test_calls_of_something_else_are_told_apart(changed, tmp_path):
     def fingerprint(recipe, seed=0):
         options = {"data": None, "prompts": None, "cache": tmp_path / "data", "progress": False}
         directory = ModelDirectory.read(source)
-        opened = RecoveryData(directory=directory, recipe=recipe, converted=tmp_path / "mhla", seed=seed, **options)
+        opened = RecoveryData(directory=directory, recipe=recipe, hub={}, seed=seed, **options)
         return opened.open(ModelDirectory.read(tmp_path / "mhla").load()).fingerprint
 
     mhla_hf.convert_pretrained(source, tmp_path / "mhla", blocks=[2, 2, 2])
