@@ -39,9 +39,9 @@ from mhla_hf.layers.mixing import constrained
 from mhla_hf.pipelines import load_pipeline
 from mhla_hf.recovery.recover import WORK
 from mhla_hf.training.data.digits import DIGIT_WORDS, load_scans
-from mhla_hf.training.matching.layers import mhla_layers
-from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.layers import mhla_layers
 from mhla_hf.training.parameters import learning_rate_factor, set_learning_rate
+from mhla_hf.training.teacher import SharedTeacher
 from mhla_hf.utils.figures import new_figure, save_figure
 from mhla_hf.utils.files import read_json, write_json
 from mhla_hf.utils.machine import processor_name

@@ -39,7 +39,7 @@ from .pipelines import load_pipeline
 from .recovery.calibration import calibrate_directory
 from .recovery.recipes import default_recipe
 from .training.data.probes import PROMPTS, pipeline_size, sample_size
-from .training.matching.layers import mhla_layers
+from .training.layers import mhla_layers
 from .utils.destinations import claim_destination
 from .utils.figures import figure_svg
 from .utils.locations import PIPELINE_INDEX, local_directory

@@ -31,6 +31,7 @@ from .integrations.transformers.limits import check_sizes
 from .integrations.transformers.modules import is_image_model, patch_grid
 from .integrations.transformers.towers import towers_of
 from .layouts import MAX_TOKENS
+from .matching.blockwise import OnMeta, record_bytes
 from .models.directory import ModelDirectory
 from .models.limits import check_model_config
 from .models.registry import FAMILIES, family_for
@@ -45,8 +46,7 @@ from .recovery.recipes import (
     packaged_recipes,
 )
 from .recovery.recipes import FAMILIES as RECOVERED
-from .training.matching.blocks import OnMeta, record_bytes
-from .training.matching.layers import AttentionLayer, base_model, mhla_layers, run
+from .training.layers import AttentionLayer, base_model, mhla_layers, run
 from .utils import locations
 from .utils.compat.transformers import cache_of_output, set_attention
 from .utils.messages import check_count, shorten_list, shorten_text

@@ -14,7 +14,7 @@ from torch import nn
 
 from .models.directory import ModelDirectory
 from .models.registry import family_for
-from .training.matching.layers import mhla_layers
+from .training.layers import mhla_layers
 from .utils.compat.diffusers import takes_lora
 from .utils.messages import shorten_list, shorten_text
 from .utils.tensor_files import read_entries

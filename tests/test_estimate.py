@@ -25,6 +25,8 @@ from mhla_hf.estimate import (
     training_memory,
 )
 from mhla_hf.families.inputs import example_inputs
+from mhla_hf.matching.blockwise import _added, _bytes_of, _inputs, list_blocks
+from mhla_hf.matching.records import tensor_bytes
 from mhla_hf.models.registry import family_for
 from mhla_hf.presets import PRESETS
 from mhla_hf.recovery.recipes import (
@@ -36,9 +38,7 @@ from mhla_hf.recovery.recipes import (
     load_recipe,
     recipe_names,
 )
-from mhla_hf.training.matching.blocks import _added, _bytes_of, _inputs, list_blocks
-from mhla_hf.training.matching.layers import mhla_layers, record_calls
-from mhla_hf.training.matching.records import tensor_bytes
+from mhla_hf.training.layers import mhla_layers, record_calls
 from tests import ROOT
 from tests.families.cases import (
     CASES,

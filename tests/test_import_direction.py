@@ -25,6 +25,7 @@ LEVELS = (
     ("pipelines",),
     ("conversion",),
     ("training",),
+    ("matching",),
     ("recovery", "analysis", "lora_check"),
     ("hub",),
     ("bench", "demo"),

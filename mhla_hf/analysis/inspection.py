@@ -22,8 +22,8 @@ from ..models.directory import ModelDirectory
 from ..pipelines import load_pipeline
 from ..training.data.images import read_image
 from ..training.data.probes import pipeline_batches
-from ..training.matching.layers import Batch, evaluating, find_projections, first_output, mhla_layers, on_device
-from ..training.matching.teacher import shared_teacher
+from ..training.layers import Batch, evaluating, find_projections, first_output, mhla_layers, on_device
+from ..training.teacher import shared_teacher
 from ..utils.machine import choose_device, machine_facts
 from ..utils.messages import StepCounter, check_count, pluralize
 from .matrices import KINDS, LayerTokens

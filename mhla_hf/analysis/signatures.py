@@ -19,7 +19,7 @@ from ..layouts.blocks import BlockLayout
 from ..models.directory import ModelDirectory
 from ..ops import FEATURE_MAPS
 from ..ops.band import extend_mixing
-from ..training.matching.layers import mhla_layers
+from ..training.layers import mhla_layers
 from ..training.processes import full_tensor
 from .matrices import LayerTokens
 from .statistics import mean_distance, rank_bound, reference_layout

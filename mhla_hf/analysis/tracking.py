@@ -29,7 +29,7 @@ from ..config import parse_layers
 from ..layers.mhla import MHLA
 from ..models.registry import FAMILIES, is_mhla_class, mhla_class_for
 from ..training.data.order import stable_seed
-from ..training.matching.layers import Batch, evaluating, on_device, run, trunk_for
+from ..training.layers import Batch, evaluating, on_device, run, trunk_for
 from ..training.processes import Processes, is_fully_sharded
 from ..utils.messages import check_count
 from .matrices import LayerTokens, SoftmaxTokens, layer_tokens, softmax_tokens

@@ -35,7 +35,7 @@ from ..recovery.report import TITLES as STATES
 from ..training import objective_for
 from ..training.data.batches import Latents
 from ..training.data.digits import MovingDigits, stack_videos
-from ..training.matching.layers import mhla_layers
+from ..training.layers import mhla_layers
 from ..training.processes import TrainingStopped
 from ..utils.destinations import LOCK, RunFolder, differences, lock_output
 from ..utils.figures import save_figure

@@ -12,9 +12,9 @@ from ..utils import lazy_names
 
 
 if TYPE_CHECKING:
-    from ..training.matching.layer_training import attention_matching_loss as attention_matching_loss
-    from ..training.matching.matching import MatchingReport as MatchingReport
-    from ..training.matching.matching import match_layers as match_layers
-    from ..training.matching.matching import matching_losses as matching_losses
+    from ..matching.layer_training import attention_matching_loss as attention_matching_loss
+    from ..matching.layerwise import MatchingReport as MatchingReport
+    from ..matching.layerwise import match_layers as match_layers
+    from ..matching.layerwise import matching_losses as matching_losses
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

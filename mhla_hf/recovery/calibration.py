@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from ..layers.weight_record import STATE_KEY, STATES, base_parameters, original_values, record_step, record_weights
+from ..matching.ridge import ProjectionFit, ProjectionSolution
 from ..models.directory import CONVERSION_RECORD, ModelDirectory
-from ..training.matching.layers import (
+from ..training.layers import (
     AttentionLayer,
     Batch,
     Changes,
@@ -34,7 +35,6 @@ from ..training.matching.layers import (
     run,
     swapped_parameters,
 )
-from ..training.matching.ridge import ProjectionFit, ProjectionSolution
 from ..training.processes import Processes, local_processes
 from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, list_files, read_json, write_json

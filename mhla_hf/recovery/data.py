@@ -16,6 +16,8 @@ from torch import nn
 
 from ..conversion.planning import PlanOptions
 from ..families.inputs import example_inputs
+from ..matching.blockwise import record_bytes
+from ..matching.records import choose_cache, free_room
 from ..models.directory import ModelDirectory, find_pipeline
 from ..models.registry import TRAINED, is_mhla_class, mhla_class_for
 from ..training.config import DIGITS, GENERATED, CacheConfig, TrainingConfig, parse_sizes
@@ -25,9 +27,7 @@ from ..training.data.images import image_batches, open_images
 from ..training.data.latent_cache import MANIFEST, CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.order import folder_fingerprint, stable_seed
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
-from ..training.matching.blocks import record_bytes
-from ..training.matching.layers import Batch, mhla_layers
-from ..training.matching.records import choose_cache, free_room
+from ..training.layers import Batch, mhla_layers
 from ..training.parameters import load_model
 from ..training.processes import Processes, make_accelerator
 from ..training.stages.diffusion import objective_for

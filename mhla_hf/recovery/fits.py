@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers import AttentionParts
+from ..matching.ridge import Moments, solve_ridge, sums_device
 from ..ops.sums import repeat_heads
-from ..training.matching.layers import AttentionLayer, Changes, swapped_parameters, valid_tokens
-from ..training.matching.ridge import Moments, solve_ridge, sums_device
+from ..training.layers import AttentionLayer, Changes, swapped_parameters, valid_tokens
 
 
 TEMPERATURES = (1.0, 0.63, 1.6, 2.5, 4.0, 6.3, 10.0)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..layers import AttentionParts
-from ..training.matching.layers import AttentionLayer, Changes, only_trainable, swapped_parameters
+from ..training.layers import AttentionLayer, Changes, only_trainable, swapped_parameters
 from ..training.optimizers import ADAM, LOGARITHM, Muon
 from ..training.parameters import learning_rate_factor, set_learning_rate
 from .fits import HeadsCall, fit_heads

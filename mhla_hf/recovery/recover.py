@@ -36,11 +36,11 @@ from ..models.registry import TRAINED, family_for
 from ..models.weight_files import check_weights
 from ..training.config import TrainingConfig
 from ..training.data.batches import BatchSource
+from ..training.layers import find_projections, mhla_layers, on_device
 from ..training.libraries import check_pipeline
-from ..training.matching.layers import find_projections, mhla_layers, on_device
-from ..training.matching.teacher import SharedTeacher
 from ..training.parameters import load_model
 from ..training.processes import Processes, TrainingStopped, has_joined, join_processes
+from ..training.teacher import SharedTeacher
 from ..utils.destinations import LOCK, MOVED_LAST, RunFolder, atomic_directory, differences, remove_directory
 from ..utils.files import TEMPORARY_PREFIX, atomic_file, write_json
 from ..utils.locations import HUB_OPTIONS

@@ -17,7 +17,7 @@ from torch import nn
 from ..layers.original import original_attention
 from ..layers.weight_record import base_parameters, original_name, original_values
 from ..models.directory import ModelDirectory
-from ..training.matching.layers import (
+from ..training.layers import (
     AttentionLayer,
     Batch,
     evaluating,
@@ -29,8 +29,8 @@ from ..training.matching.layers import (
     run,
     swapped_parameters,
 )
-from ..training.matching.teacher import SharedTeacher
 from ..training.processes import Processes
+from ..training.teacher import SharedTeacher
 from ..utils.machine import synchronize
 from ..utils.messages import StepCounter
 from .calibration import CalibrationReport, calibrate_model, check_batches

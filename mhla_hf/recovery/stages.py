@@ -22,17 +22,17 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..matching.blockwise import match_blocks
+from ..matching.layer_training import summarize
+from ..matching.layerwise import match_layers
 from ..training.config import TrainingConfig
 from ..training.data.batches import BatchSource, Latents, RecordedCalls
 from ..training.data.texts import PackedText
 from ..training.evaluation import evaluate_batches
+from ..training.layers import Batch, base_model, evaluating, mhla_layers, on_device, original_heads, run
 from ..training.libraries import DiffusionTrainer, TransformersTrainer
-from ..training.matching.blocks import match_blocks
-from ..training.matching.layer_training import summarize
-from ..training.matching.layers import Batch, base_model, evaluating, mhla_layers, on_device, original_heads, run
-from ..training.matching.matching import match_layers
-from ..training.matching.teacher import SharedTeacher
 from ..training.processes import Processes, check_distribution
+from ..training.teacher import SharedTeacher
 from ..utils.files import read_json, write_json
 from .calibration import calibrate_model
 from .own_weights import WARMUP_STEPS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: layer matching, fine-tuning by each family's objective, their data and checkpoints.
+"""Training: fine-tuning and distillation by each family's objective, their data and checkpoints.
 
 Names are loaded when first used, so that reading the options needs neither torch nor diffusers.
 """

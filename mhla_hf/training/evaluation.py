@@ -23,7 +23,7 @@ from .data.batches import LatentSamples, evaluation_batches
 from .data.images import find_label, image_grid, pipeline_labels
 from .data.latent_cache import GUIDANCE_LABEL, LatentDataset, load_encoders, num_classes
 from .data.videos import write_video
-from .matching.layers import evaluating
+from .layers import evaluating
 from .stages.diffusion import objective_for
 
 

@@ -23,7 +23,7 @@ from .data.batches import BatchSource, LatentSamples, check_null_condition, make
 from .data.latent_cache import LatentDataset
 from .data.order import DataOrder, first_of_buckets, folder_fingerprint, samples_fingerprint
 from .evaluation import Validator
-from .matching.layers import Batch
+from .layers import Batch
 from .parameters import adapter_of, check_conversion, check_takes_adapters, save_adapter
 from .stages.diffusion import DiffusionStage, objective_for
 from .stages.transformers import TransformersObjective, TransformersStage, model_batch

@@ -204,7 +204,7 @@ def add_lora(model: Any, rank: int, alpha: float | None, seed: int) -> None:
 
 def lora_targets(model: nn.Module) -> list[str]:
     """Names of the projections that LoRA is added to: those of self-attention in every layer, MHLA or not."""
-    from .matching.layers import is_linear, mhla_layers
+    from .layers import is_linear, mhla_layers
 
     if any(name.endswith(LORA_TARGETS) for name, _ in model.named_modules()):
         return list(LORA_TARGETS)

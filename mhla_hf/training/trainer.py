@@ -36,9 +36,9 @@ from .checkpoints import Callback, Position, Reports
 from .config import UNCONVERTED, TrainingConfig
 from .data.order import DataOrder, folder_fingerprint, model_fingerprint, stable_seed
 from .evaluation import Validator
-from .matching.teacher import SharedTeacher, Teacher, share_weights
 from .parameters import WeightAverage, learning_rate_factor, make_optimizer, set_learning_rate
 from .stages.diffusion import Stage
+from .teacher import SharedTeacher, Teacher, share_weights
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,7 +12,7 @@ import torch
 import mhla_hf
 from mhla_hf.analysis import attention_statistics, inspect_model, layer_tokens, softmax_matrix
 from mhla_hf.analysis.inspection import plain
-from mhla_hf.training.matching.layers import run
+from mhla_hf.training.layers import run
 from tests.families.cases import FluxCase, HunyuanVideoCase, WanCase
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model

@@ -15,7 +15,7 @@ from mhla_hf.layers.fused import PairwiseRotary
 from mhla_hf.layers.original import original_attention
 from mhla_hf.layers.state import TokenSequence
 from mhla_hf.ops import mhla_attention
-from mhla_hf.training.matching.layers import mhla_layers, run
+from mhla_hf.training.layers import mhla_layers, run
 from tests.integrations.transformers.mhla_models import default_options, served_names
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 from tests.layers.test_original import DIFFUSERS

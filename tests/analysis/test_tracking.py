@@ -18,7 +18,7 @@ from mhla_hf.analysis import (
     attention_statistics,
 )
 from mhla_hf.analysis.tracking import attention_modules
-from mhla_hf.training.matching.layers import mhla_layers, run
+from mhla_hf.training.layers import mhla_layers, run
 from tests.families.cases import DiTCase, PixArtCase, WanCase
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, names, softmax_model

@@ -23,7 +23,7 @@ from mhla_hf.conversion import convert_pretrained
 from mhla_hf.hub.card import describe_model
 from mhla_hf.models.attention import MHLAAttnProcessor
 from mhla_hf.models.directory import ModelDirectory
-from mhla_hf.training.matching.layers import mhla_layers, original_heads
+from mhla_hf.training.layers import mhla_layers, original_heads
 from tests import tiny
 from tests.families.adapter_checks import AdapterChecks
 from tests.families.checks import ModelChecks

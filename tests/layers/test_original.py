@@ -11,7 +11,7 @@ from diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from diffusers.quantizers.base import DiffusersQuantizer
 
 import mhla_hf
-from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads, record_calls, run
+from mhla_hf.training.layers import find_projections, mhla_layers, original_heads, record_calls, run
 from tests.families.cases import DiTCase, PixArtCase, SanaCase, SanaVideoCase, WanCase, WanImageToVideoCase
 from tests.integrations.transformers.mhla_models import default_options, served_names
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model

@@ -19,7 +19,7 @@ from mhla_hf.config import MHLAConfig
 from mhla_hf.families.wan import MHLAWanTransformer3DModel
 from mhla_hf.layers import MHLA
 from mhla_hf.ops.sharded import TokenShard
-from mhla_hf.training.matching.layers import mhla_layers, original_heads
+from mhla_hf.training.layers import mhla_layers, original_heads
 from tests.tiny import wan_inputs, wan_pipeline, wan_transformer
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import mhla_hf
+from mhla_hf.matching.ridge import Moments, as_matrix
 from mhla_hf.recovery import calibration
 from mhla_hf.recovery.fits import HeadsFit
-from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads, run
-from mhla_hf.training.matching.ridge import Moments, as_matrix
+from mhla_hf.training.layers import find_projections, mhla_layers, original_heads, run
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 from tests.layers.test_original import DIFFUSERS

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import mhla_hf
+from mhla_hf.matching.blockwise import _Records, list_blocks, match_blocks
+from mhla_hf.matching.layer_training import attention_matching_loss, layer_loss
 from mhla_hf.recovery import match_layers
 from mhla_hf.recovery.selection import select_layers
-from mhla_hf.training.matching.blocks import _Records, list_blocks, match_blocks
-from mhla_hf.training.matching.layer_training import attention_matching_loss, layer_loss
-from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
-from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.layers import find_projections, mhla_layers, original_heads
+from mhla_hf.training.teacher import SharedTeacher
 from tests.families.cases import ChromaCase, FluxCase, HunyuanVideo15Case, HunyuanVideoCase, QwenImageCase
 from tests.families.model_case import captured, relative_error
 

@@ -23,7 +23,7 @@ from mhla_hf.recovery.recipes import (
     parse_recipe,
     recipe_names,
 )
-from mhla_hf.training.matching.layers import mhla_layers
+from mhla_hf.training.layers import mhla_layers
 
 
 # The configurations of the published models.

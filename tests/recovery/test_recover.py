@@ -21,14 +21,14 @@ from typer.testing import CliRunner
 import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.estimate import find_candidate, on_meta, training_memory
+from mhla_hf.matching.blockwise import _Records
+from mhla_hf.matching.records import Records
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery import data
 from mhla_hf.recovery import recover as module
 from mhla_hf.recovery.data import RecoveryData
 from mhla_hf.recovery.recipes import IMAGES, WITHOUT_OBJECTIVE, default_recipe
 from mhla_hf.training.data.batches import load_calls
-from mhla_hf.training.matching.blocks import _Records
-from mhla_hf.training.matching.records import Records
 from tests import tiny, tiny_images, tiny_joint
 from tests.families.cases import WanAnimateCase
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import mhla_hf
 from mhla_hf.cli.main import app
 from mhla_hf.recovery.selection import select_layers
-from mhla_hf.training.matching.layers import run
+from mhla_hf.training.layers import run
 from tests.integrations.transformers.tiny_models import softmax_model
 from tests.recovery.sources import model_directory, text_folder
 from tests.recovery.test_calibration import converted, probe

@@ -16,7 +16,7 @@ from mhla_hf.hub.push import prepare_push
 from mhla_hf.layers.weight_record import record_step, weights_state
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery import match_layers
-from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.teacher import SharedTeacher
 from tests import tiny
 from tests.families.cases import DiTCase, PixArtCase, SanaCase, WanCase
 from tests.integrations.transformers.mhla_models import NEEDS_ADD_ADAPTER

@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 
-from mhla_hf.training.matching.layers import without_dropout
-from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.layers import without_dropout
+from mhla_hf.training.teacher import SharedTeacher
 from mhla_hf.utils.compat import checkpointing_method
 from tests.integrations.transformers.mhla_models import mhla_model
 from tests.integrations.transformers.tiny_models import inputs

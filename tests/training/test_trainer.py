@@ -14,8 +14,7 @@ from mhla_hf import MHLAWanTransformer3DModel, convert
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import DiffusionTrainer, TrainingConfig, evaluate
 from mhla_hf.training.checkpoints import list_checkpoints, read_metrics
-from mhla_hf.training.matching.layers import find_projections, mhla_layers
-from mhla_hf.training.matching.teacher import shared_teacher
+from mhla_hf.training.layers import find_projections, mhla_layers
 from mhla_hf.training.parameters import (
     add_lora,
     is_lora_parameter,
@@ -26,6 +25,7 @@ from mhla_hf.training.parameters import (
     trainable_names,
 )
 from mhla_hf.training.processes import unsharded
+from mhla_hf.training.teacher import shared_teacher
 
 from .. import tiny
 from .cases import CASES, Interrupted, crash_at, write_cache

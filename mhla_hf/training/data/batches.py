@@ -23,7 +23,7 @@ from torch.utils.data import Subset
 
 from ...families.objectives import LatentBatch, Objective, Tensors
 from ...utils.files import atomic_file
-from ..matching.layers import Batch
+from ..layers import Batch
 from .order import DataOrder, samples_fingerprint, stable_seed
 
 

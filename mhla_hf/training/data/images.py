@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from ...utils.files import read_json
 from ...utils.messages import shorten_list, shorten_text, shorten_value
 from ..config import DIGITS, Bucket
-from ..matching.layers import Batch
+from ..layers import Batch
 from . import folders
 from .batches import BatchSource, drawn_held_out
 from .digits import digit_images

@@ -17,7 +17,7 @@ from ...models.sizes import SampleSize
 from ...utils.compat import forward_parameters
 from ...utils.compat.diffusers import progress_bar_options, vae_factor
 from ...utils.messages import check_count
-from ..matching.layers import Batch, mhla_layers, original_heads
+from ..layers import Batch, mhla_layers, original_heads
 from .order import stable_seed
 
 

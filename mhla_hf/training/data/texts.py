@@ -25,7 +25,7 @@ from ...utils.files import atomic_file
 from ...utils.locations import check_data, is_hub_id
 from ...utils.messages import import_extra, one_line, shorten_list, shorten_text
 from ..config import GENERATED
-from ..matching.layers import Batch, mhla_layers
+from ..layers import Batch, mhla_layers
 from ..stages.transformers import IGNORED
 from .batches import BatchSource, chunks, drawn_held_out, last_held_out
 from .folders import DataFolder, UnusableSampleError, log_problems, printable

@@ -19,9 +19,9 @@ from ...models.directory import ModelDirectory
 from ...models.registry import FAMILIES, MHLA_CLASSES, trained_family
 from ...utils.compat import unsplit_classes
 from ..config import TrainingConfig, check_options
-from ..matching.teacher import SharedTeacher, Teacher
 from ..parameters import trainable_names
 from ..processes import is_fully_sharded
+from ..teacher import SharedTeacher, Teacher
 
 
 def objective_for(

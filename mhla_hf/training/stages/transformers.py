@@ -26,8 +26,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...layers.weight_record import original_name
 from ..data.batches import BatchSource
 from ..data.order import DataOrder
-from ..matching.layers import evaluating, only_trainable, without_dropout
-from ..matching.teacher import Teacher, compute_with
+from ..layers import evaluating, only_trainable, without_dropout
+from ..teacher import Teacher, compute_with
 from .diffusion import Computed, Stage
 
 

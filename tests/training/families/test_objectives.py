@@ -10,6 +10,7 @@ import torch
 from diffusers.models.embeddings import LabelEmbedding
 
 from mhla_hf.families.noise_prediction import no_label_dropout
+from mhla_hf.matching.layer_training import layer_loss
 from mhla_hf.recovery.recover import find_model
 from mhla_hf.training import (
     DiffusionTrainer,
@@ -21,10 +22,9 @@ from mhla_hf.training import (
 )
 from mhla_hf.training.data.batches import make_batch
 from mhla_hf.training.data.order import DataOrder
+from mhla_hf.training.layers import find_projections, mhla_layers, original_heads
 from mhla_hf.training.libraries import open_pipeline
-from mhla_hf.training.matching.layer_training import layer_loss
-from mhla_hf.training.matching.layers import find_projections, mhla_layers, original_heads
-from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.teacher import SharedTeacher
 from mhla_hf.utils.files import write_json
 from tests.families.cases import FluxCase, HunyuanVideoCase, LTX2Case, PixArtCase, SkyReelsCase, WanVACECase
 from tests.families.test_sana import SanaSprintCase

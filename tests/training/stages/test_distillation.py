@@ -14,10 +14,10 @@ from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import DiffusionTrainer, DiTObjective, TrainingConfig
 from mhla_hf.training.data.batches import make_batch
 from mhla_hf.training.data.order import DataOrder
-from mhla_hf.training.matching.layers import run
-from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.layers import run
 from mhla_hf.training.parameters import export_model, is_mhla_parameter, load_model
 from mhla_hf.training.stages.diffusion import DiffusionStage
+from mhla_hf.training.teacher import SharedTeacher
 from tests import tiny
 from tests.layers.test_original import kept, models
 from tests.training.cases import CASES, Interrupted, crash_at, video_samples

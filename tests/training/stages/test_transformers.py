@@ -16,8 +16,7 @@ from mhla_hf.conversion import convert_pretrained
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.training import TrainingConfig, TransformersTrainer
 from mhla_hf.training.data.order import DataOrder
-from mhla_hf.training.matching.layers import run
-from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.training.layers import run
 from mhla_hf.training.stages.transformers import (
     TransformersObjective,
     TransformersStage,
@@ -25,6 +24,7 @@ from mhla_hf.training.stages.transformers import (
     language_losses,
     model_batch,
 )
+from mhla_hf.training.teacher import SharedTeacher
 from tests.integrations.transformers.mhla_models import UNSERVED, default_options, first_output
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
 from tests.recovery.sources import model_directory

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import mhla_hf
-from mhla_hf.training.matching import blocks as module
-from mhla_hf.training.matching.blocks import list_blocks, match_blocks
-from mhla_hf.training.matching.layers import evaluating, first_output, mhla_layers, trunk_for
-from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.matching import blocks as module
+from mhla_hf.matching.blockwise import list_blocks, match_blocks
+from mhla_hf.training.layers import evaluating, first_output, mhla_layers, trunk_for
+from mhla_hf.training.teacher import SharedTeacher
 from tests.families.cases import FluxCase, HunyuanVideoCase, LTX2Case, WanVACECase
 from tests.integrations.transformers.mhla_models import default_options
 from tests.layers.test_original import DIFFUSERS, models

@@ -24,12 +24,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...layers.mhla import MHLA
-from ...utils.messages import format_bytes, shorten_list
-from ..data.order import DataOrder
-from ..processes import Processes
-from .layer_training import LayerTraining, MatchSettings, Progress, summarize
-from .layers import (
+from ..layers.mhla import MHLA
+from ..training.data.order import DataOrder
+from ..training.layers import (
     Batch,
     CallArguments,
     LayerCall,
@@ -46,8 +43,11 @@ from .layers import (
     trunk_for,
     valid_tokens,
 )
+from ..training.processes import Processes
+from ..training.teacher import SharedTeacher
+from ..utils.messages import format_bytes, shorten_list
+from .layer_training import LayerTraining, MatchSettings, Progress, summarize
 from .records import free_room, tensor_bytes
-from .teacher import SharedTeacher
 
 
 # The order of batches follows from it.

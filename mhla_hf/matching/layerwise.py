@@ -20,18 +20,26 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ...layers.weight_record import original_name, record_step
-from ...utils.destinations import RunFolder, remove_directory, remove_leftovers
-from ...utils.machine import parse_dtype
-from ...utils.messages import check_choice, check_count, format_bytes
-from ..config import RECORD_CACHES
-from ..data.order import DataOrder, model_fingerprint, samples_fingerprint
-from ..processes import Processes, StopSignals, TrainingStopped
+from ..layers.weight_record import original_name, record_step
+from ..training.config import RECORD_CACHES
+from ..training.data.order import DataOrder, model_fingerprint, samples_fingerprint
+from ..training.layers import (
+    AttentionLayer,
+    Batch,
+    LayerCall,
+    evaluating,
+    find_projections,
+    mhla_layers,
+    only_trainable,
+)
+from ..training.processes import Processes, StopSignals, TrainingStopped
+from ..training.teacher import SharedTeacher, shared_teacher
+from ..utils.destinations import RunFolder, remove_directory, remove_leftovers
+from ..utils.machine import parse_dtype
+from ..utils.messages import check_choice, check_count, format_bytes
 from .layer_training import LayerTraining, MatchSettings, Progress, autocast, layer_loss, summarize, trained_names
-from .layers import AttentionLayer, Batch, LayerCall, evaluating, find_projections, mhla_layers, only_trainable
 from .records import Record, Records, choose_cache, free_room, tensor_bytes
 from .ridge import ProjectionFit
-from .teacher import SharedTeacher, shared_teacher
 
 
 logger = logging.getLogger(__name__)
@@ -380,7 +388,7 @@ def match_layers(
         output: Directory for records and finished layers. A run that was stopped or killed resumes when called again
             with the same arguments; a killed one repeats the layer that it was at.
         progress: Called after every step.
-        **settings: Options of `mhla_hf.training.matching.layer_training.MatchSettings`: `learning_rate` (6e-3) of
+        **settings: Options of `mhla_hf.matching.layer_training.MatchSettings`: `learning_rate` (6e-3) of
             projections and norms, `mhla_learning_rate` (2e-2) of the parameters of `mhla`, `optimizer` (`"muon"` or
             `"adam"`), `train` (`"full"`, `"mhla"` or `"lora"`), `warmup_steps` (10), `max_grad_norm` (1.0),
             `mixed_precision` (`"no"`, `"bf16"` or `"fp16"`), `save_every` (200) steps without a cache, `seed` (0).

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ...layers.weight_record import original_name, original_values, values_of_original
-from ..processes import is_fully_sharded, shard_like
+from ..layers.weight_record import original_name, original_values, values_of_original
 from .layers import AttentionLayer, Batch, LayerCall, base_model, evaluating, mhla_layers, original_heads, record_calls
+from .processes import is_fully_sharded, shard_like
 
 
 class SharedTeacher:

@@ -14,10 +14,10 @@ from accelerate.utils import recursively_apply
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ...utils.files import atomic_file
-from ...utils.messages import format_bytes
-from ..processes import local_processes
-from .layers import LayerCall
+from ..training.layers import LayerCall
+from ..training.processes import local_processes
+from ..utils.files import atomic_file
+from ..utils.messages import format_bytes
 
 
 Record = dict[str, LayerCall]

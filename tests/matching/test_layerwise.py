@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import mhla_hf
-from mhla_hf.training.matching.layer_training import MatchSettings, layer_optimizer, trained_names
-from mhla_hf.training.matching.layers import find_projections, mhla_layers
-from mhla_hf.training.matching.matching import match_layers, matching_losses
-from mhla_hf.training.matching.teacher import SharedTeacher
+from mhla_hf.matching.layer_training import MatchSettings, layer_optimizer, trained_names
+from mhla_hf.matching.layerwise import match_layers, matching_losses
+from mhla_hf.training.layers import find_projections, mhla_layers
+from mhla_hf.training.teacher import SharedTeacher
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
 
-from ...layers.test_original import DIFFUSERS, models
+from ..layers.test_original import DIFFUSERS, models
 
 
 SMALL_BLOCKS = {"llama": {"block_size": 4}, "bert": {"block_size": 4}, "vit": {"blocks": (2, 2)}}

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ...layers.mhla import MHLA
-from ...layers.original import original_attention
-from ...layers.weight_record import is_softmax
-from ...utils.compat import forward_parameters
-from ...utils.compat.transformers import CACHE_NAMES
+from ..layers.mhla import MHLA
+from ..layers.original import original_attention
+from ..layers.weight_record import is_softmax
+from ..utils.compat import forward_parameters
+from ..utils.compat.transformers import CACHE_NAMES
 
 
 Batch = Mapping[str, Any]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .layers import AttentionLayer, Changes
+from ..training.layers import AttentionLayer, Changes
 
 
 PROJECTION_STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)

@@ -17,12 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ...utils.files import atomic_file
-from ...utils.options import Options, option
-from ..config import LR_SCHEDULES, PRECISIONS, TRAIN_MODES
-from ..optimizers import ADAM, LOGARITHM, MATRIX, Muon
-from ..parameters import learning_rate_factor, set_learning_rate
-from .layers import LayerCall, Trainable
+from ..training.config import LR_SCHEDULES, PRECISIONS, TRAIN_MODES
+from ..training.layers import LayerCall, Trainable
+from ..training.optimizers import ADAM, LOGARITHM, MATRIX, Muon
+from ..training.parameters import learning_rate_factor, set_learning_rate
+from ..utils.files import atomic_file
+from ..utils.options import Options, option
 
 
 Progress = Callable[[str, int, float], None]
