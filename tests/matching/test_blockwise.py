@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mhla_hf
-from mhla_hf.matching import blocks as module
+from mhla_hf.matching import blockwise as module
 from mhla_hf.matching.blockwise import list_blocks, match_blocks
 from mhla_hf.training.layers import evaluating, first_output, mhla_layers, trunk_for
 from mhla_hf.training.teacher import SharedTeacher
