@@ -323,8 +323,9 @@ def record_calls(
             # MHLA layers without text do not read masks.
             has_masks = bool(layer.streams)
             arguments, hidden_states = take_hidden_states(module, args, kwargs, layer.streams, masks=has_masks)
-            if hasattr(layer.attention, "recorded"):
-                arguments.kwargs.update(layer.attention.recorded(arguments.kwargs))
+            recorded: Any = getattr(layer.attention, "recorded", None)
+            if recorded is not None:
+                arguments.kwargs.update(recorded(arguments.kwargs))
             inputs[layer.name] = arguments, keep(hidden_states)
 
         return hook
