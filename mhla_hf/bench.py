@@ -34,7 +34,7 @@ from .models.registry import mhla_class_for
 from .ops import mhla_attention, triton_obstacle
 from .ops.backends import ENVIRONMENT_VARIABLE, kernels_pass
 from .presets import PRESETS, from_preset
-from .utils.compat.diffusers import fp32_parts
+from .utils.compat.diffusers import kept_in_fp32
 from .utils.machine import choose_device, machine_facts, parse_dtype
 from .utils.messages import check_choice
 
@@ -448,9 +448,9 @@ def _model_run(
 
 def cast_model(model: Any, dtype: torch.dtype) -> None:
     """Cast a model in place; as `from_pretrained` does, leave in float32 what the class keeps so."""
-    kept = fp32_parts(model)
+    kept = kept_in_fp32(model)
     for key, parameter in model.named_parameters():
-        if kept.isdisjoint(key.split(".")):
+        if not kept(key):
             parameter.data = parameter.data.to(dtype)
 
 

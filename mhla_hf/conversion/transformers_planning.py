@@ -14,7 +14,7 @@ import torch
 from ..config import MHLAConfig
 from ..integrations.transformers.attaching import convert_transformers_model
 from ..integrations.transformers.limits import check_layers, check_new_parameters, check_sizes
-from ..integrations.transformers.modules import dispatches, is_cross_attention
+from ..integrations.transformers.modules import self_attentions
 from ..integrations.transformers.towers import towers_of
 from ..layers.mhla import MHLA
 from ..layers.weight_record import STATE_KEY, STATES
@@ -47,8 +47,15 @@ def plan_transformers_model(
     plans = [_plan_weights(weights, model, report, options) for weights in found]
     main = next((plan for plan in plans if plan.report.variant is None), plans[0])
     main_dtype = planning.dominant_dtype(entry for shard in main.shards.values() for entry in shard)
-    _set_dtype(model.config, options.dtype, main_dtype)
-    return planning.ComponentPlan(component.component, _saved_config(model), plans, report, component.names)
+    config = model.config
+    for part in (config, *towers_of(config).values()):
+        if options.dtype is not None or config.dtype is None or part is not config:
+            part.dtype = options.dtype or config.dtype or main_dtype
+    config.architectures = [type(model).__name__]
+    setattr(config, STATE_KEY, STATES[0])
+    # As `save_pretrained` writes it.
+    content = json.loads(config.to_json_string())
+    return planning.ComponentPlan(component.component, content, plans, report, component.names)
 
 
 def _empty_mhla_model(component: ModelDirectory, mhla: MHLAConfig | Mapping[str, Any] | None) -> Any:
@@ -74,17 +81,14 @@ def _with_layers(mhla: MHLAConfig | Mapping[str, Any] | None, layers: str | Iter
 
 
 def _report(component: ModelDirectory, model: Any) -> planning.ComponentReport:
-    attentions = [
-        module for name, module in model.named_modules() if dispatches(module) and not is_cross_attention(name, module)
-    ]
-    config = model.config
+    config, attentions = model.config, self_attentions(model)
     options = {name: dict(tower.mhla) for name, tower in towers_of(config).items() if tower.mhla is not None}
     return planning.ComponentReport(
         source_class=component.class_name,
         target_class=type(model).__name__,
         mhla=options if config.mhla is None else dict(config.mhla),
         mhla_layers=[
-            index for index, module in enumerate(attentions) if isinstance(getattr(module, "mhla", None), MHLA)
+            index for index, (_, module) in enumerate(attentions) if isinstance(getattr(module, "mhla", None), MHLA)
         ],
         num_layers=len(attentions),
     )
@@ -126,20 +130,6 @@ def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool
         return lambda name: False
     expression = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
     return lambda name: expression.search(name) is not None
-
-
-def _set_dtype(config: Any, dtype: torch.dtype | None, found: torch.dtype) -> None:
-    """Set the dtype: the one cast to, or the one found where the configuration names none."""
-    for part in (config, *towers_of(config).values()):
-        if dtype is not None or config.dtype is None or part is not config:
-            part.dtype = dtype or config.dtype or found
-
-
-def _saved_config(model: Any) -> dict[str, Any]:
-    """Return `config.json` as `save_pretrained` writes it."""
-    model.config.architectures = [type(model).__name__]
-    setattr(model.config, STATE_KEY, STATES[0])
-    return json.loads(model.config.to_json_string())
 
 
 class StoredNames:

@@ -23,7 +23,7 @@ from ..models.weight_files import STUB_MODULE
 from ..utils.compat import installed_versions
 from ..utils.destinations import Destination
 from ..utils.files import list_files, write_staged_json
-from ..utils.locations import PIPELINE_INDEX
+from ..utils.locations import EXPORT_FOLDERS, PIPELINE_INDEX
 from ..utils.messages import format_bytes
 from ..utils.model_cards import CARD, carried_metadata
 from ..utils.tensor_files import check_safetensors, write_shards
@@ -157,7 +157,7 @@ def other_files(source: ModelDirectory, replaced: set[str]) -> list[Path]:
         owner = next((item for item in components if item.folder == (source.root / path).parent), None)
         if owner is not None and (path.name == "config.json" or owner.names.match(path)):
             continue
-        if not any(item.names.is_export(path) for item in components):
+        if path.parts[0] not in EXPORT_FOLDERS or not any(item.names.exports for item in components):
             files.append(path)
     return files
 

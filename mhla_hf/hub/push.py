@@ -161,7 +161,6 @@ def prepare_push(
     Raises:
         ValueError: If something is wrong with the directory or an argument.
     """
-    check_exists(directory, "directory")
     directory = Path(directory).expanduser()
     if not is_hub_id(repo_id):
         raise ValueError(f"repo_id={repo_id!r:.100} is not a repository; name it as owner/name.")

@@ -190,14 +190,6 @@ class MHLAModelMixin(MHLAAdapterMixin):
         for index in mhla_layers:
             attentions[index].set_processor(attentions[index].mhla_processor_class())
 
-    def _attention_widths(self, attention: Any) -> dict[str, Any]:
-        """`hidden_size`, `num_heads` and `head_dim` of a self-attention module."""
-        return {
-            "hidden_size": attention.to_q.in_features,
-            "num_heads": attention.heads,
-            "head_dim": attention.to_q.out_features // attention.heads,
-        }
-
     @classmethod
     def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
         """Return random arguments of `forward` that models of other families do not take.
@@ -345,7 +337,10 @@ class MHLAModelMixin(MHLAAdapterMixin):
         if isinstance(config.layers, str):
             config = config.replace(layers=layers)
         for index in layers:
-            mhla = self.layer_class(config, **self._attention_widths(attentions[index]))
+            query = attentions[index].to_q
+            heads = attentions[index].heads
+            widths = {"hidden_size": query.in_features, "head_dim": query.out_features // heads, "num_heads": heads}
+            mhla = self.layer_class(config, **widths)
             mhla.replaces_linear = self.upstream_is_linear
             attentions[index].mhla = mhla
         self._use_mhla(attentions, layers)

@@ -231,6 +231,23 @@ def extend(
     after_import(name, extend_supported)
 
 
+def extend_method(library: str, module: str, owner: str, name: str, around: Callable[..., Any]) -> None:
+    """As [`wrap`], as soon as a supported library is imported.
+
+    Args:
+        library: Name of the library.
+        module: Name of the module in it.
+        owner: Name of the class; empty for a function of the module.
+        name: Name of the method or function.
+        around: See [`wrap`].
+    """
+
+    def wrap_in(found: ModuleType) -> None:
+        wrap(library, getattr(found, owner) if owner else found, name, around)
+
+    extend(library, f"{library}.{module}", wrap_in)
+
+
 class _PostImportFinder(MetaPathFinder):
     """Let ordinary imports run and calls back right after.
 
