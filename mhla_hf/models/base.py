@@ -332,15 +332,15 @@ class MHLAModelMixin(MHLAAdapterMixin):
     def _install_mhla(self, options: MHLAConfig | Mapping[str, Any] | None) -> None:
         note_unchecked("diffusers")
         config = self.resolve_options(options, self.config)
-        attentions = self._self_attentions()
+        attentions: list[Any] = self._self_attentions()
         layers = config.mhla_layers(len(attentions))
         if isinstance(config.layers, str):
             config = config.replace(layers=layers)
         for index in layers:
-            query = attentions[index].to_q
-            heads = attentions[index].heads
-            widths = {"hidden_size": query.in_features, "head_dim": query.out_features // heads, "num_heads": heads}
-            mhla = self.layer_class(config, **widths)
+            query, heads = attentions[index].to_q, attentions[index].heads
+            mhla = self.layer_class(
+                config, hidden_size=query.in_features, num_heads=heads, head_dim=query.out_features // heads
+            )
             mhla.replaces_linear = self.upstream_is_linear
             attentions[index].mhla = mhla
         self._use_mhla(attentions, layers)
