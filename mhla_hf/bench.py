@@ -142,10 +142,6 @@ class ModelCase:
         is_linear = mhla_class_for(PRESETS[self.preset].model).upstream_is_linear
         return "linear" if is_linear else "softmax"
 
-    def inputs(self, model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
-        """Random arguments of the model's `forward`."""
-        return example_inputs(model, self.grid, dtype, device, text=self.text, batch=self.batch, seed=seed)
-
 
 _SMALL_SIZES = {"num_layers": 2, "num_attention_heads": 2}
 
@@ -440,7 +436,8 @@ def _model_run(
         torch.compiler.reset()
         for block in model.blocks if hasattr(model, "blocks") else model.transformer_blocks:
             block.compile(backend=compile_backend, dynamic=False)
-    inputs = cycle([case.inputs(model, dtype, device, seed) for seed in range(3)])
+    draw = partial(example_inputs, model, case.grid, dtype, device, text=case.text, batch=case.batch)
+    inputs = cycle([draw(seed=seed) for seed in range(3)])
     if make_run is not None:
         return make_run(model, inputs)
     return torch.no_grad()(lambda: model(**next(inputs), return_dict=False)[0])

@@ -113,8 +113,7 @@ def import_official(
             origin["base"] = source.origin
             check_apart(claimed, source.root)
         report = ConversionReport("import-official", destination, origin)
-        write_result(source, [plan], report, claimed, progress=progress, finish=finish)
-        return report
+        return write_result(source, [plan], report, claimed, progress=progress, finish=finish)
 
 
 def _plan_import(

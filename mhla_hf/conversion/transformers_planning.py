@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from . import planning
 
 # Heads that published checkpoints often lack, since nothing that they were made for uses them. transformers
 # initialises them on loading, before a conversion as after it.
-OPTIONAL_WEIGHTS = re.compile(r"(^|\.)pooler\.")
+_POOLER = r"(^|\.)pooler\."
 
 
 def plan_transformers_model(
@@ -105,13 +105,13 @@ def _plan_weights(
     # By the names that the model looks for; tensors that nothing they were made for uses may be missing.
     known = [replace(entries[name], name=key) for name, key in names.keys.items() if key in names.expected]
     given = {entry.name for entry in known}
-    optional = {*names.may_be_missing, *filter(OPTIONAL_WEIGHTS.search, names.expected)} - given
+    optional = names.optional - given
     expected = {name: shape for name, shape in names.expected.items() if ".mhla." not in name and name not in optional}
     planning.compare_tensors(planning.StoredWeights(found.variant, known, where), expected)
     report.dropped = sorted({*report.dropped, *(name for name in entries if name not in names.keys)})
     # Integers in place of parameters are quantised weights; buffers may be integers.
     check_floats((entries[name] for name in names.keys if names.is_float(name)), where)
-    kept = _kept_in_fp32(model, options.dtype)
+    kept = compat.kept_in_fp32(model, options.dtype)
     copied = [planning.cast_entry(entries[name], options.dtype, kept(names.loaded[name])) for name in names.keys]
     dtype = options.dtype or planning.dominant_dtype(copied)
     fresh = [
@@ -120,16 +120,6 @@ def _plan_weights(
         if ".mhla." in name
     ]
     return planning.plan_files(found.variant, copied, options.max_bytes, fresh, TRANSFORMERS_FILES)
-
-
-def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return a test by name for parameters that transformers keeps in fp32 in a model of a type."""
-    half = dtype in (torch.float16, torch.bfloat16)
-    patterns = compat.fp32_patterns(model, dtype == torch.float16) if half else set()
-    if not patterns:
-        return lambda name: False
-    expression = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
-    return lambda name: expression.search(name) is not None
 
 
 class StoredNames:
@@ -146,7 +136,7 @@ class StoredNames:
         expected: Shapes of what complete weights have. Tied tensors occur once, and those that are joined in the model
             under their names in the files.
         keys: Which of `expected` each known tensor is.
-        may_be_missing: Names among `expected` that transformers does without.
+        optional: Names among `expected` that a checkpoint may lack.
     """
 
     def __init__(self, model: Any, stored: Sequence[str]) -> None:
@@ -182,8 +172,8 @@ class StoredNames:
             name: name if name in joined else owners.get(id(model.get_parameter_or_buffer(target)), target)
             for name, target in self.loaded.items()
         }
-        patterns = compat.ignored_names(model, "load_missing")
-        self.may_be_missing = {name for name in self.expected if any(re.search(part, name) for part in patterns)}
+        patterns = [*compat.ignored_names(model, "load_missing"), _POOLER]
+        self.optional = {name for name in self.expected if any(re.search(part, name) for part in patterns)}
 
     def is_float(self, name: str) -> bool:
         """True where the model has floating-point numbers in the place of a tensor of the source."""

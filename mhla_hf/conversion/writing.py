@@ -83,8 +83,8 @@ def write_result(
     *,
     progress: bool,
     finish: Callable[[Path], None] | None = None,
-) -> None:
-    """Write converted models and the other files of their directory.
+) -> ConversionReport:
+    """Write converted models and the other files of their directory, and return the report.
 
     Args:
         source: Origin of the other files; `None` writes a model directory with nothing else.
@@ -139,6 +139,7 @@ def write_result(
         write_staged_json(staging / CONVERSION_RECORD, report.to_dict())
         if finish is not None:
             finish(staging)
+    return report
 
 
 def other_files(source: ModelDirectory, replaced: set[str]) -> list[Path]:

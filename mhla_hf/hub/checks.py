@@ -15,7 +15,7 @@ from typing import Any
 import diffusers
 from tqdm.auto import tqdm
 
-from ..conversion.transformers_planning import OPTIONAL_WEIGHTS, StoredNames
+from ..conversion.transformers_planning import StoredNames
 from ..integrations.transformers.limits import check_layers, check_sizes
 from ..models.directory import ModelDirectory, parts_of, read_config
 from ..models.limits import check_model_config
@@ -248,7 +248,7 @@ class DirectoryCheck:
             expected = names.expected
             missing, _, shapes = compare(expected, {key: tensors[name][1] for name, key in names.keys.items()})
             unknown = names.unknown
-            optional = {*names.may_be_missing, *filter(OPTIONAL_WEIGHTS.search, expected)}
+            optional = names.optional
             floats = {name for name in names.loaded if names.is_float(name)}
         else:
             expected = {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -317,10 +317,8 @@ class ModelInputs:
 
     def to(self, *args: Any, **kwargs: Any) -> ModelInputs:
         """Move the tensors, as `torch.Tensor.to`; models spread over devices call this."""
-        tensors = {"padding": self.padding, "documents": self.documents, "hidden": self.hidden}
-        moved: dict[str, Any] = {
-            name: tensor.to(*args, **kwargs) for name, tensor in tensors.items() if tensor is not None
-        }
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(*args, **kwargs) for name, tensor in tensors.items()}
         return dataclasses.replace(self, **moved)
 
 
