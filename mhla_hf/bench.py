@@ -34,7 +34,7 @@ from .models.registry import mhla_class_for
 from .ops import mhla_attention, triton_obstacle
 from .ops.backends import ENVIRONMENT_VARIABLE, kernels_pass
 from .presets import PRESETS, from_preset
-from .utils.compat.diffusers import fp32_parts
+from .utils.compat.diffusers import kept_in_fp32
 from .utils.machine import choose_device, machine_facts, parse_dtype
 from .utils.messages import check_choice
 
@@ -141,10 +141,6 @@ class ModelCase:
         """Kind of its own self-attention."""
         is_linear = mhla_class_for(PRESETS[self.preset].model).upstream_is_linear
         return "linear" if is_linear else "softmax"
-
-    def inputs(self, model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Any]:
-        """Random arguments of the model's `forward`."""
-        return example_inputs(model, self.grid, dtype, device, text=self.text, batch=self.batch, seed=seed)
 
 
 _SMALL_SIZES = {"num_layers": 2, "num_attention_heads": 2}
@@ -440,7 +436,8 @@ def _model_run(
         torch.compiler.reset()
         for block in model.blocks if hasattr(model, "blocks") else model.transformer_blocks:
             block.compile(backend=compile_backend, dynamic=False)
-    inputs = cycle([case.inputs(model, dtype, device, seed) for seed in range(3)])
+    draw = partial(example_inputs, model, case.grid, dtype, device, text=case.text, batch=case.batch)
+    inputs = cycle([draw(seed=seed) for seed in range(3)])
     if make_run is not None:
         return make_run(model, inputs)
     return torch.no_grad()(lambda: model(**next(inputs), return_dict=False)[0])
@@ -448,9 +445,9 @@ def _model_run(
 
 def cast_model(model: Any, dtype: torch.dtype) -> None:
     """Cast a model in place; as `from_pretrained` does, leave in float32 what the class keeps so."""
-    kept = fp32_parts(model)
+    kept = kept_in_fp32(model)
     for key, parameter in model.named_parameters():
-        if kept.isdisjoint(key.split(".")):
+        if not kept(key):
             parameter.data = parameter.data.to(dtype)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -17,7 +16,7 @@ from typing import Any
 from .layouts import MAX_BLOCKS, MAX_TOKENS
 from .ops.definitions import BACKENDS, FEATURE_MAPS, NORMALIZERS
 from .utils.messages import shorten_list, shorten_value
-from .utils.options import Options, check_names, option
+from .utils.options import Options, option
 
 
 MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
@@ -126,6 +125,8 @@ class MHLAConfig(Options):
         >>> config.replace(lepe_kernel=3).output_gate
         True
     """
+
+    _kind = "mhla"
 
     feature_map: str = option("relu", "Feature map φ of queries and keys.", choices=tuple(FEATURE_MAPS))
     rope: str = option(
@@ -296,19 +297,6 @@ class MHLAConfig(Options):
     def to_json_string(self) -> str:
         """Return the options as indented JSON with sorted keys."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
-
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> MHLAConfig:
-        """Build a configuration from plain JSON types.
-
-        Args:
-            options: Any subset of the options; the others take their defaults.
-
-        Raises:
-            ValueError: If a key is unknown (the message lists the known ones) or a value is not allowed.
-        """
-        check_names("mhla", options, [item.name for item in dataclasses.fields(cls)])
-        return cls(**options)
 
     @classmethod
     def coerce(cls, options: MHLAConfig | Mapping[str, Any] | None) -> MHLAConfig:

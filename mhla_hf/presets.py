@@ -9,6 +9,7 @@ The paper is arXiv 2601.07832, its code github.com/DAGroup-PKU/MHLA.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -117,11 +118,7 @@ def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None
         )
     preset = PRESETS[name]
     is_config = preset.library == "transformers"
-    if is_config:
-        import transformers as library
-    else:
-        import diffusers as library
-    stock_class = getattr(library, preset.model)
+    stock_class = getattr(importlib.import_module(preset.library), preset.model)
     # Every configuration of transformers takes the latter, beside what its signature names.
     arguments = [*inspect.signature(stock_class.__init__).parameters, *(["num_labels"] if is_config else [])]
     check_names(f"{preset.model} of preset {name!r}", overrides, [a for a in arguments if a not in ("self", "kwargs")])

@@ -76,19 +76,15 @@ def mixing_figure(matrices: Mapping[int, torch.Tensor], layout: BlockLayout, *, 
         ValueError: If a matrix does not fit the layout, or there is no such block.
     """
     block = check_block(block, layout)
-    own = weights_on_grid(torch.eye(layout.num_blocks)[block], layout)
     frames, is_sequence = frames_shown(layout, block), len(layout.grid) == 1
     widths = [1.4] + [3.2 if is_sequence else 1.0] * len(frames)
     figure = new_figure(1.6 * sum(widths) + 0.6, 1.9 * len(matrices) + 0.6)
     grid = figure.subplots(len(matrices), len(widths), squeeze=False, width_ratios=widths)
     for axes, (layer, matrix) in zip(grid, matrices.items()):
         weights = _mean_matrix(matrix, layout)
-        on_tokens = weights_on_grid(weights[block], layout)
         _draw_cells(axes[0], weights, weights, stretched=is_sequence)
         axes[0].set_ylabel(f"layer {layer}")
-        for axis, frame in zip(axes[1:], frames):
-            image = _draw_cells(axis, on_tokens[frame], on_tokens, stretched=is_sequence)
-            _outline(axis, own[frame])
+        image = _draw_row(axes[1:], weights, layout, block, frames)
         figure.colorbar(image, ax=list(axes[1:]), fraction=0.02)
     for axis, frame in zip(grid[0][1:], frames):
         axis.set_title(f"latent frame {frame}" if len(layout.grid) == 3 else "", fontsize=9)
@@ -115,15 +111,13 @@ def mixing_parts(matrix: torch.Tensor, layout: BlockLayout, *, block: int | None
         labelsize=8
     )
     axis.set_title(f"mixing matrix, {layout.num_blocks} × {layout.num_blocks}", fontsize=9)
-    own = weights_on_grid(torch.eye(layout.num_blocks)[block], layout)
-    on_tokens = weights_on_grid(weights[block], layout)
     columns = min(3, len(frames))
     rows = -(-len(frames) // columns)
-    right = new_figure(5.0, 1.4 if is_sequence else 0.5 + 4.4 / columns * rows * own.shape[1] / own.shape[2])
+    height = 1.4 if is_sequence else 0.5 + 4.4 / columns * rows * layout.grid[-2] / layout.grid[-1]
+    right = new_figure(5.0, height)
     axes = right.subplots(rows, columns, squeeze=False).flatten()
+    image = _draw_row(axes, weights, layout, block, frames)
     for axis, frame in zip(axes, frames):
-        image = _draw_cells(axis, on_tokens[frame], on_tokens, stretched=is_sequence)
-        _outline(axis, own[frame])
         axis.set_title(f"latent frame {frame}" if len(layout.grid) == 3 else "on the tokens", fontsize=9)
     for axis in axes[len(frames) :]:
         axis.set_axis_off()
@@ -213,6 +207,16 @@ def _draw_cells(axis: Any, cells: torch.Tensor, among: torch.Tensor, *, stretche
     interpolation = "none" if len(cells) <= _MOST_CELLS else "antialiased"
     image = axis.imshow(cells.numpy(), interpolation=interpolation, **shown)
     axis.set(xticks=[], yticks=[])
+    return image
+
+
+def _draw_row(axes: Any, weights: torch.Tensor, layout: BlockLayout, block: int, frames: Sequence[int]) -> Any:
+    """Draw the row of a block on some frames of the token grid, and return the last image."""
+    own = weights_on_grid(torch.eye(layout.num_blocks)[block], layout)
+    on_tokens = weights_on_grid(weights[block], layout)
+    for axis, frame in zip(axes, frames):
+        image = _draw_cells(axis, on_tokens[frame], on_tokens, stretched=len(layout.grid) == 1)
+        _outline(axis, own[frame])
     return image
 
 

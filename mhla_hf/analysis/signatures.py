@@ -22,7 +22,7 @@ from ..ops.band import extend_mixing
 from ..training.layers import mhla_layers
 from ..training.processes import full_tensor
 from .matrices import LayerTokens
-from .statistics import mean_distance, rank_bound, reference_layout
+from .statistics import mean_distance, normalized, rank_bound, reference_layout
 
 
 SIGNATURES = {
@@ -342,8 +342,6 @@ def _distance_over_equal(weights: torch.Tensor, layout: BlockLayout, causal: boo
     """Mean distance of the blocks attended to, over that under equal weights; of heads, all together."""
     if layout.num_prefix_blocks:
         layout = BlockLayout(layout.grid, blocks=layout.blocks)
-    total = weights.abs().sum(-1, keepdim=True)
-    shares = weights.abs() / torch.where(total > 0, total, 1.0)
     equal = torch.ones(weights.shape[-2:], dtype=torch.double)
     equal = equal.tril() if causal else equal
-    return mean_distance(shares, layout) / mean_distance(equal / equal.sum(-1, keepdim=True), layout)
+    return mean_distance(normalized(weights), layout) / mean_distance(normalized(equal), layout)

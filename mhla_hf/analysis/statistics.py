@@ -79,7 +79,7 @@ def effective_rank(singular: torch.Tensor) -> torch.Tensor:
         >>> effective_rank(singular_values(torch.eye(8)))
         tensor(8.0000, dtype=torch.float64)
     """
-    entropy = torch.special.entr(_normalized(singular)).sum(-1)
+    entropy = torch.special.entr(normalized(singular)).sum(-1)
     return torch.where(singular.sum(-1) > 0, entropy.exp(), 0.0)
 
 
@@ -110,7 +110,7 @@ def attention_statistics(matrix: torch.Tensor, *, visible: torch.Tensor | None =
     matrix = matrix.double()
     seen = torch.as_tensor(matrix.shape[-1] if visible is None else visible, device=matrix.device).double()
     seen = seen.expand(matrix.shape[-2])
-    singular, weights = singular_values(matrix), _normalized(matrix.abs())
+    singular, weights = singular_values(matrix), normalized(matrix.abs())
     entropy = torch.special.entr(weights).sum(-1)
     several = seen > 1
     relative = entropy[..., several] / seen[several].log() if several.any() else torch.ones_like(entropy)
@@ -243,7 +243,7 @@ def mixing_summary(mhla: MHLA) -> MixingSummary:
         raise ValueError("the mixing weights are not finite.")
     visible = torch.ones(matrix.shape[-2:], dtype=torch.bool)
     visible = visible.tril() if config.causal else visible
-    pattern, initial_pattern = (weights / _row_sizes(weights) for weights in (matrix, initial))
+    pattern, initial_pattern = normalized(matrix), normalized(initial)
     return MixingSummary(
         matrix=matrix.float(),
         initial=(initial[0] if initial.dim() == 3 else initial).float(),
@@ -297,10 +297,7 @@ def _relative_change(matrix: torch.Tensor, initial: torch.Tensor) -> list[float]
     return change.reshape(-1).tolist()
 
 
-def _row_sizes(weights: torch.Tensor) -> torch.Tensor:
+def normalized(weights: torch.Tensor) -> torch.Tensor:
+    """Divide rows by their absolute sums; those of zeros stay zero."""
     total = weights.abs().sum(-1, keepdim=True)
-    return torch.where(total > 0, total, 1.0)
-
-
-def _normalized(weights: torch.Tensor) -> torch.Tensor:
-    return weights / _row_sizes(weights)
+    return weights / torch.where(total > 0, total, 1.0)

@@ -63,14 +63,11 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
         names = {id(module): name for name, module in model.named_modules()}
         found: Any = type(model) if is_mhla_class(class_name) else mhla_class_for(class_name)
         return {names[id(module)]: module for module in found._self_attentions(model)}
-    from ..integrations.transformers.modules import dispatches, is_cross_attention
+    from ..integrations.transformers.modules import self_attentions
 
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module._modules.get("mhla"), MHLA)
-        or (dispatches(module) and not is_cross_attention(name, module))
-    }
+    known = dict(self_attentions(model))
+    modules = model.named_modules()
+    return {name: each for name, each in modules if name in known or isinstance(each._modules.get("mhla"), MHLA)}
 
 
 @torch.no_grad()

@@ -144,8 +144,7 @@ def convert_pretrained(
         if local.is_dir():
             origin |= local_origin(root)
         report = ConversionReport("convert", destination, origin)
-        write_result(found, plans, report, claimed, progress=progress, finish=finish)
-        return report
+        return write_result(found, plans, report, claimed, progress=progress, finish=finish)
 
 
 def unconvert_pretrained(
@@ -185,8 +184,7 @@ def unconvert_pretrained(
         elsewhere = {name: value for name, value in hub.items() if name in ("token", "cache_dir", "local_files_only")}
         plans = [_plan_original(model, original, elsewhere) for model in found.select_mhla()]
         report = ConversionReport("unconvert", destination, found.origin)
-        write_result(found, plans, report, claimed, progress=progress)
-        return report
+        return write_result(found, plans, report, claimed, progress=progress)
 
 
 def _plan_original(model: ModelDirectory, given: str | Path | None, hub: Mapping[str, Any]) -> ComponentPlan:

@@ -20,6 +20,7 @@ from ..models.registry import family_for, mhla_class_for
 from ..models.single_file import mhla_options, official_names, softmax_names, wan_config
 from ..models.weight_files import WeightSet, from_stored, to_stored
 from ..pipelines import options_by_component
+from ..utils.compat.diffusers import kept_in_fp32
 from ..utils.destinations import claim_destination
 from ..utils.files import check_entry, read_json, read_weight_map
 from ..utils.locations import PIPELINE_INDEX
@@ -112,8 +113,7 @@ def import_official(
             origin["base"] = source.origin
             check_apart(claimed, source.root)
         report = ConversionReport("import-official", destination, origin)
-        write_result(source, [plan], report, claimed, progress=progress, finish=finish)
-        return report
+        return write_result(source, [plan], report, claimed, progress=progress, finish=finish)
 
 
 def _plan_import(
@@ -123,7 +123,7 @@ def _plan_import(
     target = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     entries = [_imported_entry(entry, target.get(entry.name, ())) for entry in stored.entries]
     planning.compare_tensors(replace(stored, entries=entries), target)
-    kept = planning.kept_in_fp32(model)
+    kept = kept_in_fp32(model)
     copied = [planning.cast_entry(entry, dtype, kept(entry.name)) for entry in entries]
     report = planning.component_report("WanModel", model)
     # What save_pretrained would write: the constructor's arguments, without notes on which of them were given.

@@ -18,7 +18,7 @@ from ..layers.weight_record import STATE_KEY, STATES
 from ..models import limits, weight_files
 from ..models.directory import ModelDirectory
 from ..models.registry import family_for
-from ..utils.compat.diffusers import declared, fp32_parts
+from ..utils.compat.diffusers import declared, kept_in_fp32
 from ..utils.messages import shorten_list
 from ..utils.tensor_files import FLOATS, TensorEntry, check_floats, compare, plan_shards
 
@@ -263,12 +263,6 @@ def component_report(source_class: str, model: Any) -> ComponentReport:
         num_layers=model.layer_count(model.config),
         warning=model.single_block_warning() or "",
     )
-
-
-def kept_in_fp32(model: Any) -> Callable[[str], bool]:
-    """Return a test for parameters that diffusers keeps in fp32, by complete parts of the dotted name."""
-    parts = fp32_parts(model)
-    return lambda name: bool(parts & set(name.split(".")))
 
 
 def cast_entry(entry: TensorEntry, dtype: torch.dtype | None, kept: bool) -> TensorEntry:

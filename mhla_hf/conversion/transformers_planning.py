@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from ..config import MHLAConfig
 from ..integrations.transformers.attaching import convert_transformers_model
 from ..integrations.transformers.limits import check_layers, check_new_parameters, check_sizes
-from ..integrations.transformers.modules import dispatches, is_cross_attention
+from ..integrations.transformers.modules import self_attentions
 from ..integrations.transformers.towers import towers_of
 from ..layers.mhla import MHLA
 from ..layers.weight_record import STATE_KEY, STATES
@@ -28,7 +28,7 @@ from . import planning
 
 # Heads that published checkpoints often lack, since nothing that they were made for uses them. transformers
 # initialises them on loading, before a conversion as after it.
-OPTIONAL_WEIGHTS = re.compile(r"(^|\.)pooler\.")
+_POOLER = r"(^|\.)pooler\."
 
 
 def plan_transformers_model(
@@ -47,8 +47,15 @@ def plan_transformers_model(
     plans = [_plan_weights(weights, model, report, options) for weights in found]
     main = next((plan for plan in plans if plan.report.variant is None), plans[0])
     main_dtype = planning.dominant_dtype(entry for shard in main.shards.values() for entry in shard)
-    _set_dtype(model.config, options.dtype, main_dtype)
-    return planning.ComponentPlan(component.component, _saved_config(model), plans, report, component.names)
+    config = model.config
+    for part in (config, *towers_of(config).values()):
+        if options.dtype is not None or config.dtype is None or part is not config:
+            part.dtype = options.dtype or config.dtype or main_dtype
+    config.architectures = [type(model).__name__]
+    setattr(config, STATE_KEY, STATES[0])
+    # As `save_pretrained` writes it.
+    content = json.loads(config.to_json_string())
+    return planning.ComponentPlan(component.component, content, plans, report, component.names)
 
 
 def _empty_mhla_model(component: ModelDirectory, mhla: MHLAConfig | Mapping[str, Any] | None) -> Any:
@@ -74,17 +81,14 @@ def _with_layers(mhla: MHLAConfig | Mapping[str, Any] | None, layers: str | Iter
 
 
 def _report(component: ModelDirectory, model: Any) -> planning.ComponentReport:
-    attentions = [
-        module for name, module in model.named_modules() if dispatches(module) and not is_cross_attention(name, module)
-    ]
-    config = model.config
+    config, attentions = model.config, self_attentions(model)
     options = {name: dict(tower.mhla) for name, tower in towers_of(config).items() if tower.mhla is not None}
     return planning.ComponentReport(
         source_class=component.class_name,
         target_class=type(model).__name__,
         mhla=options if config.mhla is None else dict(config.mhla),
         mhla_layers=[
-            index for index, module in enumerate(attentions) if isinstance(getattr(module, "mhla", None), MHLA)
+            index for index, (_, module) in enumerate(attentions) if isinstance(getattr(module, "mhla", None), MHLA)
         ],
         num_layers=len(attentions),
     )
@@ -101,13 +105,13 @@ def _plan_weights(
     # By the names that the model looks for; tensors that nothing they were made for uses may be missing.
     known = [replace(entries[name], name=key) for name, key in names.keys.items() if key in names.expected]
     given = {entry.name for entry in known}
-    optional = {*names.may_be_missing, *filter(OPTIONAL_WEIGHTS.search, names.expected)} - given
+    optional = names.optional - given
     expected = {name: shape for name, shape in names.expected.items() if ".mhla." not in name and name not in optional}
     planning.compare_tensors(planning.StoredWeights(found.variant, known, where), expected)
     report.dropped = sorted({*report.dropped, *(name for name in entries if name not in names.keys)})
     # Integers in place of parameters are quantised weights; buffers may be integers.
     check_floats((entries[name] for name in names.keys if names.is_float(name)), where)
-    kept = _kept_in_fp32(model, options.dtype)
+    kept = compat.kept_in_fp32(model, options.dtype)
     copied = [planning.cast_entry(entries[name], options.dtype, kept(names.loaded[name])) for name in names.keys]
     dtype = options.dtype or planning.dominant_dtype(copied)
     fresh = [
@@ -116,30 +120,6 @@ def _plan_weights(
         if ".mhla." in name
     ]
     return planning.plan_files(found.variant, copied, options.max_bytes, fresh, TRANSFORMERS_FILES)
-
-
-def _kept_in_fp32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return a test by name for parameters that transformers keeps in fp32 in a model of a type."""
-    half = dtype in (torch.float16, torch.bfloat16)
-    patterns = compat.fp32_patterns(model, dtype == torch.float16) if half else set()
-    if not patterns:
-        return lambda name: False
-    expression = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
-    return lambda name: expression.search(name) is not None
-
-
-def _set_dtype(config: Any, dtype: torch.dtype | None, found: torch.dtype) -> None:
-    """Set the dtype: the one cast to, or the one found where the configuration names none."""
-    for part in (config, *towers_of(config).values()):
-        if dtype is not None or config.dtype is None or part is not config:
-            part.dtype = dtype or config.dtype or found
-
-
-def _saved_config(model: Any) -> dict[str, Any]:
-    """Return `config.json` as `save_pretrained` writes it."""
-    model.config.architectures = [type(model).__name__]
-    setattr(model.config, STATE_KEY, STATES[0])
-    return json.loads(model.config.to_json_string())
 
 
 class StoredNames:
@@ -156,7 +136,7 @@ class StoredNames:
         expected: Shapes of what complete weights have. Tied tensors occur once, and those that are joined in the model
             under their names in the files.
         keys: Which of `expected` each known tensor is.
-        may_be_missing: Names among `expected` that transformers does without.
+        optional: Names among `expected` that a checkpoint may lack.
     """
 
     def __init__(self, model: Any, stored: Sequence[str]) -> None:
@@ -192,8 +172,8 @@ class StoredNames:
             name: name if name in joined else owners.get(id(model.get_parameter_or_buffer(target)), target)
             for name, target in self.loaded.items()
         }
-        patterns = compat.ignored_names(model, "load_missing")
-        self.may_be_missing = {name for name in self.expected if any(re.search(part, name) for part in patterns)}
+        patterns = [*compat.ignored_names(model, "load_missing"), _POOLER]
+        self.optional = {name for name in self.expected if any(re.search(part, name) for part in patterns)}
 
     def is_float(self, name: str) -> bool:
         """True where the model has floating-point numbers in the place of a tensor of the source."""

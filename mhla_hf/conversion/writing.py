@@ -23,7 +23,7 @@ from ..models.weight_files import STUB_MODULE
 from ..utils.compat import installed_versions
 from ..utils.destinations import Destination
 from ..utils.files import list_files, write_staged_json
-from ..utils.locations import PIPELINE_INDEX
+from ..utils.locations import EXPORT_FOLDERS, PIPELINE_INDEX
 from ..utils.messages import format_bytes
 from ..utils.model_cards import CARD, carried_metadata
 from ..utils.tensor_files import check_safetensors, write_shards
@@ -83,8 +83,8 @@ def write_result(
     *,
     progress: bool,
     finish: Callable[[Path], None] | None = None,
-) -> None:
-    """Write converted models and the other files of their directory.
+) -> ConversionReport:
+    """Write converted models and the other files of their directory, and return the report.
 
     Args:
         source: Origin of the other files; `None` writes a model directory with nothing else.
@@ -139,6 +139,7 @@ def write_result(
         write_staged_json(staging / CONVERSION_RECORD, report.to_dict())
         if finish is not None:
             finish(staging)
+    return report
 
 
 def other_files(source: ModelDirectory, replaced: set[str]) -> list[Path]:
@@ -157,7 +158,7 @@ def other_files(source: ModelDirectory, replaced: set[str]) -> list[Path]:
         owner = next((item for item in components if item.folder == (source.root / path).parent), None)
         if owner is not None and (path.name == "config.json" or owner.names.match(path)):
             continue
-        if not any(item.names.is_export(path) for item in components):
+        if path.parts[0] not in EXPORT_FOLDERS or not any(item.names.exports for item in components):
             files.append(path)
     return files
 

@@ -453,19 +453,18 @@ def _eval_results(task: str | None, quality: Mapping[str, dict[str, float]], dat
 
 def _recovery_facts(report: dict[str, Any]) -> dict[str, Any]:
     """Return the stages of a recovery, and sentences about its data and machine."""
-    stages = []
-    for name in STAGES:
-        if name not in (entry(report, "figures", kind=dict) or {}):
-            continue
-        stages.append(
-            {
-                "stage": name,
-                "steps": entry(report, "recipe", name, "steps") or entry(report, "stages", name, "steps"),
-                "learning rate": entry(report, "recipe", name, "learning_rate"),
-                "seconds": entry(report, "seconds", name, "seconds"),
-                "CPU seconds": entry(report, "seconds", name, "cpu_seconds"),
-            }
-        )
+    ran = entry(report, "figures", kind=dict) or {}
+    stages = [
+        {
+            "stage": name,
+            "steps": entry(report, "recipe", name, "steps") or entry(report, "stages", name, "steps"),
+            "learning rate": entry(report, "recipe", name, "learning_rate"),
+            "seconds": entry(report, "seconds", name, "seconds"),
+            "CPU seconds": entry(report, "seconds", name, "cpu_seconds"),
+        }
+        for name in STAGES
+        if name in ran
+    ]
     counts = {"sample": "samples", "held-out sample": "held_out"}
     found = {noun: entry(report, "data", name, kind=int) for noun, name in counts.items()}
     return {

@@ -15,14 +15,14 @@ from typing import Any
 import diffusers
 from tqdm.auto import tqdm
 
-from ..conversion.transformers_planning import OPTIONAL_WEIGHTS, StoredNames
+from ..conversion.transformers_planning import StoredNames
 from ..integrations.transformers.limits import check_layers, check_sizes
-from ..models.directory import ModelDirectory
+from ..models.directory import ModelDirectory, parts_of, read_config
 from ..models.limits import check_model_config
 from ..models.registry import FAMILIES, LIBRARY, MHLA_CLASSES, current_class, mhla_class_for
 from ..models.weight_files import ADAPTERS_OUT, PICKLES, check_layer_count
 from ..utils.compat.diffusers import declared
-from ..utils.files import Types, list_files, path_inside, read_json, read_json_value
+from ..utils.files import list_files, path_inside, read_json, read_json_value
 from ..utils.locations import PIPELINE_INDEX
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import FLOATS, compare, count_values
@@ -197,8 +197,7 @@ class DirectoryCheck:
             self._note(folder, f"has no config.json{advice}")
             return
         with self._noting(path):
-            types: dict[str, Types] = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
-            config = read_json(path, "the configuration", optional=types)
+            config = read_config(path)
             if not {"_class_name", "model_type"} & set(config):
                 self._note(path, "does not say which model it is, by _class_name (diffusers) or model_type.")
                 return
@@ -214,7 +213,7 @@ class DirectoryCheck:
             if problem:
                 self._note(path, problem)
                 return
-            if any(part.get("quantization_config") for part in _parts(config)):
+            if any(part.get("quantization_config") for part in parts_of(config)):
                 self._note(path, "describes quantised weights, whose names and shapes are not checked.", "warning")
                 return
             # A wrong size may ask for more memory than there is.
@@ -249,7 +248,7 @@ class DirectoryCheck:
             expected = names.expected
             missing, _, shapes = compare(expected, {key: tensors[name][1] for name, key in names.keys.items()})
             unknown = names.unknown
-            optional = {*names.may_be_missing, *filter(OPTIONAL_WEIGHTS.search, expected)}
+            optional = names.optional
             floats = {name for name in names.loaded if names.is_float(name)}
         else:
             expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -274,18 +273,13 @@ class DirectoryCheck:
             self._note(owner, f"has tensors that the model does not know: {shorten_list(others)}.", "warning")
 
 
-def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a configuration and those of its towers."""
-    return [config, *(part for part in config.values() if isinstance(part, Mapping))]
-
-
 def _class_problem(model: ModelDirectory, named: str | None, sets: Mapping[Path, Mapping[str, Any]]) -> str:
     """Return why a model would load as another class, without its MHLA weights, or without weights for MHLA."""
     class_name = shorten_text(model.class_name)
     if named is not None and "_class_name" in model.config and current_class(named, model.config) != model.class_name:
         return f"says {class_name}, but {PIPELINE_INDEX} calls {model.component} a {shorten_text(named)}."
     has_parameters = any(".mhla." in name for tensors in sets.values() for name in tensors)
-    if has_parameters and not any(part.get("mhla") is not None for part in _parts(model.config)):
+    if has_parameters and not any(part.get("mhla") is not None for part in parts_of(model.config)):
         return (
             "has no entry 'mhla', although the weights hold MHLA parameters; take config.json from the directory that "
             "the weights were written to."

@@ -10,12 +10,11 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub import utils as hub
 
 from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirectory
 from ..models.stub import stub_files
@@ -29,16 +28,16 @@ from .checks import DirectoryCheck
 
 logger = logging.getLogger(__name__)
 
-_WORKING_FILES = (
+_WORKING_FILES = [
     "work/*", "checkpoint-*/*", "checkpoints/*", "*.lock", "*.tmp",
     # Written by accelerate and by the Trainer of transformers.
     "optimizer*.bin", "optimizer*.pt", "scheduler*.bin", "scheduler*.pt", "scaler.pt", "random_states_*.pkl",
     "rng_state*.pth", "training_args.bin", "trainer_state.json", "global_step*/*",
     # Written by trackers.
     "wandb/*", "runs/*", "logs/*", "mlruns/*", "events.out.tfevents*", "*/events.out.tfevents*", "*.log",
-    # Keys and tokens.
-    "*.env", "*.key", "*.pem", "token", "token.txt",
-)  # fmt: skip
+    # Hidden files, keys and tokens.
+    ".*", "*/.*", "*.env", "*.key", "*.pem", "token", "token.txt",
+]  # fmt: skip
 _RECORDS = (CONVERSION_RECORD, TRAINING_RECORD, "report.json")
 _ABSOLUTE = re.compile(r"(?:[A-Za-z]:[\\/]|/[^/\n]+/|~/)[^\n]*")
 _CONFIGURATION = re.compile(rf"(.*/)?(\w*config\.json|{re.escape(PIPELINE_INDEX)})")
@@ -122,9 +121,9 @@ def push_directory(
     for warning in warnings:
         logger.warning("%s", warning)
     with ExitStack() as stack:
-        if not progress and not are_progress_bars_disabled():
-            disable_progress_bars()
-            stack.callback(enable_progress_bars)
+        if not progress and not hub.are_progress_bars_disabled():
+            hub.disable_progress_bars()
+            stack.callback(hub.enable_progress_bars)
         api.create_repo(repo_id, private=private, exist_ok=True)
         if private and not api.model_info(repo_id).private:
             raise ValueError(
@@ -161,14 +160,13 @@ def prepare_push(
     Raises:
         ValueError: If something is wrong with the directory or an argument.
     """
-    check_exists(directory, "directory")
     directory = Path(directory).expanduser()
     if not is_hub_id(repo_id):
         raise ValueError(f"repo_id={repo_id!r:.100} is not a repository; name it as owner/name.")
     if benchmarks and is_own_card(directory):
         raise ValueError(f"benchmarks: {directory / CARD} was written or edited by someone and is kept.")
     files = list_files(directory) if directory.is_dir() else []
-    uploaded = [path for path in files if not is_working_file(path.as_posix())]
+    uploaded = list(hub.filter_repo_objects(files, ignore_patterns=_WORKING_FILES, key=Path.as_posix))
     problems = DirectoryCheck(directory, uploaded, progress=progress).problems
     errors = [str(problem) for problem in problems if problem.level == "error"]
     errors += [
@@ -210,12 +208,6 @@ def _public(name: str, content: Any) -> Any:
         # Paths and the machine mean nothing to others.
         public["source"] = {key: value for key, value in public["source"].items() if key not in ("path", "machine")}
     return public
-
-
-def is_working_file(name: str) -> bool:
-    """Return whether a file, by its path in the directory, is private or for running processes alone."""
-    hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
-    return hidden or any(fnmatch(name, pattern) for pattern in _WORKING_FILES)
 
 
 def _shortened(value: Any, fields: frozenset[str] | None) -> Any:

@@ -3,21 +3,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from ..utils.compat import extend, wrap
+from ..utils.compat import extend_method
 
 
 def register_with_peft() -> None:
     """Check the base model of every adapter, now or as soon as peft is imported."""
-    methods = {"inject_adapter": _inject, "_inject_parameters": _inject_parameters}
-    for name, around in methods.items():
-        extend("peft", "peft.tuners.tuners_utils", partial(_wrap, name, around))
-
-
-def _wrap(name: str, around: Any, module: Any) -> None:
-    wrap("peft", module.BaseTuner, name, around)
+    for name, around in (("inject_adapter", _inject), ("_inject_parameters", _inject_parameters)):
+        extend_method("peft", "tuners.tuners_utils", "BaseTuner", name, around)
 
 
 def _inject(original: Any, tuner: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:

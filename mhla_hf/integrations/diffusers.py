@@ -37,7 +37,7 @@ from ..config import MHLAConfig
 from ..models import registry
 from ..models.registry import FAMILIES, LIBRARY, MHLA_CLASSES, is_mhla_class
 from ..models.single_file import own_weights
-from ..utils.compat import after_import, extend, wrap
+from ..utils.compat import after_import, extend, extend_method, wrap
 from ..utils.compat import diffusers as compat
 from ..utils.locations import LOCATION_OPTIONS, PIPELINE_INDEX
 from ..utils.messages import shorten_value
@@ -66,21 +66,15 @@ def register_with_diffusers() -> None:
     Unsupported versions of diffusers only learn the names, which raise an error with the supported range.
     """
     after_import("diffusers", _extend_namespace)
-    for module, owner, name, around in _METHODS:
-        extend("diffusers", f"diffusers.{module}", partial(_wrap, owner, name, around))
+    for method in _METHODS:
+        extend_method("diffusers", *method)
     others: dict[str, Any] = {
         "loaders.lora_pipeline": _wrap_lora_loaders,
-        "loaders.single_file_model": partial(compat.hook_single_files, around=_should_convert),
-        "models.attention_dispatch": lambda module: wrap("diffusers", module, "attention_backend", _attention_backend),
         "utils.hub_utils": partial(compat.hook_uploads, around=upload),
         "pipelines.pipeline_utils": lambda _: compat.register_library(LIBRARY, sys.modules[LIBRARY]),
     }
     for module, callback in others.items():
         extend("diffusers", f"diffusers.{module}", callback)
-
-
-def _wrap(owner: str, name: str, around: Any, module: ModuleType) -> None:
-    wrap("diffusers", getattr(module, owner), name, around)
 
 
 # Names.
@@ -448,9 +442,11 @@ _METHODS: tuple[tuple[str, str, str, Any], ...] = (
     ("configuration_utils", "ConfigMixin", "from_config", _load_model),
     ("models.modeling_utils", "ModelMixin", "from_pretrained", _load_model),
     ("models.modeling_utils", "ModelMixin", "set_attention_backend", _attention_backend),
+    ("models.attention_dispatch", "", "attention_backend", _attention_backend),
     ("models.auto_model", "AutoModel", "from_pretrained", _load_auto),
     ("models.auto_model", "AutoModel", "from_config", _load_auto),
     ("loaders.single_file_model", "FromOriginalModelMixin", "from_single_file", _load_model),
+    ("loaders.single_file_model", "", "_should_convert_state_dict_to_diffusers", _should_convert),
     ("loaders.single_file", "FromSingleFileMixin", "from_single_file", _refuse_request),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pretrained", _load_pipeline),
     ("pipelines.pipeline_utils", "DiffusionPipeline", "from_pipe", _from_pipe),

@@ -190,14 +190,6 @@ class MHLAModelMixin(MHLAAdapterMixin):
         for index in mhla_layers:
             attentions[index].set_processor(attentions[index].mhla_processor_class())
 
-    def _attention_widths(self, attention: Any) -> dict[str, Any]:
-        """`hidden_size`, `num_heads` and `head_dim` of a self-attention module."""
-        return {
-            "hidden_size": attention.to_q.in_features,
-            "num_heads": attention.heads,
-            "head_dim": attention.to_q.out_features // attention.heads,
-        }
-
     @classmethod
     def own_inputs(cls, model: Any, grid: tuple[int, ...], text: int, random: Any) -> dict[str, Any]:
         """Return random arguments of `forward` that models of other families do not take.
@@ -340,12 +332,15 @@ class MHLAModelMixin(MHLAAdapterMixin):
     def _install_mhla(self, options: MHLAConfig | Mapping[str, Any] | None) -> None:
         note_unchecked("diffusers")
         config = self.resolve_options(options, self.config)
-        attentions = self._self_attentions()
+        attentions: list[Any] = self._self_attentions()
         layers = config.mhla_layers(len(attentions))
         if isinstance(config.layers, str):
             config = config.replace(layers=layers)
         for index in layers:
-            mhla = self.layer_class(config, **self._attention_widths(attentions[index]))
+            query, heads = attentions[index].to_q, attentions[index].heads
+            mhla = self.layer_class(
+                config, hidden_size=query.in_features, num_heads=heads, head_dim=query.out_features // heads
+            )
             mhla.replaces_linear = self.upstream_is_linear
             attentions[index].mhla = mhla
         self._use_mhla(attentions, layers)

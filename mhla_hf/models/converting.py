@@ -10,7 +10,7 @@ import torch
 
 from ..config import MHLAConfig
 from ..layers.weight_record import STATE_KEY, check_adapters, original_values
-from ..utils.compat.diffusers import fp32_parts
+from ..utils.compat.diffusers import kept_in_fp32
 from ..utils.tensor_files import FLOATS
 from .loading import warn_of_fresh
 from .registry import mhla_class_for
@@ -42,13 +42,13 @@ def convert_model(
         module.__dict__.pop("forward", None)
     model.__class__ = mhla_class_for(type(model).__name__)
     model._install_mhla(options)
-    kept = fp32_parts(model)
+    kept = kept_in_fp32(model)
     attentions = model._self_attentions()
     for layer, module in model.mhla_modules().items():
         weight = attentions[layer].to_q.weight
         module.train(model.training)
         for name, parameter in module.named_parameters():
-            dtype = torch.float32 if kept & {"mhla", *name.split(".")} else weight.dtype
+            dtype = torch.float32 if kept(f"mhla.{name}") else weight.dtype
             parameter.data = parameter.data.to(weight.device, dtype)
     warn_of_fresh(model, [name for name, _ in model.named_parameters() if ".mhla." in name], source)
     return model

@@ -120,7 +120,7 @@ class ModelDirectory:
             raise ValueError(f"{location} {problem}. Supported: {', '.join(sorted(FAMILIES))}.")
         for name, config in configs.items() if require_supported else ():
             # The weights of one tower of several may be quantised.
-            for part in [config, *(entry for entry in config.values() if isinstance(entry, dict))]:
+            for part in parts_of(config):
                 quantization = part.get("quantization_config") or part.get("compression_config")
                 if quantization:
                     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -238,7 +238,7 @@ class ModelDirectory:
         """`True` if the model, or one of its towers, was saved as MHLA."""
         if not self.is_transformers:
             return is_mhla_class(self.class_name)
-        parts = [self.config, *(entry for entry in self.config.values() if isinstance(entry, Mapping))]
+        parts = parts_of(self.config)
         return any(part.get("mhla") is not None or part.get("attn_implementation") == "mhla" for part in parts)
 
     @property
@@ -496,6 +496,11 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a model's `config.json`; `ValueError` where it is damaged, or names its class by anything but a text."""
     names: dict[str, Any] = {"_class_name": str, "model_type": str, "architectures": (list, type(None))}
     return read_json(path, "the model's configuration", optional=names)
+
+
+def parts_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a configuration and those of its towers."""
+    return [config, *(part for part in config.values() if isinstance(part, Mapping))]
 
 
 def _beside(owner: Path, location: str) -> Path:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from ..utils.compat.transformers import saves_adapters_aside
 from ..utils.files import read_weight_map
-from ..utils.locations import EXPORT_FILES, EXPORT_FOLDERS
+from ..utils.locations import EXPORT_FILES
 from ..utils.messages import shorten_list, shorten_text
 from ..utils.tensor_files import TensorEntry, check_safetensors, read_entries
 
@@ -147,10 +147,6 @@ class FileNames:
             or ".bin.index" in path.name
             or (self.exports and any(path.match(pattern) for pattern in EXPORT_FILES))
         )
-
-    def is_export(self, path: Path) -> bool:
-        """Return whether a file, relative to the model's folder, holds the same weights for other programs."""
-        return self.exports and path.parts[0] in EXPORT_FOLDERS
 
 
 DIFFUSERS_FILES, TRANSFORMERS_FILES = FileNames("diffusion_pytorch_model"), FileNames("model", exports=True)

@@ -175,8 +175,8 @@ class Destination:
         Raises:
             ValueError: If others have put something into the destination meanwhile, which is left alone.
         """
-        token = uuid.uuid4().hex[:8]
-        new, old, moving = (self._temporary(token, kind) for kind in ("", "old-", "moving-"))
+        ending = f"{uuid.uuid4().hex[:8]}-{self.path.name}"
+        new, old, moving = (self.home / f"{TEMPORARY_PREFIX}{kind}{ending}" for kind in ("", "old-", "moving-"))
         new.mkdir()
         try:
             with clear_write_errors(self.path):
@@ -246,9 +246,6 @@ class Destination:
                 else:
                     path.unlink(missing_ok=True)
                 logger.warning("Removed %s, left over from a run that was killed.", path)
-
-    def _temporary(self, token: str, kind: str) -> Path:
-        return self.home / f"{TEMPORARY_PREFIX}{kind}{token}-{self.path.name}"
 
     def _leftovers(self, kind: str = "") -> list[Path]:
         pattern = re.compile(f"{re.escape(TEMPORARY_PREFIX + kind)}[0-9a-f]{{8}}-{re.escape(self.path.name)}")

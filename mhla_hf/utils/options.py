@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from .messages import check_choice, did_you_mean, shorten_text, shorten_value
 
@@ -62,6 +62,9 @@ class Options:
     integers become floats, paths become strings.
     """
 
+    # What errors call the options, in place of the name of the class.
+    _kind: ClassVar[str] = ""
+
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):  # type: ignore[arg-type]
             object.__setattr__(self, item.name, check_option(item, getattr(self, item.name)))
@@ -81,7 +84,7 @@ class Options:
         Raises:
             ValueError: If a key is unknown (the message lists the known ones) or a value is not allowed.
         """
-        check_names(cls.__name__, options, [item.name for item in dataclasses.fields(cls)])  # type: ignore[arg-type]
+        check_names(cls._kind or cls.__name__, options, [item.name for item in dataclasses.fields(cls)])  # type: ignore[arg-type]
         return cls(**options)
 
     def replace(self: Self, **changes: Any) -> Self:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ...utils.compat import extend, wrap
+from ...utils.compat import extend, extend_method
 from .patch import build_pipeline, install, install_configuration, refuse
 
 
@@ -14,5 +14,4 @@ def register_with_transformers() -> None:
     """
     extend("transformers", "transformers.configuration_utils", install_configuration)
     extend("transformers", "transformers.modeling_utils", install, otherwise=refuse)
-    pipelines = "transformers.pipelines.base"
-    extend("transformers", pipelines, lambda base: wrap("transformers", base.Pipeline, "__init__", build_pipeline))
+    extend_method("transformers", "pipelines.base", "Pipeline", "__init__", build_pipeline)

@@ -232,13 +232,7 @@ def _attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     if not wants_mhla(model.config):
         return []
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if modules.dispatches(module)
-        and module.config is model.config
-        and not modules.is_cross_attention(name, module)
-    ]
+    return [(name, module) for name, module in modules.self_attentions(model) if module.config is model.config]
 
 
 def _sees_inputs(model: nn.Module) -> bool:
@@ -457,11 +451,8 @@ def saving(model: PreTrainedModel, state_dict: dict[str, Any] | None) -> Iterato
     """
     check_saved(model, state_dict)
     if not weight_record.is_softmax(model):
-        setattr(
-            model.config,
-            weight_record.STATE_KEY,
-            weight_record.weights_state(model) if state_dict is None else "trained",
-        )
+        state = weight_record.weights_state(model) if state_dict is None else "trained"
+        setattr(model.config, weight_record.STATE_KEY, state)
         # Options may have been changed by hand.
         mark(model.config)
         yield state_dict

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class MHLACacheLayer(CacheLayerMixin):
         # The first column that the rings may hold.
         self._oldest: int | torch.Tensor = 0
         self._mixing: StoredMixing | None = None
-        self._unusable: str | None = None
+        self.unusable: str | None = None
         # Hash of the columns that are hidden as padding, LongTensor `[B]`, and whether there may be any.
         self._hidden: torch.Tensor | None = None
         self._may_hide = False
@@ -150,7 +150,7 @@ class MHLACacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state = self.window_state = self._mixing = self._unusable = None
+        self.state = self.window_state = self._mixing = self.unusable = None
         self._last = {}
         self._seen, self._before, self._oldest = None, 0, 0
         self._hidden, self._may_hide = None, False
@@ -235,10 +235,6 @@ class MHLACacheLayer(CacheLayerMixin):
             return mask[:, self._before : self._before + length]
         return mask.index_select(1, self._before + torch.arange(length, device=mask.device))
 
-    def mark_unusable(self, why: str) -> None:
-        """Make further use an error; for calls whose tokens cannot be kept in this cache."""
-        self._unusable = why
-
     def decoding_state(self, new_tokens: int) -> DecodingState:
         """The state before the tokens of this call, with room for them.
 
@@ -248,8 +244,8 @@ class MHLACacheLayer(CacheLayerMixin):
         Raises:
             ValueError: If the cache cannot be used any more, or a static cache is full.
         """
-        if self._unusable is not None:
-            raise ValueError(self._unusable)
+        if self.unusable is not None:
+            raise ValueError(self.unusable)
         self._check_room(new_tokens)
         # Finished blocks are kept in bfloat16 for bfloat16 models; fp16 has too little range for sums.
         summary_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else None
@@ -386,11 +382,8 @@ class MHLACacheLayer(CacheLayerMixin):
         if name not in self._last:
             return None
         count = self._rewindable
-        size = (
-            min(self.max_cache_len or REWINDABLE_TOKENS, REWINDABLE_TOKENS)
-            if isinstance(count, torch.Tensor)
-            else count
-        )
+        most = min(self.max_cache_len or REWINDABLE_TOKENS, REWINDABLE_TOKENS)
+        size = most if isinstance(count, torch.Tensor) else count
         index = torch.arange(size, device=self._last[name].device)
         tokens = self._last[name].index_select(1, (self._length - count + index) % REWINDABLE_TOKENS)
         return tokens.transpose(1, 2).masked_fill((index >= count)[:, None], 0)
@@ -475,19 +468,14 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
     return cache.layers[index]
 
 
-def mhla_cache_layers(cache: Any) -> list[MHLACacheLayer]:
-    """The layers of any cache, or of none, that keep MHLA state."""
-    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, MHLACacheLayer)]
-
-
-def follow_mask(layers: list[MHLACacheLayer], mask: torch.Tensor | None, new_tokens: int) -> torch.Tensor | None:
+def follow_mask(layers: Sequence[Any], mask: torch.Tensor | None, new_tokens: int) -> torch.Tensor | None:
     """Compare a mask with the one that the tokens in a cache were passed with, and hides what it hides besides.
 
     The cache knows the hash of the former mask. The two are compared on the device, once for a forward pass, and eager
     code reads the answer, as transformers reads masks for SDPA. Code that is compiled or captured asserts it.
 
     Args:
-        layers: Layers of the cache that keep MHLA state.
+        layers: Layers of the cache, of which those with MHLA state count.
         mask: BoolTensor `[B, N]` of all tokens, those in the cache first, False for padding; `None` for no padding.
         new_tokens: Number of tokens of this call.
 
@@ -498,7 +486,7 @@ def follow_mask(layers: list[MHLACacheLayer], mask: torch.Tensor | None, new_tok
     Raises:
         ValueError: If the cache cannot follow; the message says what to do.
     """
-    layers = [layer for layer in layers if layer._hidden is not None]
+    layers = [layer for layer in layers if isinstance(layer, MHLACacheLayer) and layer._hidden is not None]
     first = layers[0] if layers else None
     if mask is None and (first is None or not first._may_hide):
         return None
@@ -539,17 +527,6 @@ def can_be_read(tensor: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def check_softmax_cache(cache: Any, index: int) -> None:
-    """Refuse a cache of block summaries where softmax attention is about to look for keys and values.
-
-    Raises:
-        ValueError: If the cache's layer keeps MHLA state.
-    """
-    layers = getattr(cache, "layers", ())
-    if index < len(layers) and isinstance(layers[index], MHLACacheLayer):
-        raise ValueError("This cache was filled by MHLA attention; softmax attention needs a new one.")
 
 
 def _allow_other_sizes(tensor: torch.Tensor, dim: int) -> None:

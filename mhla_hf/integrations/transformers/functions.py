@@ -27,7 +27,7 @@ from transformers.utils import logging
 from ...layers.state import TokenSequence
 from ...utils.compat import forward_parameters, unknown_shape
 from ...utils.compat.transformers import adds_to_mask, attention_of, cache_names
-from .cache import MHLACacheLayer, can_be_read, check_softmax_cache, follow_mask, mhla_cache_layer, mhla_cache_layers
+from .cache import MHLACacheLayer, can_be_read, follow_mask, mhla_cache_layer
 from .modules import is_image_model, patch_grid, reads_keywords, rotation_of, uses_rotary
 from .towers import NAME
 
@@ -85,9 +85,8 @@ def mhla_attention_forward(
     """
     mhla = getattr(module, "mhla", None)
     if mhla is None:
-        return _softmax(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs
-        )
+        tokens = (query, key, value)
+        return _softmax(module, tokens, attention_mask, is_causal, scaling=scaling, dropout=dropout, **kwargs)
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} passes {name} to its attention; MHLA cannot do {what}.")
@@ -175,30 +174,21 @@ def _check_mask(module: nn.Module, mask: torch.Tensor | None, inputs: ModelInput
 
 
 def _softmax(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    is_causal: bool | None,
-    mhla_inputs: ModelInputs | None = None,
-    **kwargs: Any,
+    module: Any, tokens: tuple[torch.Tensor, ...], mask: torch.Tensor | None, is_causal: bool | None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """SDPA for the layers of a hybrid that are softmax."""
     # A mask of padding alone was made for a model without such layers, whose configuration this one shares.
-    if getattr(module.config, "mhla", None) is None or (attention_mask is not None and attention_mask.dim() != 4):
+    if getattr(module.config, "mhla", None) is None or (mask is not None and mask.dim() != 4):
         raise ValueError(_NOT_BUILT)
-    documents = None if mhla_inputs is None else mhla_inputs.documents
-    if documents is not None and key.shape[2] == query.shape[2]:
-        same = (documents[:, None, :, None] == documents[:, None, None, :]).expand(query.shape[0], -1, -1, -1)
-        if attention_mask is not None:
-            attention_mask = attention_mask & same
+    inputs: ModelInputs | None = kwargs.pop("mhla_inputs", None)
+    documents, (batch, _, length, _) = None if inputs is None else inputs.documents, tokens[0].shape
+    if documents is not None and tokens[1].shape[2] == length:
+        same = (documents[:, None, :, None] == documents[:, None, None, :]).expand(batch, -1, -1, -1)
+        if mask is not None:
+            mask = mask & same
         else:
-            attention_mask = same.tril() if _is_causal(module, is_causal) else same
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module, query, key, value, attention_mask, is_causal=is_causal, **kwargs
-    )  # fmt: skip
+            mask = same.tril() if _is_causal(module, is_causal) else same
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *tokens, mask, is_causal=is_causal, **kwargs)
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
@@ -214,7 +204,7 @@ def _token_sequence(module: Any, given: LayerInputs, shape: torch.Size, causal: 
         # Positions are often given once for the whole batch.
         documents = documents.expand(shape[0], -1)
     if cache is not None and documents is not None:
-        cache.mark_unusable("This cache was filled with packed sequences, which cannot be continued.")
+        cache.unusable = "This cache was filled with packed sequences, which cannot be continued."
         cache = None
     if valid is not None:
         valid = valid if cache is None else cache.new_tokens(valid, length)
@@ -327,10 +317,8 @@ class ModelInputs:
 
     def to(self, *args: Any, **kwargs: Any) -> ModelInputs:
         """Move the tensors, as `torch.Tensor.to`; models spread over devices call this."""
-        tensors = {"padding": self.padding, "documents": self.documents, "hidden": self.hidden}
-        moved: dict[str, Any] = {
-            name: tensor.to(*args, **kwargs) for name, tensor in tensors.items() if tensor is not None
-        }
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(*args, **kwargs) for name, tensor in tensors.items()}
         return dataclasses.replace(self, **moved)
 
 
@@ -359,7 +347,9 @@ def _check_softmax(attention: Any, cache: Any, index: int) -> None:
             f"{type(attention).__name__} has an MHLA layer and cannot use {attention_of(attention.config)!r} "
             "attention: switch with model.set_attn_implementation, which restores the softmax weights."
         )
-    check_softmax_cache(cache, index)
+    layers = getattr(cache, "layers", ())
+    if index < len(layers) and isinstance(layers[index], MHLACacheLayer):
+        raise ValueError("This cache was filled by MHLA attention; softmax attention needs a new one.")
 
 
 class ModelInputsHook:
@@ -389,7 +379,7 @@ class ModelInputsHook:
             padding = _padding(mask, cache, causal)
             hidden = None
             if causal and tokens is not None:
-                hidden = follow_mask(mhla_cache_layers(cache), padding, tokens.shape[1])
+                hidden = follow_mask(getattr(cache, "layers", ()), padding, tokens.shape[1])
             inputs = ModelInputs(padding, documents, count, hidden=hidden)
         return args, {**kwargs, "mhla_inputs": inputs}
 

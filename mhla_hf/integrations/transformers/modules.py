@@ -136,6 +136,11 @@ def is_cross_attention(name: str, module: nn.Module) -> bool:
     return any(part.startswith("cross") or part in ("encoder_attn", "EncDecAttention") for part in name.split("."))
 
 
+def self_attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the self-attention modules of a model that go through transformers' attention interface, with names."""
+    return [each for each in model.named_modules() if dispatches(each[1]) and not is_cross_attention(*each)]
+
+
 def heads_of(module: nn.Module) -> dict[str, Any]:
     """Read `num_heads`, `num_key_value_heads`, `head_dim` and `hidden_size` off an attention module.
 

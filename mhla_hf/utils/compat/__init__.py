@@ -49,13 +49,10 @@ def check_version(library: str) -> None:
     from packaging.specifiers import SpecifierSet
 
     required = f"{library}{SUPPORTED[library]}"
-    try:
-        installed = version(library)
-        if SpecifierSet(SUPPORTED[library]).contains(installed, prereleases=True):
-            return
-        problem = f", but {installed} is installed"
-    except PackageNotFoundError:
-        problem = " for this, which is not installed"
+    installed = installed_versions(library)[library]
+    if installed is not None and SpecifierSet(SUPPORTED[library]).contains(installed, prereleases=True):
+        return
+    problem = " for this, which is not installed" if installed is None else f", but {installed} is installed"
     raise UnsupportedVersionError(f"mhla_hf needs {required}{problem}: pip install '{required}'")
 
 
@@ -81,10 +78,7 @@ def unknown_shape(library: str, expected: str) -> UnsupportedVersionError:
         library: Name of the library.
         expected: The missing or changed part.
     """
-    try:
-        installed = version(library)
-    except PackageNotFoundError:
-        installed = "(not installed)"
+    installed = installed_versions(library)[library] or "(not installed)"
     return UnsupportedVersionError(
         f"{library} {installed} does not have the known {expected}, which mhla_hf relies on (checked with {library} "
         f"{CHECKED[library]}). Install a checked version of {library}, or update mhla_hf."
@@ -229,6 +223,23 @@ def extend(
                 otherwise(module, error)
 
     after_import(name, extend_supported)
+
+
+def extend_method(library: str, module: str, owner: str, name: str, around: Callable[..., Any]) -> None:
+    """As [`wrap`], as soon as a supported library is imported.
+
+    Args:
+        library: Name of the library.
+        module: Name of the module in it.
+        owner: Name of the class; empty for a function of the module.
+        name: Name of the method or function.
+        around: See [`wrap`].
+    """
+
+    def wrap_in(found: ModuleType) -> None:
+        wrap(library, getattr(found, owner) if owner else found, name, around)
+
+    extend(library, f"{library}.{module}", wrap_in)
 
 
 class _PostImportFinder(MetaPathFinder):

@@ -31,9 +31,10 @@ def declared(model_class: Any, name: str, *more: Any) -> list[Any]:
     return [*(attribute("diffusers", model_class, name, "ModelMixin") or ()), *more]
 
 
-def fp32_parts(model_class: Any) -> set[str]:
-    """Return the parts of dotted names by which a model class keeps parameters in fp32."""
-    return set(declared(model_class, "_keep_in_fp32_modules"))
+def kept_in_fp32(model_class: Any) -> Callable[[str], bool]:
+    """Return a test for names of parameters that a model class keeps in fp32, by complete parts of the dotted name."""
+    parts = set(declared(model_class, "_keep_in_fp32_modules"))
+    return lambda name: not parts.isdisjoint(name.split("."))
 
 
 def context_parallel_plan(model_class: Any, *without: str) -> dict[str, Any]:
@@ -88,16 +89,6 @@ def without_quantized(quantizer: Any, model: Any, missing: Iterable[str]) -> Ite
     if quantizer is None:
         return missing
     return attribute("diffusers", quantizer, "update_missing_keys", "DiffusersQuantizer")(model, [*missing], prefix="")
-
-
-def hook_single_files(module: Any, around: Callable[..., bool]) -> None:
-    """Wrap the question of `from_single_file` whether a file's weights need conversion.
-
-    Args:
-        module: `diffusers.loaders.single_file_model`.
-        around: Called as `around(original, model_state_dict, checkpoint_state_dict)`.
-    """
-    wrap("diffusers", module, "_should_convert_state_dict_to_diffusers", around)
 
 
 def loads_single_files(model_class: Any) -> bool:

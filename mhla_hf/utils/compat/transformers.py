@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -18,6 +19,8 @@ from . import UnsupportedVersionError, attribute, imported
 
 
 # Configurations and classes.
+
+_STRICT = ("_keep_in_fp32_modules_strict",)
 
 
 def attention_of(config: Any) -> Any:
@@ -44,11 +47,12 @@ def supports_sdpa(model: Any) -> bool:
     return bool(attribute("transformers", model, "_supports_sdpa", "PreTrainedModel"))
 
 
-def fp32_patterns(model: Any, is_float16: bool) -> set[str]:
-    """Return patterns of the parameters that stay in fp32 in a model of half precision, float16 or bfloat16."""
-    names = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if is_float16 else [])]
+def kept_in_fp32(model: Any, dtype: Any) -> Callable[[str], bool]:
+    """Return a test for names of parameters that stay in fp32 when a model is cast to a dtype."""
+    names = {"torch.bfloat16": _STRICT, "torch.float16": (*_STRICT, "_keep_in_fp32_modules")}.get(str(dtype), ())
     found = [attribute("transformers", model, name, "PreTrainedModel") or () for name in names]
-    return {pattern for patterns in found for pattern in patterns}
+    patterns = [pattern.replace("*", ".*") for each in found for pattern in each]
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def saves_adapters_aside(model: Any) -> bool:

@@ -88,7 +88,8 @@ class TestWithThePackage:
 def unguarded(monkeypatch):
     """diffusers' own ways of loading."""
     for module, owner, name, _ in diffusers_integration._METHODS:
-        wrapped = getattr(importlib.import_module(f"diffusers.{module}"), owner)
+        found = importlib.import_module(f"diffusers.{module}")
+        wrapped = getattr(found, owner) if owner else found
         current = vars(wrapped)[name]
         own = getattr(current, "__func__", current).__wrapped__
         monkeypatch.setattr(wrapped, name, classmethod(own) if isinstance(current, classmethod) else own)
