@@ -179,27 +179,6 @@ def test_gradients_pass_through_a_state(parts, per_head, decay):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_a_bad_token_of_a_prompt_spoils_its_head_from_there_on():
-    inputs, mixing = make_inputs(False)
-    inputs["value"][0, 9, 1, 2] = float("nan")
-    output, state = mhla_extend(**part(inputs, 0, 14), mixing=mixing, state=start(False))
-    spoilt = output.isnan().any(dim=-1)
-    expected = torch.zeros(2, 14, HEADS, dtype=torch.bool)
-    expected[0, 9:, 2:] = True
-    assert torch.equal(spoilt, expected)
-    output, _ = mhla_step(**part(inputs, 14, 15), mixing=mixing, state=state)
-    assert torch.equal(output.isnan().any(dim=-1)[:, 0], expected[:, -1])
-
-
-def test_a_pair_of_another_width_is_refused():
-    """Its sums would be a column of summaries that have fewer rows."""
-    inputs, mixing = make_inputs(False)
-    inputs["normalizer_key"] = inputs["key"][..., :-1]
-    for run, tokens in ((mhla_extend, 5), (mhla_step, 1)):
-        with pytest.raises(ValueError, match="normalizer_query has"):
-            run(**part(inputs, 0, tokens), mixing=mixing, state=start(False))
-
-
 class Walk:
     """A state and the texts that its two rows have seen, each at its own position, against the dense form in float64.
 
