@@ -100,12 +100,14 @@ def test_gradcheck(layout, options):
     assert torch.autograd.gradcheck(attend, tuple(inputs.values()))
 
 
-def test_gradients_are_finite_without_eps_on_ragged_blocks():
-    layout = BlockLayout((7,), blocks=(3,))
-    inputs = make_inputs(layout)
-    gradients = output_and_gradients(inputs, layout, eps=0.0)
+@pytest.mark.parametrize(
+    "layout, causal", [(BlockLayout((7,), blocks=(3,)), False), (BlockLayout((7,), block_size=(3,)), True)], ids=str
+)
+def test_gradients_are_finite_without_eps_on_ragged_blocks(layout, causal):
+    inputs, options = make_inputs(layout), {"eps": 0.0, "causal": causal}
+    gradients = output_and_gradients(inputs, layout, **options)
     assert all(tensor.isfinite().all() for tensor in gradients.values())
-    assert_same(gradients, output_and_gradients(inputs, layout, eps=0.0, backend="naive"), 1e-10)
+    assert_same(gradients, output_and_gradients(inputs, layout, **options, backend="naive"), 1e-10)
 
 
 def test_one_block_is_vanilla_linear_attention():
