@@ -2,25 +2,18 @@
 """Importing the package: cheap, and without effect on anything but the namespace of diffusers."""
 
 import json
-import os
-import subprocess
 import sys
-import textwrap
 
 import pytest
 
 import mhla_hf
 from mhla_hf.models.registry import MHLA_CLASSES
-from tests import ROOT
+from tests.processes import run_program
 
 
 def run(program: str) -> dict:
-    """Runs a program in a fresh interpreter; it prints one line of JSON last."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    """What a program prints last, a line of JSON."""
+    return json.loads(run_program(program).stdout.splitlines()[-1])
 
 
 def test_import_is_cheap():

@@ -10,7 +10,6 @@ from itertools import groupby
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from mhla_hf import bench, mhla_attention
 from mhla_hf.bench import (
@@ -31,7 +30,7 @@ from mhla_hf.bench import (
     run_operator,
     time_in_rounds,
 )
-from mhla_hf.cli.main import app
+from tests.command_line import run_command
 
 
 CPU = torch.device("cpu")
@@ -197,9 +196,8 @@ def test_models_that_fail_are_rows(monkeypatch):
 )
 def test_commands(command, chosen, shown, tmp_path):
     file = tmp_path / "new" / "report.json"
-    arguments = ["bench", command, *chosen, "--quick", "--device", "cpu", "--seconds", "0.01", "--json", str(file)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    options = "--quick", "--device", "cpu", "--seconds", "0.01", "--json", file
+    result = run_command("bench", command, *chosen, *options)
     assert json.loads(file.read_text())["benchmark"] == command
     assert shown in result.stdout and "not measured: mhla-triton: runs on GPUs only, not on cpu" in result.stdout
     assert f"measuring {chosen[1]}" in result.stderr
@@ -216,7 +214,7 @@ def test_commands(command, chosen, shown, tmp_path):
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
-    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "400"})
+    result = run_command("bench", *arguments, code=None, columns=400)
     assert result.exit_code != 0 and result.stdout == ""
     assert message in result.stderr
 

@@ -12,12 +12,13 @@ import torch
 import typer
 from safetensors import SafetensorError
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import mhla_hf
 from mhla_hf.cli.main import COMMANDS as PANELS
 from mhla_hf.cli.main import app, friendly_errors
 from tests import ROOT
+from tests.command_line import run_command
+from tests.processes import run_program
 
 
 def commands(group=None, words=()):
@@ -33,15 +34,9 @@ COMMANDS = commands()
 LEAVES = [words for words, command in COMMANDS.items() if not hasattr(command, "commands")]
 
 
-def invoke(*words, columns=80, code=0):
-    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": str(columns)})
-    assert result.exit_code == code, result.output
-    return result
-
-
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help(words):
-    text = invoke(*words, "--help").output
+    text = run_command(*words, "--help", columns=80).output
     assert max(map(len, text.splitlines())) <= 80
     for parameter in COMMANDS[words].params:
         assert parameter.help, f"{' '.join(words)} {parameter.name} has no help"
@@ -59,15 +54,15 @@ def test_help(words):
 
 
 def test_help_of_the_program():
-    text = invoke("--help").output
+    text = run_command("--help", columns=80).output
     places = [text.index(f"─ {panel} ─") for panel in PANELS]
     assert places == sorted(places) and "Start here: demo → recover → inspect → push" in text
-    assert invoke("--version").output.strip() == f"mhla-hf {mhla_hf.__version__}"
+    assert run_command("--version").output.strip() == f"mhla-hf {mhla_hf.__version__}"
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)
 def test_unknown_options_are_wrong_usage(words):
-    result = invoke(*words, "--no-such-option", code=2)
+    result = run_command(*words, "--no-such-option", code=2)
     assert "--no-such-option" in result.stderr and "Traceback" not in result.stderr and result.stdout == ""
 
 
@@ -92,38 +87,8 @@ def test_unknown_options_are_wrong_usage(words):
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_wrong_usage_names_the_option_before_anything_heavy_is_imported(words, message, tmp_path):
-    result = invoke(*(word.format(folder=tmp_path) for word in words), columns=200, code=2)
+    result = run_command(*(word.format(folder=tmp_path) for word in words), code=2)
     assert message in result.stderr and result.stdout == ""
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("convert", "{missing}", "{out}"),
-        ("unconvert", "{missing}", "{out}"),
-        ("import-official", "{missing}", "{out}"),
-        ("recover", "{missing}", "{out}", "--data", "digits"),
-        ("calibrate", "{missing}"),
-        ("select-layers", "{missing}"),
-        ("train", "wan", "{missing}", "{out}"),
-        ("check-lora", "{missing}", "{missing}"),
-        ("doctor", "{missing}"),
-        ("inspect", "{missing}", "--quiet"),
-        ("card", "{missing}"),
-        ("push", "{missing}", "you/x"),
-        ("push", "{missing}", "you/x", "--dry-run"),
-        ("app", "{missing}"),
-        ("serve", "{missing}"),
-        ("estimate", "{missing}"),
-    ],
-    ids=lambda words: " ".join(words[::3]),
-)
-def test_a_missing_model_is_one_line(words, tmp_path):
-    places = {"missing": tmp_path / "missing", "out": tmp_path / "out"}
-    result = CliRunner().invoke(app, [word.format(**places) for word in words])
-    assert result.exit_code in (1, 2) and result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert "missing" in result.stderr and "unexpected" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -170,7 +135,7 @@ def test_full_memory_says_what_helps(error, capsys):
 
 @pytest.mark.parametrize("arguments", [("--debug", "convert", "a/b", "c", "--lepe-kernel", "2")])
 def test_debug_raises_the_error(arguments):
-    result = CliRunner().invoke(app, arguments)
+    result = run_command(*arguments, code=None)
     assert isinstance(result.exception, ValueError) and "lepe_kernel=2 must be" in str(result.exception)
 
 
@@ -187,9 +152,7 @@ def test_help_imports_nothing_heavy():
     code = "import sys\nfrom typer.testing import CliRunner\nfrom mhla_hf.cli.main import app\n"
     code += "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
     code += "print({'torch', 'diffusers', 'transformers', 'matplotlib', 'gradio'} & set(sys.modules))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
-    assert result.returncode == 0 and result.stdout == "set()\n", result.stderr
+    assert run_program(code, COLUMNS="80").stdout == "set()\n"
 
 
 LIGHT = [
@@ -206,9 +169,12 @@ LIGHT = [
     ("recover a/b out --data digit", "Did you mean 'digits'?"),
     ("recover a/b out --data .", "the folder . is empty"),
     ("calibrate nosuch", "model nosuch does not exist"),
+    ("recover nosuch out --data digits", "source nosuch is neither a directory nor a Hub id"),
+    ("select-layers nosuch", "source nosuch is neither a directory nor a Hub id"),
     ("select-layers a/b --keep 200%", "--keep '200%' must be a share"),
     ("train wan nosuch out", "model nosuch is neither a directory nor a Hub id"),
     ("train wan a/b out --data nosuch", "nosuch is neither a file or folder"),
+    ("estimate nosuch", "nosuch"),
     ("estimate lama-3-8b", "Did you mean 'llama-3-8b'?"),
     ("inspect nosuch", "model nosuch is neither a directory nor a Hub id"),
     ("doctor nosuch", "model nosuch is neither a directory nor a Hub id"),
@@ -223,16 +189,16 @@ LIGHT = [
 ]
 
 
-def test_wrong_names_are_told_before_anything_heavy_is_imported(tmp_path):
+def test_wrong_names_are_told_before_anything_heavy_is_imported(tmp_path, monkeypatch):
     """In a process of their own, one after the other: none of them may import what the next would miss."""
     code = "import json, sys\nfrom typer.testing import CliRunner\nfrom mhla_hf.cli.main import app\n"
     code += "for line in json.loads(sys.argv[1]):\n    result = CliRunner().invoke(app, line.split())\n"
     code += "    heavy = {'torch', 'diffusers', 'transformers', 'datasets'} & set(sys.modules)\n"
-    code += "    print(json.dumps([line, result.exit_code, ' '.join(result.stderr.split()), sorted(heavy)]))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    arguments = [sys.executable, "-c", code, json.dumps([line for line, _ in LIGHT])]
-    result = subprocess.run(
-        arguments, capture_output=True, text=True, env=environment, timeout=120, check=True, cwd=tmp_path
-    )
+    code += "    print(json.dumps([line, result.exit_code, result.stdout + result.stderr, sorted(heavy)]))"
+    monkeypatch.chdir(tmp_path)
+    result = run_program(code, json.dumps([line for line, _ in LIGHT]), COLUMNS="200")
     for (line, message), found in zip(LIGHT, map(json.loads, result.stdout.splitlines()), strict=True):
         assert found[0] == line and found[1] in (1, 2) and message in found[2] and found[3] == [], found
+        *notes, error = found[2].splitlines()
+        assert error.startswith("error: ") and "unexpected" not in error, found
+        assert not notes or "deprecated" in notes[0], found

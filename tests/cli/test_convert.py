@@ -4,14 +4,13 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
-from mhla_hf.cli.main import app
 from mhla_hf.models.registry import TransformersFamily
 from mhla_hf.presets import PRESETS
 from tests import GOLDEN, tiny
+from tests.command_line import run_command
 
 
 @pytest.fixture(scope="module")
@@ -21,30 +20,13 @@ def pipeline_dir(tmp_path_factory):
     return folder
 
 
-def run(*arguments, code=0, columns=200):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": str(columns)})
-    assert result.exit_code == code, result.output
-    return result
-
-
 def mhla_of(folder):
     return json.loads((folder / "config.json").read_text())["mhla"]
 
 
 def test_every_option(pipeline_dir, tmp_path):
-    output = run(
-        "convert", pipeline_dir, tmp_path / "mhla", "--blocks", "1,2,2", "--layers", "2/3", "--grid", "3x2x4",
-        "--feature-map", "hedgehog", "--normalizer", "none", "--rope", "before_feature_map", "--output-norm",
-        "--output-gate", "--lepe-kernel", "3", "--mixing-init", "gaussian", "--mixing-heads", "per_head",
-        "--mixing-constraint", "nonnegative", "--mixing-range", "2", "--window", "cross", "--window-size", "1,2,2",
-        "--dtype", "bf16", "--max-shard-size", "1MB",
-    ).output  # fmt: skip
-    assert "2 of 3" in output and "1×2×2" in output and "mhla-hf recover" in output
-    mhla = mhla_of(tmp_path / "mhla/transformer")
     expected = {
         "blocks": [1, 2, 2],
-        "layers": [1, 2],
-        "grid": [3, 2, 4],
         "feature_map": "hedgehog",
         "normalizer": "none",
         "rope": "before_feature_map",
@@ -58,6 +40,14 @@ def test_every_option(pipeline_dir, tmp_path):
         "window": "cross",
         "window_size": [1, 2, 2],
     }
+    words = ["--layers", "2/3", "--grid", "3x2x4", "--dtype", "bf16", "--max-shard-size", "1MB"]
+    for name, value in expected.items():
+        shown = ",".join(map(str, value)) if isinstance(value, list) else value
+        words += [f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", shown]
+    output = run_command("convert", pipeline_dir, tmp_path / "mhla", *words).output
+    assert "2 of 3" in output and "1×2×2" in output and "mhla-hf recover" in output
+    mhla = mhla_of(tmp_path / "mhla/transformer")
+    expected |= {"layers": [1, 2], "grid": [3, 2, 4]}
     assert {name: mhla[name] for name in expected} == expected
     MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla", subfolder="transformer")
 
@@ -65,7 +55,7 @@ def test_every_option(pipeline_dir, tmp_path):
 def test_block_size_and_json(pipeline_dir, tmp_path):
     figures = tmp_path / "figures.json"
     options = ("--block-size", "7,6,13", "--json", figures)
-    result = run("convert", pipeline_dir / "transformer", tmp_path / "mhla", *options)
+    result = run_command("convert", pipeline_dir / "transformer", tmp_path / "mhla", *options)
     assert json.loads(figures.read_text()) == json.loads((tmp_path / "mhla/conversion.json").read_text())
     assert "of 7×6×13 tokens" in result.stdout
     mhla = mhla_of(tmp_path / "mhla")
@@ -73,17 +63,17 @@ def test_block_size_and_json(pipeline_dir, tmp_path):
 
 
 def test_unconvert(pipeline_dir, tmp_path):
-    run("convert", pipeline_dir / "transformer", tmp_path / "mhla", "--quiet")
-    assert "without MHLA" in run("unconvert", tmp_path / "mhla", tmp_path / "softmax").output
+    run_command("convert", pipeline_dir / "transformer", tmp_path / "mhla", "--quiet")
+    assert "without MHLA" in run_command("unconvert", tmp_path / "mhla", tmp_path / "softmax").output
     assert "mhla" not in json.loads((tmp_path / "softmax/config.json").read_text())
 
 
 def test_import_official(tmp_path):
     checkpoint = GOLDEN / "wan_hybrid_gated/model.safetensors"
-    output = run("import-official", checkpoint, tmp_path / "out").output
+    output = run_command("import-official", checkpoint, tmp_path / "out").output
     assert "2 of 3" in output and "calibrate" not in output and mhla_of(tmp_path / "out")["normalizer"] == "none"
     options = ("--overwrite", "-q", "--normalizer", "query", "--blocks", "5,5,6")
-    run("import-official", checkpoint, tmp_path / "out", *options)
+    run_command("import-official", checkpoint, tmp_path / "out", *options)
     mhla = mhla_of(tmp_path / "out")
     assert mhla["normalizer"] == "query" and mhla["blocks"] == [5, 5, 6]
 
@@ -97,26 +87,26 @@ def test_import_official(tmp_path):
     ],
 )
 def test_mistakes_are_one_line(arguments, message, pipeline_dir, tmp_path):
-    result = CliRunner().invoke(app, ["convert", str(pipeline_dir), str(tmp_path / "mhla"), *arguments])
+    result = run_command("convert", pipeline_dir, tmp_path / "mhla", *arguments, code=None)
     assert result.exit_code in (1, 2) and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and message in result.stderr
     assert not (tmp_path / "mhla").exists()
 
 
 def test_models():
-    output = run("models", columns=80).output
+    output = run_command("models", columns=80).output
     assert max(map(len, output.splitlines())) <= 80
     for name, family in mhla_hf.supported_models().items():
         words = [name] if isinstance(family, TransformersFamily) else [name, family.mhla_class, *family.pipelines]
         assert not [word for word in words if word not in output]
-    listed = json.loads(run("models", "--json").output)
+    listed = json.loads(run_command("models", "--json").output)
     assert listed[0]["upstream"] == "WanTransformer3DModel"
 
 
 def test_presets():
-    listed = json.loads(run("models", "--presets", "--json").output)
+    listed = json.loads(run_command("models", "--presets", "--json").output)
     assert [entry["name"] for entry in listed] == list(PRESETS) and listed[0]["mhla"]["blocks"] == [4, 4]
-    output = run("models", "--presets").output
+    output = run_command("models", "--presets").output
     assert all(name in output for name in PRESETS)
 
 
@@ -131,15 +121,14 @@ def test_supported_models_print_as_a_list():
 
 def test_data_for_calibration_are_asked_for_before_anything_is_written(tmp_path):
     tiny.wan_transformer(num_layers=2).save_pretrained(tmp_path / "model")
-    result = CliRunner().invoke(app, ["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--calibrate"])
-    assert result.exit_code == 2 and "error: --data must be given for --calibrate" in result.stderr
+    result = run_command("convert", tmp_path / "model", tmp_path / "out", "--calibrate", code=2)
+    assert "error: --data must be given for --calibrate" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_it_names_the_options_that_recover_better(pipeline_dir, tmp_path):
     better = '--mhla \'{"feature_map": "hedgehog", "rope": "before_feature_map", "mixing_heads": "per_head"'
-    first = CliRunner().invoke(app, ["convert", str(pipeline_dir), str(tmp_path / "first"), "--blocks", "1,2,2"])
-    assert first.exit_code == 0 and better in first.stdout
-    chosen = [str(pipeline_dir), str(tmp_path / "second"), "--blocks", "1,2,2", "--feature-map", "hedgehog"]
-    second = CliRunner().invoke(app, ["convert", *chosen, "--rope", "before_feature_map"])
-    assert second.exit_code == 0 and "recover better" not in second.stdout
+    first = run_command("convert", pipeline_dir, tmp_path / "first", "--blocks", "1,2,2")
+    assert better in first.stdout
+    chosen = "--blocks", "1,2,2", "--feature-map", "hedgehog", "--rope", "before_feature_map"
+    assert "recover better" not in run_command("convert", pipeline_dir, tmp_path / "second", *chosen).stdout

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.ops import backends, diagnosis
 from mhla_hf.ops.kernel_cases import FAMILIES
 from tests import tiny
+from tests.command_line import run_command
 
 
 pytest.importorskip("triton")
@@ -30,9 +29,7 @@ def settings(monkeypatch):
 
 
 def run(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "160"})
-    assert result.exit_code == code, result.output
-    return result.stdout
+    return run_command("doctor", *arguments, code=code, columns=160).stdout
 
 
 def test_it_says_why_the_kernels_do_not_run(monkeypatch):
@@ -87,8 +84,7 @@ def test_wrong_kernels_are_found(tmp_path, monkeypatch):
     output = run("--gpu", code=1)
     assert "output is off by 0.1 of its size" in output and "0 of 2 checks passed." in output
     monkeypatch.setenv("MHLA_HF_BACKEND", "torch")
-    result = CliRunner().invoke(app, ["doctor", "--gpu"])
-    assert result.exit_code == 1 and "MHLA_HF_BACKEND is set" in result.output
+    assert "MHLA_HF_BACKEND is set" in run_command("doctor", "--gpu", code=1).output
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +155,7 @@ class TestModel:
 class TestEnvironment:
     def test_it_is_markdown_to_paste(self, monkeypatch, tmp_path):
         monkeypatch.setenv("MHLA_HF_DEBUG", "0")
-        result = CliRunner().invoke(app, ["env", "--json", str(tmp_path / "report.json")])
-        assert result.exit_code == 0, result.output
+        result = run_command("env", "--json", tmp_path / "report.json")
         lines = result.output.splitlines()
         assert all(line.lstrip().startswith("- ") for line in lines)
         assert f"    - torch: {torch.__version__}" in lines and "    - MHLA_HF_DEBUG: 0" in lines

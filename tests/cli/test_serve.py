@@ -13,10 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
-from typer.testing import CliRunner
 
-from mhla_hf.cli.main import app
 from tests import ROOT
+from tests.command_line import run_command
 from tests.integrations.transformers.mhla_models import mhla_model
 from tests.integrations.transformers.tiny_files import tokenizer
 
@@ -123,8 +122,7 @@ def test_what_cannot_be_served_is_one_line(arguments, words, tmp_path, monkeypat
     encoder = tmp_path / "encoder"
     mhla_model("bert").save_pretrained(encoder)
     arguments = [argument.format(encoder=encoder) for argument in arguments]
-    result = CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "300"})
-    assert result.exit_code == 1, result.output
+    result = run_command("serve", *arguments, code=1, columns=300)
     lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and words in lines[0]
 
@@ -133,15 +131,8 @@ def test_what_cannot_be_served_is_one_line(arguments, words, tmp_path, monkeypat
 def test_ctrl_c_ends_with_its_own_code(model_directory, monkeypatch):
     # What the server raises after it has closed its connections.
     monkeypatch.setattr("uvicorn.Server.run", interrupted)
-    result = CliRunner().invoke(app, ["serve", str(model_directory), "--device", "cpu"])
-    assert result.exit_code == 130, result.output
+    run_command("serve", model_directory, "--device", "cpu", code=130)
 
 
 def interrupted(server):
     raise KeyboardInterrupt
-
-
-@needs_server
-def test_a_missing_directory_is_not_looked_for_on_the_hub():
-    result = CliRunner().invoke(app, ["serve", "nothing"])
-    assert result.exit_code and "model nothing is neither a directory nor a Hub id" in " ".join(result.stderr.split())

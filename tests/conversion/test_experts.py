@@ -9,11 +9,10 @@ import torch
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained, load_pipeline
-from mhla_hf.cli.main import app
 from tests import tiny
+from tests.command_line import run_command
 from tests.families.adapter_checks import TARGETS, randomize_lora
 from tests.families.model_case import assert_same_parameters, perturb_mhla, relative_error
 from tests.test_pipelines import image
@@ -46,8 +45,7 @@ def converted_on_disk(softmax_dir, destination, mhla):
 
 
 def converted_by_command(softmax_dir, destination, mhla):
-    result = CliRunner().invoke(app, ["convert", str(softmax_dir), str(destination), "--mhla", json.dumps(mhla), "-q"])
-    assert result.exit_code == 0, result.output
+    run_command("convert", softmax_dir, destination, "--mhla", json.dumps(mhla), "-q")
 
 
 WAYS = pytest.mark.parametrize("way", [loaded, converted_in_place, converted_by_command])
@@ -101,8 +99,7 @@ def test_one_expert_after_the_other(softmax_dir, tmp_path):
     perturb_mhla(pipeline.transformer)
     pipeline.save_pretrained(tmp_path / "trained")
     arguments = ["--component", "transformer_2", "--blocks", "1,2,2", "--output-gate", "--quiet"]
-    result = CliRunner().invoke(app, ["convert", str(tmp_path / "trained"), str(tmp_path / "two"), *arguments])
-    assert result.exit_code == 0, result.output
+    run_command("convert", tmp_path / "trained", tmp_path / "two", *arguments)
     again = DiffusionPipeline.from_pretrained(tmp_path / "two")
     assert_same_parameters(again.transformer, pipeline.transformer)
     assert again.transformer_2.mhla_config.blocks == (1, 2, 2) and again.transformer_2.mhla_config.output_gate

@@ -8,12 +8,11 @@ import pytest
 import torch
 from diffusers import GGUFQuantizationConfig, WanTransformer3DModel
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained
-from mhla_hf.cli.main import app
 from mhla_hf.utils.tensor_files import read_entries
 from tests import tiny
+from tests.command_line import run_command
 from tests.conversion.original_cases import PREFIXES, SIZES, original_weights, write_gguf
 from tests.families.model_case import relative_error
 
@@ -74,9 +73,7 @@ def test_converted_model_computes_what_the_dequantised_softmax_model_becomes(kin
         convert(stock, MHLA)
     stock.dequantize()
     expected = tiny.wan_output(convert(stock.float(), MHLA))
-    arguments = ["convert", path, tmp_path / "mhla", "--blocks", "1,2,2", "--dtype", "float32", "--quiet"]
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
+    run_command("convert", path, tmp_path / "mhla", "--blocks", "1,2,2", "--dtype", "float32", "--quiet")
     model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
     # diffusers dequantises in half precision.
     assert relative_error(tiny.wan_output(model), expected) < 2e-3

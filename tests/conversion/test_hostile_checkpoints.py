@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from mhla_hf import load_pipeline
 from mhla_hf.conversion import convert_pretrained, import_official
 from tests import GOLDEN
+from tests.edits import edit_json, refused
 
 
 OFFICIAL = GOLDEN / "wan_hybrid_gated/model.safetensors"
@@ -41,22 +42,8 @@ def pipeline(softmax_dir, tmp_path):
     return Path(shutil.copytree(softmax_dir, tmp_path / "source"))
 
 
-def refused(call, *names, allowed=ValueError):
-    """The message of an error of one short line that names these."""
-    with pytest.raises(allowed) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message and len(message) < 700, message
-    assert all(name in message for name in names), message
-    return message
-
-
 def convert(source, tmp_path, mhla=None, **options):
     convert_pretrained(source, tmp_path / "out", mhla or BLOCKS, progress=False, **options)
-
-
-def edit_json(path, **changes):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def official(weights, tmp_path, **options):

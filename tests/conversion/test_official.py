@@ -253,15 +253,13 @@ def test_refuses_broken_directories(tmp_path):
     weights = load_file(GOLDEN / "wan_full_plain/model.safetensors")
     save_file(weights, folder / "a.safetensors")
     save_file({"head.head.bias": weights["head.head.bias"]}, folder / "b.safetensors")
-    with pytest.raises(ValueError, match="holds head.head.bias, which another file holds"):
-        run(folder, tmp_path / "out")
-    (folder / "x.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no weight_map"):
-        run(folder, tmp_path / "out")
-    (folder / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
-    with pytest.raises(ValueError, match="gone.safetensors does not exist"):
-        run(folder, tmp_path / "out")
-    (folder / "y.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="must have safetensors files, with one index at most"):
-        run(folder, tmp_path / "out")
+    for name, content, message in (
+        ("notes.txt", "", "holds head.head.bias, which another file holds"),
+        ("x.safetensors.index.json", "{}", "has no weight_map"),
+        ("x.safetensors.index.json", '{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors does not exist"),
+        ("y.safetensors.index.json", "{}", "must have safetensors files, with one index at most"),
+    ):
+        (folder / name).write_text(content)
+        with pytest.raises(ValueError, match=message):
+            run(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

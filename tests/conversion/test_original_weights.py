@@ -13,8 +13,7 @@ from diffusers import (
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
-from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
+from safetensors.torch import save_file
 
 from mhla_hf import (
     MHLAHunyuanVideoTransformer3DModel,
@@ -23,22 +22,19 @@ from mhla_hf import (
     convert,
     convert_pretrained,
 )
-from mhla_hf.cli.main import app
 from mhla_hf.models.registry import mhla_class_for
 from mhla_hf.models.weight_files import check_layer_count
 from mhla_hf.utils.compat.diffusers import single_file_names
 from tests import tiny
+from tests.command_line import run_command
 from tests.conversion.original_cases import MODELS, PREFIXES, SIZES, original_weights, write_original
+from tests.edits import edit_weights
 from tests.families.cases import FluxCase, HunyuanVideoCase, LTXCase, QwenImageCase, SanaCase, WanCase, WanVACECase
 from tests.families.model_case import assert_same_parameters
 from tests.tiny import wan_video
 
 
 MHLA = {"blocks": [1, 2, 2]}
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, ["convert", *map(str, arguments)], env={"COLUMNS": "500"})
 
 
 def sizes_of(model):
@@ -109,15 +105,9 @@ def test_configuration_given(tmp_path):
     with pytest.raises(ValueError, match="large: rope_max_seq_len=1000000000 must be .*, of at most 65,536"):
         MHLAWanTransformer3DModel.from_single_file(path, config=tmp_path / "large")
     for case, message in (("vace", "safetensors: it has .*Wan-VACE"), ("8 bits", "quantised")):
-        changed(path, MISTAKES[case][0])
+        edit_weights(path, MISTAKES[case][0])
         with pytest.raises(ValueError, match=message):
             MHLAWanTransformer3DModel.from_single_file(path, **given)
-
-
-def changed(path, change):
-    weights = load_file(path)
-    change(weights)
-    save_file(weights, path)
 
 
 MISTAKES = {
@@ -143,7 +133,7 @@ MISTAKES = {
 def test_damaged_weights_are_named_in_one_line(case, tmp_path):
     change, message = MISTAKES[case]
     write_original(tmp_path / "wan.safetensors")
-    changed(tmp_path / "wan.safetensors", change)
+    edit_weights(tmp_path / "wan.safetensors", change)
     with pytest.raises(ValueError, match=message) as caught:
         convert_pretrained(tmp_path / "wan.safetensors", tmp_path / "mhla", MHLA, progress=False)
     text = str(caught.value)
@@ -157,8 +147,8 @@ def test_damaged_weights_are_named_in_one_line(case, tmp_path):
 def test_command_writes_what_from_single_file_loads(tmp_path):
     softmax = write_original(tmp_path / "wan.safetensors", prefix="model.diffusion_model.")
     softmax.save_config(tmp_path / "config")
-    result = command(tmp_path / "wan.safetensors", tmp_path / "mhla", "--blocks", "1,2,2", "--output-gate")
-    assert result.exit_code == 0, result.output
+    options = "--blocks", "1,2,2", "--output-gate"
+    result = run_command("convert", tmp_path / "wan.safetensors", tmp_path / "mhla", *options)
     model = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "mhla")
     expected = MHLAWanTransformer3DModel.from_single_file(
         tmp_path / "wan.safetensors", config=str(tmp_path / "config"), mhla={**MHLA, "output_gate": True}
@@ -198,13 +188,9 @@ def wan22(tmp_path_factory):
 
 def test_experts_go_into_a_pipeline_one_after_the_other(wan22, tmp_path):
     options = ["--blocks", "2,1,2", "--quiet"]
-    first = command(wan22 / "high.safetensors", tmp_path / "one", "--base", wan22 / "base", *options)
-    assert first.exit_code == 0, first.output
-    second = command(
-        wan22 / "low.safetensors", tmp_path / "two", "--base", tmp_path / "one", "--component", "transformer_2",
-        "--blocks", "1,2,2", "--quiet",
-    )  # fmt: skip
-    assert second.exit_code == 0, second.output
+    run_command("convert", wan22 / "high.safetensors", tmp_path / "one", "--base", wan22 / "base", *options)
+    options = ["--base", tmp_path / "one", "--component", "transformer_2", "--blocks", "1,2,2", "--quiet"]
+    run_command("convert", wan22 / "low.safetensors", tmp_path / "two", *options)
     one, two = (DiffusionPipeline.from_pretrained(tmp_path / name) for name in ("one", "two"))
     base = DiffusionPipeline.from_pretrained(wan22 / "base")
     assert_same_parameters(one.transformer, tiny.wan_transformer(seed=10), only_common=True)
@@ -281,7 +267,7 @@ def test_sana(tmp_path):
     assert_same_parameters(model, softmax, only_common=True)
     with pytest.raises(ValueError, match="sana.safetensors"):
         convert_pretrained(tmp_path / "sana.safetensors", tmp_path / "out", progress=False)
-    changed(tmp_path / "sana.safetensors", lambda weights: weights.pop("t_block.1.weight"))
+    edit_weights(tmp_path / "sana.safetensors", lambda weights: weights.pop("t_block.1.weight"))
     with pytest.raises(ValueError, match="files are damaged or of another model .*t_block.1.weight"):
         MHLASanaTransformer2DModel.from_single_file(tmp_path / "sana.safetensors", config=str(tmp_path / "config"))
 
@@ -313,6 +299,7 @@ class TestOtherFamilies:
     """Layers and weights are counted by the names of diffusers, whatever the names in the file."""
 
     def test_layers_of_hunyuan_video(self):
+        """By the names of diffusers, and by those of the authors."""
         shapes = {f"double_blocks.{index}.img_attn_qkv.weight": (9216, 3072) for index in range(20)}
         shapes |= {f"single_blocks.{index}.linear1.weight": (21504, 3072) for index in range(40)}
         shapes |= {f"txt_in.individual_token_refiner.blocks.{index}.norm1.weight": (3072,) for index in range(2)}
@@ -321,8 +308,10 @@ class TestOtherFamilies:
         found = single_file_names(model, shapes)
         assert "single_transformer_blocks.39.proj_mlp.weight" in found and {*found} <= {*model.state_dict()}
         check_layer_count(60, found, "the configuration")
-        with pytest.raises(ValueError, match="describes 59 layers, but the weights have 60"):
-            check_layer_count(59, found, "the configuration")
+        check_layer_count(60, shapes, "the configuration")
+        for names in (found, [f"model.diffusion_model.{name}" for name in shapes]):
+            with pytest.raises(ValueError, match="describes 59 layers, but the weights have 60"):
+                check_layer_count(59, names, "the configuration")
 
     def test_layers_of_flux(self):
         with init_empty_weights():
@@ -333,44 +322,25 @@ class TestOtherFamilies:
         with pytest.raises(ValueError, match="describes 3 layers, but the weights have 4"):
             check_layer_count(3, found, "the configuration")
 
-    def test_layers_by_the_names_of_authors(self):
-        names = [f"double_blocks.{index}.img_attn_qkv.weight" for index in range(20)]
-        names += [f"single_blocks.{index}.linear1.weight" for index in range(40)]
-        names += [f"txt_in.individual_token_refiner.blocks.{index}.norm1.weight" for index in range(2)]
-        check_layer_count(60, names, "the configuration")
-        with pytest.raises(ValueError, match="describes 40 layers, but the weights have 60"):
-            check_layer_count(40, [f"model.diffusion_model.{name}" for name in names], "the configuration")
+    def load_behind_the_prefix(self, case, tmp_path, **more):
+        """The model of weights that ComfyUI's prefix precedes, and the softmax model."""
+        softmax, path = case.make(), tmp_path / "model.safetensors"
+        softmax.save_config(tmp_path)
+        save_file({**{PREFIXES[1] + name: tensor for name, tensor in softmax.state_dict().items()}, **more}, path)
+        return mhla_class_for(type(softmax).__name__).from_single_file(path, config=str(tmp_path)), softmax
 
     @pytest.mark.parametrize(
         "case",
-        [
-            WanVACECase(),
-            WanCase(),
-            LTXCase(),
-            HunyuanVideoCase(),
-            QwenImageCase(),
-            FluxCase(),
-        ],
-        ids=["wan-vace", "wan", "ltx", "hunyuan-video", "qwen-image", "flux"],
+        [WanVACECase(), WanCase(), LTXCase(), HunyuanVideoCase(), QwenImageCase(), FluxCase()],
+        ids=lambda case: type(case).__name__,
     )
     def test_names_of_diffusers_behind_the_prefix_of_comfyui(self, case, tmp_path):
-        softmax = case.make()
-        softmax.save_config(tmp_path)
-        weights = {f"model.diffusion_model.{name}": tensor for name, tensor in softmax.state_dict().items()}
-        path = tmp_path / "model.safetensors"
-        save_file({**weights, "vae.decoder.conv_in.weight": torch.ones(1)}, path)
-        model = mhla_class_for(type(softmax).__name__).from_single_file(path, config=str(tmp_path))
-        assert_same_parameters(model, softmax, only_common=True)
+        other = {"vae.decoder.conv_in.weight": torch.ones(1)}
+        assert_same_parameters(*self.load_behind_the_prefix(case, tmp_path, **other), only_common=True)
 
     def test_weights_behind_the_prefix_have_a_place(self, tmp_path):
-        softmax = QwenImageCase().make()
-        softmax.save_config(tmp_path)
-        weights = {f"model.diffusion_model.{name}": tensor for name, tensor in softmax.state_dict().items()}
-        save_file({**weights, "model.diffusion_model.more.weight": torch.ones(1)}, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match="weights that QwenImageTransformer2DModel has no place for: more.weight"):
-            mhla_class_for("QwenImageTransformer2DModel").from_single_file(
-                tmp_path / "model.safetensors", config=str(tmp_path)
-            )
+            self.load_behind_the_prefix(QwenImageCase(), tmp_path, **{f"{PREFIXES[1]}more.weight": torch.ones(1)})
 
     def test_advice_holds_for_the_model(self, tmp_path):
         save_file({"double_blocks.0.img_attn_qkv.weight": torch.ones(2, 2)}, tmp_path / "hunyuan.safetensors")
@@ -411,7 +381,7 @@ class TestOtherFamilies:
     def test_weights_without_a_place(self, name, tmp_path):
         softmax = write_original(tmp_path / "wan.safetensors")
         softmax.save_config(tmp_path / "config")
-        changed(tmp_path / "wan.safetensors", lambda weights: weights.update({name: torch.ones(1)}))
+        edit_weights(tmp_path / "wan.safetensors", lambda weights: weights.update({name: torch.ones(1)}))
         with pytest.raises(ValueError, match="weights that WanTransformer3DModel has no place for"):
             MHLAWanTransformer3DModel.from_single_file(
                 tmp_path / "wan.safetensors", config=str(tmp_path / "config"), mhla=MHLA

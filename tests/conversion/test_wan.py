@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers import DiffusionPipeline, WanTransformer3DModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import mhla_hf
 from mhla_hf import MHLAConfig, MHLAWanTransformer3DModel
@@ -28,6 +28,7 @@ from mhla_hf.utils.tensor_files import (
     write_shards,
 )
 from tests import tiny
+from tests.edits import edit_json, edit_weights
 
 
 BLOCKS = (1, 2, 2)
@@ -287,19 +288,6 @@ def refused(source, tmp_path, message, mhla=None, **options):
     assert_nothing_left(tmp_path)
 
 
-def edit_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    config.update(changes)
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value != "drop"}))
-
-
-def edit_weights(folder, change):
-    path = folder / "diffusion_pytorch_model.safetensors"
-    weights = load_file(path)
-    change(weights)
-    save_file(weights, path)
-
-
 def test_refuses_an_mhla_directory(transformer_dir, tmp_path):
     convert(transformer_dir, tmp_path / "damaged")
     refused(tmp_path / "damaged", tmp_path, "is a MHLAWanTransformer3DModel already")
@@ -307,12 +295,12 @@ def test_refuses_an_mhla_directory(transformer_dir, tmp_path):
 
 def test_refuses_an_index_that_disagrees(pipeline_dir, tmp_path):
     folder = Path(shutil.copytree(pipeline_dir, tmp_path / "damaged"))
-    edit_config(folder / "transformer", _class_name="AuraFlowTransformer2DModel")
+    edit_json(folder / "transformer/config.json", _class_name="AuraFlowTransformer2DModel")
     refused(folder, tmp_path, "AuraFlowTransformer2DModel has no MHLA version")
 
 
 def test_refuses_quantised_configurations(copied_transformer, tmp_path):
-    edit_config(copied_transformer, quantization_config={"quant_method": "bitsandbytes"})
+    edit_json(copied_transformer / "config.json", quantization_config={"quant_method": "bitsandbytes"})
     refused(copied_transformer, tmp_path, r"quantised \(bitsandbytes\)")
 
 
@@ -333,7 +321,7 @@ def test_names_missing_and_unknown_tensors(copied_transformer, tmp_path):
         weights["blocks.1.attn1.to_z.weight"] = weights.pop("blocks.1.attn1.to_q.weight")
         weights["proj_out.bias"] = torch.zeros(3)
 
-    edit_weights(copied_transformer, change)
+    edit_weights(copied_transformer / "diffusion_pytorch_model.safetensors", change)
     refused(
         copied_transformer,
         tmp_path,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model cards: nothing that was not measured, nothing of others' texts but text, and no user's card overwritten."""
 
-import json
 import math
 import re
 
@@ -10,14 +9,14 @@ import torch
 from huggingface_hub import ModelCard, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from mhla_hf import MHLAConfig
 from mhla_hf.bench import BenchOptions, measure_operator
-from mhla_hf.cli.main import app
 from mhla_hf.hub import CardText, model_card, write_card
 from mhla_hf.hub.card import card_for_repository
 from mhla_hf.utils.model_cards import is_generated
+from tests.command_line import run_command
+from tests.edits import write_json
 
 
 WAN_OPTIONS = {
@@ -84,11 +83,6 @@ SPEED = {
 }  # fmt: skip
 INVENTED = re.compile(r"None|\bnan\b|\binf\b|n/a|unknown|Ellipsis|\{\{|\{%", re.IGNORECASE)
 CITATION = re.compile(r"## Citation.*", re.DOTALL)
-
-
-def write_json(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content))
 
 
 @pytest.fixture
@@ -334,7 +328,7 @@ def test_links_are_not_written_through(complete, tmp_path):
 
 def test_command(complete, tmp_path):
     def run(*arguments):
-        return CliRunner().invoke(app, ["card", str(complete), *map(str, arguments)], env={"COLUMNS": "300"})
+        return run_command("card", complete, *arguments, code=None, columns=300)
 
     write_json(tmp_path / "speed.json", SPEED)
     printed = run("--output", "-", "--name", "Mine", "--repo-id", "you/mine", "--benchmark", tmp_path / "speed.json")

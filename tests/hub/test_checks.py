@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import MHLAWanTransformer3DModel
@@ -20,6 +20,7 @@ from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.models.stub import stub_files
 from mhla_hf.utils.tensor_files import count_values
 from tests import tiny
+from tests.edits import edit_json, edit_weights
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
@@ -54,17 +55,6 @@ def errors(folder: Path) -> list[str]:
         assert "\n" not in str(problem) and len(str(problem)) < 700 and str(folder) not in str(problem)
     assert problems == sorted(problems, key=lambda problem: (problem.level, problem.file, problem.message))
     return [str(problem) for problem in problems if problem.level == "error"]
-
-
-def edit_json(path: Path, **changes) -> None:
-    content = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({name: value for name, value in content.items() if value != "REMOVED"}))
-
-
-def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, {"format": "pt"})
 
 
 @pytest.mark.parametrize("name", ["softmax", "pipeline", "shards", "bare", "llama", "llama-mhla"])
@@ -110,7 +100,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     # Configurations.
     "no-options": (
         "bare",
-        lambda root: edit_json(root / "config.json", mhla="REMOVED"),
+        lambda root: edit_json(root / "config.json", mhla=...),
         "config.json: has no entry 'mhla', although the weights hold MHLA parameters",
     ),
     "softmax-class": (

@@ -104,17 +104,19 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown-option": (unknown_option, "Unknown mhla option.* speed"),
 }
 
-PIPELINE_LOADERS: dict[str, Callable[[Path], Any]] = {
-    "DiffusionPipeline": DiffusionPipeline.from_pretrained,
-    "load_pipeline": load_pipeline,
-    "model": lambda folder: MHLAWanTransformer3DModel.from_pretrained(folder / "transformer"),
-    "subfolder": lambda folder: MHLAWanTransformer3DModel.from_pretrained(folder, subfolder="transformer"),
-    "softmax-class": lambda folder: WanTransformer3DModel.from_pretrained(folder / "transformer"),
-}
-MODEL_LOADERS: dict[str, Callable[[Path], Any]] = {
-    "AutoModelForCausalLM": AutoModelForCausalLM.from_pretrained,
-    "AutoModel": AutoModel.from_pretrained,
-    "class": LlamaForCausalLM.from_pretrained,
+LOADERS: dict[str, dict[str, Callable[[Path], Any]]] = {
+    "pipeline": {
+        "DiffusionPipeline": DiffusionPipeline.from_pretrained,
+        "load_pipeline": load_pipeline,
+        "model": lambda folder: MHLAWanTransformer3DModel.from_pretrained(folder / "transformer"),
+        "subfolder": lambda folder: MHLAWanTransformer3DModel.from_pretrained(folder, subfolder="transformer"),
+        "softmax-class": lambda folder: WanTransformer3DModel.from_pretrained(folder / "transformer"),
+    },
+    "model": {
+        "AutoModelForCausalLM": AutoModelForCausalLM.from_pretrained,
+        "AutoModel": AutoModel.from_pretrained,
+        "class": LlamaForCausalLM.from_pretrained,
+    },
 }
 
 
@@ -135,18 +137,11 @@ def refused(call: Callable[[], Any], message: str) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
 
 
-@pytest.mark.parametrize("loader", PIPELINE_LOADERS)
+@pytest.mark.parametrize(("name", "loader"), [(name, loader) for name in LOADERS for loader in LOADERS[name]])
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_loading_a_pipeline(attack, loader, attacked):
-    folder = attacked("pipeline", attack)
-    refused(lambda: PIPELINE_LOADERS[loader](folder), ATTACKS[attack][1])
-
-
-@pytest.mark.parametrize("loader", MODEL_LOADERS)
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_loading_a_language_model(attack, loader, attacked):
-    folder = attacked("model", attack)
-    refused(lambda: MODEL_LOADERS[loader](folder), ATTACKS[attack][1])
+def test_loading(attack, name, loader, attacked):
+    folder = attacked(name, attack)
+    refused(lambda: LOADERS[name][loader](folder), ATTACKS[attack][1])
 
 
 @pytest.mark.parametrize("name", ["pipeline", "model"])

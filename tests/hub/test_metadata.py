@@ -1,31 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata for model cards, read off directories."""
 
-import json
-
 import pytest
 
 from mhla_hf import convert_pretrained
 from mhla_hf.hub.card import card_data
 from mhla_hf.utils.model_cards import is_generated, is_own_card, mark_generated
 from tests import tiny
+from tests.edits import write_json
 
 
 SOURCE_CARD = "---\nlicense: other\nlicense_name: digits\nlicense_link: LICENSE\n---\n# Digits\n"
 
 
-def write_json(path, **content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content))
-
-
 def pipeline(directory, class_name, model_class, **config):
-    write_json(directory / "model_index.json", _class_name=class_name, transformer=["diffusers", model_class])
-    write_json(directory / "transformer/config.json", _class_name=model_class, **config)
+    write_json(directory / "model_index.json", {"_class_name": class_name, "transformer": ["diffusers", model_class]})
+    write_json(directory / "transformer/config.json", {"_class_name": model_class, **config})
 
 
 def model(directory, class_name, model_type):
-    write_json(directory / "config.json", architectures=[class_name], model_type=model_type, mhla={"block_size": 4})
+    config = {"architectures": [class_name], "model_type": model_type, "mhla": {"block_size": 4}}
+    write_json(directory / "config.json", config)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.ops.triton_checks import DEVICES
 pytest.importorskip("triton")
 
 LAYERS = {
-    "fused": {"blocks": (2, 2), "output_norm": True},
+    "fused": {"blocks": (2, 2), "output_norm": True, "output_gate": True},
     "block": {"blocks": (2, 2), "normalizer": "block_query", "mixing_heads": "per_head"},
     "learned": {"blocks": (2, 2), "feature_map": "hedgehog"},
     "causal": {"causal": True, "block_size": (4,), "grid": (16,)},
@@ -36,19 +36,21 @@ def test_recomputed_outputs_are_the_same(device, case, dtype):
             parameter.add_(0.1 * torch.rand_like(parameter))
     tokens = torch.randn(3, 1, 16, 2, 16).to(device, dtype).requires_grad_()
     arguments = {"sequence": TokenSequence(config.causal)} if config.is_sequence else {"grid": (4, 4)}
+    arguments["hidden_states"] = torch.randn(1, 16, 32).to(device, dtype)
     outputs = []
 
     def attend(tokens: torch.Tensor) -> torch.Tensor:
         outputs.append(layer(*tokens, **arguments))
         return outputs[-1]
 
-    wanted = [tokens, layer.mixing]
+    wanted = [tokens, *layer.parameters()]
     expected = torch.autograd.grad(attend(tokens).float().square().sum(), wanted)
     # Reentrant checkpointing records nothing in its first forward pass. The other kind records both, and stops the
     # second one once it has what the backward pass needs.
     for reentrant in (True, False):
         checkpoint(attend, tokens, use_reentrant=reentrant).float().square().sum().backward()
-        assert torch.equal(tokens.grad, expected[0]) and torch.equal(layer.mixing.grad, expected[1])
-        tokens.grad = layer.mixing.grad = None
+        for leaf, gradient in zip(wanted, expected):
+            assert torch.equal(leaf.grad, gradient)
+            leaf.grad = None
     assert len(outputs) >= 4
     assert all(torch.equal(output, outputs[0]) for output in outputs[1:])

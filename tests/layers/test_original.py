@@ -2,7 +2,6 @@
 """A converted model run with its original attention computes what the softmax model does, in every family."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 
 import mhla_hf
 from mhla_hf.training.layers import find_projections, mhla_layers, original_heads, record_calls, run
+from tests.edits import edit_json
 from tests.families.cases import DiTCase, PixArtCase, SanaCase, SanaVideoCase, WanCase, WanImageToVideoCase
 from tests.integrations.transformers.mhla_models import default_options, served_names
 from tests.integrations.transformers.tiny_models import FAMILIES, inputs, softmax_model
@@ -103,6 +103,8 @@ class TestQuantisers:
     @pytest.fixture
     def load(self, monkeypatch, tmp_path):
         monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "quanto", Scales)
+        # The real configuration asks for the package.
+        monkeypatch.setattr(QuantoConfig, "post_init", lambda self: None)
         case = WanCase()
         softmax = case.make(case.upstream)
         options = {**case.options, "output_gate": True}
@@ -116,37 +118,37 @@ class TestQuantisers:
         load.options, load.folder = {"mhla": options}, tmp_path
         return load
 
-    def test_scales_are_not_missing(self, load, monkeypatch):
-        # The real configuration asks for the package.
-        monkeypatch.setattr(QuantoConfig, "post_init", lambda self: None)
+    def test_scales_are_not_missing(self, load):
         expected, config = load("converted"), {"quantization_config": QuantoConfig("int8")}
         for model in (load("converted", **config), load("softmax", **load.options, **config)):
             for name, parameter in expected.named_parameters():
                 torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=0)
 
-    def test_quantised_softmax_models_are_refused(self, load, monkeypatch):
-        monkeypatch.setattr(QuantoConfig, "post_init", lambda self: None)
-        path = load.folder / "softmax" / "config.json"
-        config = {**json.loads(path.read_text()), "quantization_config": QuantoConfig("int8").to_dict()}
-        path.write_text(json.dumps(config))
+    def test_quantised_softmax_models_are_refused(self, load):
+        config = QuantoConfig("int8").to_dict()
+        edit_json(load.folder / "softmax" / "config.json", quantization_config=config)
         with pytest.raises(ValueError, match="softmax is quantised, and lacks MHLA weights such as blocks.0"):
             load("softmax", **load.options)
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_quanto(kind, tmp_path):
-    pytest.importorskip("optimum.quanto")
+def quantised_wan(folder, config, **options):
+    """A quantised Wan that computes about what the exact one does, and is not calibrated."""
     case = WanCase()
-    model = mhla_hf.convert(case.make(case.upstream), {**case.options, "output_gate": True})
-    model.save_pretrained(tmp_path)
-    quantised = type(model).from_pretrained(
-        tmp_path, quantization_config=QuantoConfig(kind, modules_to_not_convert=["gate"]), torch_dtype=torch.float32
-    )
+    model = mhla_hf.convert(case.make(case.upstream), {**case.options, **options})
+    model.save_pretrained(folder)
+    quantised = type(model).from_pretrained(folder, quantization_config=config, torch_dtype=torch.float32)
     batch = {**case.inputs(case.upstream_size), "return_dict": False}
     expected, output = model(**batch)[0], quantised(**batch)[0]
     assert 0 < (output - expected).norm() / expected.norm() < 0.05
     with pytest.raises(ValueError, match="is quantised, sharded or offloaded: calibrate the model before that"):
         mhla_hf.calibrate(quantised, [batch])
+    return quantised
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_quanto(kind, tmp_path):
+    pytest.importorskip("optimum.quanto")
+    quantised_wan(tmp_path, QuantoConfig(kind, modules_to_not_convert=["gate"]), output_gate=True)
 
 
 class TestQuantised:
@@ -159,17 +161,8 @@ class TestQuantised:
     def test_models_of_diffusers_load(self, config, tmp_path):
         from diffusers import TorchAoConfig
 
-        case = WanCase()
-        model = mhla_hf.convert(case.make(case.upstream), dict(case.options))
-        model.save_pretrained(tmp_path)
-        dtype = {"torch_dtype": torch.float32}
-        quantised = type(model).from_pretrained(tmp_path, quantization_config=TorchAoConfig(config), **dtype)
-        batch = {**case.inputs(case.upstream_size), "return_dict": False}
-        expected, output = model(**batch)[0], quantised(**batch)[0]
-        assert 0 < (output - expected).norm() / expected.norm() < 0.05
-        with pytest.raises(ValueError, match="is quantised, sharded or offloaded: calibrate the model before that"):
-            mhla_hf.calibrate(quantised, [batch])
-        quantised.save_pretrained(tmp_path / "again")
+        case, model = WanCase(), quantised_wan(tmp_path, TorchAoConfig(config))
+        model.save_pretrained(tmp_path / "again")
         softmax = case.upstream.from_pretrained
         case.make(case.upstream).save_pretrained(tmp_path / "softmax")
         softmax(tmp_path / "softmax", quantization_config=TorchAoConfig(config)).save_pretrained(tmp_path / "int8")

@@ -21,13 +21,15 @@ def make_inputs(
     key_heads: int = 1,
     per_head: bool = False,
     width: int = 5,
+    rows: int = 2,
+    dtype: torch.dtype = torch.float32,
     seed: int | None = None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Batch of 2; two rows of mixing weights, so that decoding soon crosses the end of the matrix."""
+    """Batch of 2; few rows of mixing weights, so that decoding soon crosses the end of the matrix."""
     generator = torch.Generator().manual_seed(length if seed is None else seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
+        return torch.randn(*shape, generator=generator, dtype=dtype).to(device)
 
     inputs = {
         "query": normal(2, length, heads, width),
@@ -36,7 +38,7 @@ def make_inputs(
         "normalizer_query": normal(2, length, heads, width).abs() + 0.05,
         "normalizer_key": normal(2, length, key_heads, width).abs() + 0.05,
     }
-    return inputs, normal(*((heads, 2, 2) if per_head else (2, 2))).abs() + 0.05
+    return inputs, normal(*((heads, rows, rows) if per_head else (rows, rows))).abs() + 0.05
 
 
 def start(inputs: dict[str, torch.Tensor], mixing: torch.Tensor, block_size: int, **options: object) -> MHLAState:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mhla_hf import BlockLayout, mhla_attention
@@ -41,10 +43,13 @@ def make_inputs(
 
 
 def output_and_gradients(
-    inputs: dict[str, torch.Tensor], layout: BlockLayout, **options: object
+    inputs: dict[str, torch.Tensor],
+    layout: BlockLayout,
+    attend: Callable[..., torch.Tensor] = mhla_attention,
+    **options: object,
 ) -> dict[str, torch.Tensor]:
     """The output and the gradient of every input that takes part, under a fixed random cotangent."""
-    output = mhla_attention(**inputs, layout=layout, **options)
+    output = attend(**inputs, layout=layout, **options)
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     cotangent = cotangent.to(output.device, output.dtype)
     gradients = torch.autograd.grad(output, list(inputs.values()), cotangent, allow_unused=True)

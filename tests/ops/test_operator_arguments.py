@@ -72,6 +72,11 @@ def test_backend(case):
     refused(function, {**make(), "backend": "cuda"}, "backend")
 
 
+def test_numbers_of_tokens():
+    refused(mhla_extend, recurrent_arguments(0), "query has no tokens")
+    refused(mhla_step, recurrent_arguments(2), "one token")
+
+
 def test_causal_and_layout():
     refused(mhla_attention, {**dense_arguments(), "causal": "no"}, "causal")
     refused(mhla_attention, {**dense_arguments(), "layout": (8,)}, "layout")
@@ -179,6 +184,7 @@ def test_sequences_that_look_both_ways_refuse_sums_over_blocks_of_queries():
     [
         ("batch_size", -1),
         ("block_size", 1.5),
+        ("block_size", 0),
         ("num_stored_blocks", "4"),
         ("num_mixing_heads", 0),
         ("rewindable", -1),

@@ -13,30 +13,17 @@ from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.ops import MHLAState, empty_state, mhla_extend, mhla_step, rewind_state
 from mhla_hf.ops import recurrent as recurrent_module
 
+from . import recurrent_cases
+from .recurrent_cases import STATE, assert_same_state, part
+
 
 BLOCK_SIZE, LENGTH, HEADS, KEY_HEADS = 4, 45, 4, 2
-TENSORS = ("summaries", "current", "prefix", "upcoming", "left", "num_left", "position")
 
 
 def make_inputs(per_head: bool, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Batch of 2, grouped heads; three rows of mixing weights, so that decoding crosses the end of the matrix."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    inputs = {
-        "query": normal(2, LENGTH, HEADS, 5),
-        "key": normal(2, LENGTH, KEY_HEADS, 5),
-        "value": normal(2, LENGTH, KEY_HEADS, 3),
-        "normalizer_query": normal(2, LENGTH, HEADS, 5).abs() + 0.05,
-        "normalizer_key": normal(2, LENGTH, KEY_HEADS, 5).abs() + 0.05,
-    }
-    return inputs, normal(*((HEADS, 3, 3) if per_head else (3, 3))).abs() + 0.05
-
-
-def part(inputs: dict[str, torch.Tensor], first: int, last: int) -> dict[str, torch.Tensor]:
-    return {name: tensor[:, first:last] for name, tensor in inputs.items()}
+    """Grouped heads; three rows of mixing weights, so that decoding crosses the end of the matrix."""
+    sizes = {"heads": HEADS, "key_heads": KEY_HEADS, "per_head": per_head, "rows": 3}
+    return recurrent_cases.make_inputs("cpu", LENGTH, **sizes, dtype=torch.float64, seed=seed)
 
 
 def dense(inputs: dict[str, torch.Tensor], mixing: torch.Tensor, normalizer: str = "query") -> torch.Tensor:
@@ -53,7 +40,7 @@ def start(per_head: bool, rewindable: int = 0) -> MHLAState:
 
 
 def sizes(state: MHLAState) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (getattr(state, name).shape, getattr(state, name).dtype) for name in TENSORS}
+    return {name: (getattr(state, name).shape, getattr(state, name).dtype) for name in STATE}
 
 
 @pytest.mark.parametrize("normalizer", ["query", "none"])
@@ -146,8 +133,7 @@ def test_rewinding_keeps_the_tokens_that_it_is_told_to_keep(per_head):
     last = [tokens[name][:, 4:] for name in ("key", "normalizer_key", "value")]
     # Those that were not valid are not taken up.
     state = rewind_state(state, mixing, *last, valid[:, 4:], kept=left[:, 4:] | ~valid[:, 4:])
-    for name in TENSORS:
-        torch.testing.assert_close(getattr(state, name), getattr(expected, name), rtol=1e-9, atol=1e-9)
+    assert_same_state(state, expected, 1e-9, 1e-9)
 
 
 @pytest.mark.parametrize("decay", [0.7, 0.0])
@@ -177,27 +163,6 @@ def test_gradients_pass_through_a_state(parts, per_head, decay):
     expected = torch.autograd.grad(expected, leaves, cotangent)
     for mine, theirs in zip(actual, expected):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-
-
-def test_a_bad_token_of_a_prompt_spoils_its_head_from_there_on():
-    inputs, mixing = make_inputs(False)
-    inputs["value"][0, 9, 1, 2] = float("nan")
-    output, state = mhla_extend(**part(inputs, 0, 14), mixing=mixing, state=start(False))
-    spoilt = output.isnan().any(dim=-1)
-    expected = torch.zeros(2, 14, HEADS, dtype=torch.bool)
-    expected[0, 9:, 2:] = True
-    assert torch.equal(spoilt, expected)
-    output, _ = mhla_step(**part(inputs, 14, 15), mixing=mixing, state=state)
-    assert torch.equal(output.isnan().any(dim=-1)[:, 0], expected[:, -1])
-
-
-def test_a_pair_of_another_width_is_refused():
-    """Its sums would be a column of summaries that have fewer rows."""
-    inputs, mixing = make_inputs(False)
-    inputs["normalizer_key"] = inputs["key"][..., :-1]
-    for run, tokens in ((mhla_extend, 5), (mhla_step, 1)):
-        with pytest.raises(ValueError, match="normalizer_query has"):
-            run(**part(inputs, 0, tokens), mixing=mixing, state=start(False))
 
 
 class Walk:
@@ -297,7 +262,7 @@ class Walk:
     def reorder(self) -> None:
         """Exchanges the rows, or makes the second one a copy of the first, as beams do."""
         rows = self.chance.choice([[1, 0], [0, 0]])
-        self.state = dataclasses.replace(self.state, **{name: getattr(self.state, name)[rows] for name in TENSORS})
+        self.state = dataclasses.replace(self.state, **{name: getattr(self.state, name)[rows] for name in STATE})
         self.tokens = {name: tensor[rows] for name, tensor in self.tokens.items()}
         self.position, self.recent = ([numbers[row] for row in rows] for numbers in (self.position, self.recent))
         self.expected = self.expected[rows]
@@ -340,8 +305,7 @@ def test_a_prompt_in_parts_leaves_the_same_state(monkeypatch, per_head):
         runs.append(mhla_extend(**inputs, **weights, state=start(per_head)))
     (expected, whole), (output, in_parts) = runs
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
-    for name in TENSORS:
-        torch.testing.assert_close(getattr(in_parts, name), getattr(whole, name), rtol=1e-12, atol=1e-12)
+    assert_same_state(in_parts, whole, 1e-12, 1e-12)
 
 
 def test_a_state_has_no_more_slots_than_it_needs():

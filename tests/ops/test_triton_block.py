@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_hf import BlockLayout, mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
 
 from .reference import assert_same, make_inputs, output_and_gradients
-from .triton_checks import DEVICES, buffers_full_of_nan, cast, half_precision_errors, on, work_in_groups
+from .triton_checks import (
+    DEVICES,
+    buffers_full_of_nan,
+    cast,
+    check_compiled_and_checkpointed,
+    half_precision_errors,
+    on,
+    work_in_groups,
+)
 
 
 pytest.importorskip("triton")
@@ -86,20 +93,6 @@ def test_more_pairs_of_batch_entry_and_head_than_a_second_axis_has_programs(caus
         results.append([output, *torch.autograd.grad(output.square().sum(), [*tokens, mixing])])
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("per_head", [False, True])
-def test_grouped_queries(per_head, device):
-    layout = BlockLayout((21,), blocks=(3,))
-    inputs = make_inputs(layout, rotated=False)
-    inputs["query"] = torch.cat([inputs["query"].detach(), inputs["query"].detach().flip(1)], 2).requires_grad_()
-    if per_head:
-        inputs["mixing"] = torch.rand(6, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-        inputs["mixing"].requires_grad_()
-    expected = output_and_gradients(inputs, layout, backend="naive")
-    assert_same(on("cpu", output_and_gradients(cast(inputs, device), layout, backend="triton")), expected, 1e-5)
 
 
 GROUPED = {
@@ -298,36 +291,9 @@ def test_gradients_have_the_type_of_their_tensors(device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiles_in_one_graph(device):
+def test_compiles_in_one_graph_and_survives_checkpointing(device):
     layout = BlockLayout((5, 7), blocks=(2, 3))
-    inputs = cast(make_inputs(layout), device)
-    expected = output_and_gradients(inputs, layout, backend="triton")
-
-    def loss(**tensors):
-        return mhla_attention(**tensors, layout=layout, backend="triton")
-
-    torch._dynamo.reset()
-    output = torch.compile(loss, fullgraph=True, backend="aot_eager")(**inputs)
-    torch.testing.assert_close(output.detach(), expected["output"])
-    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    gradients = torch.autograd.grad(output, list(inputs.values()), cotangent.to(output.device, output.dtype))
-    for name, gradient in zip(inputs, gradients, strict=True):
-        torch.testing.assert_close(gradient, expected[f"gradient of {name}"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_survives_activation_checkpointing(device):
-    layout = BlockLayout((5, 4), blocks=(2, 2))
-    inputs = cast(make_inputs(layout, rotated=False), device)
-    expected = output_and_gradients(inputs, layout, backend="triton")
-    output = torch.utils.checkpoint.checkpoint(
-        lambda: mhla_attention(**inputs, layout=layout, backend="triton"), use_reentrant=False
-    )
-    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    gradients = torch.autograd.grad(output, list(inputs.values()), cotangent.to(output.device, output.dtype))
-    for name, gradient in zip(inputs, gradients, strict=True):
-        assert torch.equal(gradient, expected[f"gradient of {name}"])
+    check_compiled_and_checkpointed(cast(make_inputs(layout), device), layout)
 
 
 @pytest.mark.slow

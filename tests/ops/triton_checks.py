@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mhla_hf import BlockLayout, mhla_attention
 
@@ -100,3 +102,14 @@ def _results(
         return output_and_gradients(inputs, layout, **options)
     with torch.no_grad():
         return {"output": mhla_attention(**inputs, layout=layout, **options)}
+
+
+def check_compiled_and_checkpointed(inputs: dict[str, torch.Tensor], layout: BlockLayout, **options: object) -> None:
+    """One graph computes the same by kernels as no graph, and activation checkpointing the same bits."""
+    expected = output_and_gradients(inputs, layout, backend="triton", **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(mhla_attention, fullgraph=True, backend="aot_eager")
+    checkpointed = partial(checkpoint, mhla_attention, use_reentrant=False)
+    for attend, exact in ((compiled, {}), (checkpointed, {"rtol": 0, "atol": 0})):
+        actual = output_and_gradients(inputs, layout, attend, backend="triton", **options)
+        torch.testing.assert_close(actual, expected, **exact)

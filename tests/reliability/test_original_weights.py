@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPConfig, CLIPModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertForMaskedLM, CLIPModel, PreTrainedModel
 
 import mhla_hf
 from mhla_hf.conversion import convert_pretrained, unconvert_pretrained
@@ -21,7 +21,7 @@ from tests import tiny
 from tests.families.cases import DiTCase, PixArtCase, SanaCase, WanCase
 from tests.integrations.transformers.mhla_models import NEEDS_ADD_ADAPTER
 from tests.integrations.transformers.tiny_files import save_softmax
-from tests.integrations.transformers.tiny_models import inputs, softmax_model
+from tests.integrations.transformers.tiny_models import clip_model, inputs, softmax_model
 
 
 REFUSED = {
@@ -44,11 +44,7 @@ def batches():
 
 @pytest.fixture
 def clip():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    text = {**sizes, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    vision = {**sizes, "image_size": 32, "patch_size": 8}
-    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
+    return clip_model()
 
 
 def logits(model, batches):
@@ -181,7 +177,7 @@ def test_a_restored_model_is_saved_as_a_plain_softmax_checkpoint(softmax, batche
 
 
 def test_one_tower_of_several(clip, tmp_path):
-    model, given = clip, {"input_ids": torch.arange(3, 23)[None], "pixel_values": torch.randn(1, 3, 32, 32)}
+    model, given = clip, {"input_ids": torch.arange(3, 23)[None], "pixel_values": torch.randn(1, 3, 16, 16)}
     with torch.no_grad():
         expected = model(**given)[0]
         mhla_hf.convert(model, {"text_config": {"block_size": 4}})
@@ -448,7 +444,7 @@ def test_blocks_that_changed_before_they_were_matched_keep_that_change(softmax, 
 
 
 def test_towers_are_switched_all_or_none(clip, tmp_path):
-    given = {"input_ids": torch.arange(3, 23)[None], "pixel_values": torch.randn(1, 3, 32, 32)}
+    given = {"input_ids": torch.arange(3, 23)[None], "pixel_values": torch.randn(1, 3, 16, 16)}
     original = copy.deepcopy(clip)
     model = mhla_hf.convert(clip, {"text_config": {"block_size": 4}, "vision_config": {"blocks": [2, 2]}})
     model.save_pretrained(tmp_path)

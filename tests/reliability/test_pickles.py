@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ import mhla_hf
 from tests import tiny
 from tests.families.cases import SanaCase
 from tests.integrations.transformers.tiny_models import inputs, softmax_model
+from tests.processes import run_program
 
 
 BLOCKS = {"blocks": [2, 1, 2]}
@@ -58,16 +56,18 @@ def test_pickles_import_the_package(tmp_path):
                 torch.testing.assert_close(model(**given)[0], expected, rtol=0, atol=1e-6)
             os._exit(0)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_program(program, tmp_path)
 
 
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("name", CASES)
-def test_copies(name):
+def test_copies(name, copied):
     model, given = CASES[name]()
     expected = output(model, given)
-    other = copy.deepcopy(model)
+    other = copied(model)
     assert type(other) is type(model) and torch.equal(output(other, given), expected)
     with torch.no_grad():
         for parameter in other.parameters():

@@ -5,13 +5,12 @@ import json
 
 import diffusers
 import pytest
-from typer.testing import CliRunner
 
 import mhla_hf
-from mhla_hf.cli.main import app
 from mhla_hf.demo import base_pipeline_directory
 from mhla_hf.families.sana import MHLASanaVideoTransformer3DModel
 from mhla_hf.training.data.probes import mhla_components, pipeline_batches, sample_size
+from tests.command_line import run_command
 from tests.tiny import wan_pipeline
 
 
@@ -60,9 +59,7 @@ def test_models_that_were_saved_without_a_grid_are_sampled_at_the_own_size():
 
 def test_the_command_shows_blocks_and_tokens(tmp_path):
     def run(*options):
-        command = ["convert", base_pipeline_directory(), tmp_path / "out", "--overwrite", *options]
-        result = CliRunner().invoke(app, list(map(str, command)))
-        assert result.exit_code == 0, result.output
+        result = run_command("convert", base_pipeline_directory(), tmp_path / "out", "--overwrite", *options)
         record = json.loads((tmp_path / "out/conversion.json").read_text())
         return result.stdout, record["components"]["transformer"]["warning"]
 

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
 import mhla_hf
-from mhla_hf.cli.main import app
 from mhla_hf.conversion import convert_pretrained
 from mhla_hf.training.data.batches import drawn_held_out, last_held_out
 from mhla_hf.training.data.images import image_batches
 from tests import tiny
+from tests.command_line import run_command
 from tests.integrations.transformers.mhla_models import default_options
 from tests.integrations.transformers.tiny_models import softmax_model
 from tests.recovery.sources import model_directory
@@ -67,10 +66,9 @@ def refused(sources, kind: str, data, message: str, tmp_path) -> None:
         "select-layers": (source, "--device", "cpu"),
     }
     for name, arguments in commands.items():
-        done = CliRunner().invoke(app, [name, *map(str, arguments), "--data", str(data), "-q"])
+        done = run_command(name, *arguments, "--data", data, "-q", code=2)
         (line,) = [line for line in done.output.splitlines() if "error: " in line]
-        assert done.exit_code == 2 and "unexpected" not in line, line
-        assert re.search(message, line), (name, line)
+        assert re.search(message, line) and "unexpected" not in line, (name, line)
         assert not out.exists(), name
 
 
@@ -106,10 +104,9 @@ def test_one_video(sources, tmp_path):
     imageio.mimwrite(folder / "one.mp4", frames, fps=16, macro_block_size=1)
     (folder / "one.txt").write_text("a clip", encoding="utf-8")
     out, size = tmp_path / "out", ("--height", "16", "--width", "16", "--num-frames", "5")
-    recover = ["recover", str(sources["wan"]), str(out), "--data", str(folder), *size, "-q"]
-    done = CliRunner().invoke(app, recover)
-    assert done.exit_code == 2 and not out.exists()
+    done = run_command("recover", sources["wan"], out, "--data", folder, *size, "-q", code=2)
     assert "--data: at least 2 samples are needed, of which one is held out, got 1" in done.output
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("split", [last_held_out, drawn_held_out])
@@ -158,23 +155,22 @@ def test_samples_that_cannot_be_used_are_told_before_anything_is_converted_or_lo
     monkeypatch.setattr("mhla_hf.recovery.recover.convert_pretrained", None)
     monkeypatch.setattr("mhla_hf.training.data.latent_cache.load_encoders", None)
     reason = "has 0 of 2 samples that can be used; at least . needed .*a.mp4 has fewer frames that can be read than 5"
-    size, out = ("--height", "16", "--width", "16", "--num-frames", "5"), str(tmp_path / "out")
-    for line in (["recover", str(sources["wan"]), out, *size], ["train", "cache", str(sources["wan"]), out]):
-        sides = [] if line[0] == "recover" else ["--sizes", "16,16,5"]
-        done = CliRunner().invoke(app, [*line, *sides, "--data", str(folder), "-q"])
-        assert done.exit_code == 2 and re.search(reason, done.output.replace("\n", " ")), done.output
+    given = sources["wan"], tmp_path / "out", "--data", folder, "-q"
+    size = "--height", "16", "--width", "16", "--num-frames", "5"
+    for line in (("recover", *given, *size), ("train", "cache", *given, "--sizes", "16,16,5")):
+        done = run_command(*line, code=2)
+        assert re.search(reason, done.output.replace("\n", " ")), done.output
 
 
 def test_data_that_are_no_cache(sources, tmp_path):
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "a.txt").write_text("a clip", encoding="utf-8")
-    line = ["calibrate", str(sources["wan"].parent / "wan-mhla"), str(tmp_path / "out")]
-    done = CliRunner().invoke(app, [*line, "--data", str(tmp_path / "files"), "-q", "--device", "cpu"])
-    assert done.exit_code == 2 and "must be a cache, which mhla-hf train cache makes" in done.output, done.output
+    line = "calibrate", sources["wan"].parent / "wan-mhla", tmp_path / "out", "--data", tmp_path / "files"
+    done = run_command(*line, "-q", "--device", "cpu", code=2)
+    assert "must be a cache, which mhla-hf train cache makes" in done.output, done.output
 
 
 def test_a_probe_takes_an_image_of_one_pixel(sources, tmp_path):
     Image.new("RGB", (1, 1), "red").save(tmp_path / "pixel.png")
-    line = f"inspect {sources['vit'].parent / 'vit-mhla'} --quiet --image {tmp_path / 'pixel.png'} --device cpu"
-    result = CliRunner().invoke(app, line.split())
-    assert result.exit_code == 0, result.output
+    options = "--quiet", "--image", tmp_path / "pixel.png", "--device", "cpu"
+    run_command("inspect", sources["vit"].parent / "vit-mhla", *options)

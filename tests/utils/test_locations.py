@@ -18,6 +18,7 @@ from mhla_hf.training.parameters import export_model
 from mhla_hf.utils.files import list_files
 from mhla_hf.utils.locations import local_origin, recorded_directory
 from tests import tiny
+from tests.edits import edit_json
 
 
 MHLA = {"blocks": (1, 2, 2)}
@@ -37,12 +38,6 @@ def pipeline(softmax, tmp_path):
     """A pipeline that a test may change, beside a `victim` of the same kind."""
     shutil.copytree(softmax, tmp_path / "victim")
     return Path(shutil.copytree(softmax, tmp_path / "source"))
-
-
-def edit(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 def tree(folder):
@@ -68,7 +63,8 @@ def outside_names(folder):
 @pytest.mark.parametrize("number", range(2))
 def test_component_names_stay_inside(number, pipeline, tmp_path):
     name = outside_names(tmp_path)[number]
-    edit(pipeline / INDEX, lambda index: index.update({name: index.pop("transformer")}))
+    transformer = json.loads((pipeline / INDEX).read_text())["transformer"]
+    edit_json(pipeline / INDEX, **{name: transformer, "transformer": ...})
     refused(pipeline, r"source/model_index\.json names '.*, which is no path inside")
     with pytest.raises(ValueError, match="which is no path inside"):
         load_pipeline(pipeline, mhla=MHLA)

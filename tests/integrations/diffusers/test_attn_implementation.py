@@ -24,20 +24,13 @@ from mhla_hf import MHLAPixArtTransformer2DModel, MHLAWanTransformer3DModel, loa
 from mhla_hf.models import registry
 from mhla_hf.models.registry import FAMILIES, recovery_advice
 from mhla_hf.recovery import recipes
-from tests import tiny, tiny_images
+from tests import tiny_images
 from tests.families.cases import WanCase
 from tests.families.model_case import assert_same_parameters, recorded_warnings
 
 
 OPTIONS = dict(WanCase.options)
 MHLA = {"attn_implementation": "mhla", "mhla": OPTIONS}
-
-
-@pytest.fixture(scope="module")
-def softmax_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("softmax")
-    tiny.wan_pipeline().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +88,9 @@ def test_softmax_and_none(value, softmax_dir, mhla_dir):
 
 def test_a_component_that_is_passed_in(softmax_dir):
     ours = MHLAWanTransformer3DModel.from_pretrained(softmax_dir, subfolder="transformer", mhla=OPTIONS)
-    pipeline = WanPipeline.from_pretrained(softmax_dir, transformer=ours, attn_implementation="mhla")
-    assert pipeline.transformer is ours
+    # diffusers drops optional components in the general class, as WanPipeline's transformers are.
+    for load, given in ((WanPipeline, {"attn_implementation": "mhla"}), (WanPipeline, {}), (DiffusionPipeline, {})):
+        assert load.from_pretrained(softmax_dir, transformer=ours, **given).transformer is ours
     softmax = WanTransformer3DModel.from_pretrained(softmax_dir, subfolder="transformer")
     with pytest.raises(ValueError, match="passed in as a WanTransformer3DModel; convert it before"):
         WanPipeline.from_pretrained(softmax_dir, transformer=softmax, attn_implementation="mhla")
@@ -237,13 +231,6 @@ def test_auto_model_takes_its_arguments_by_name(softmax_dir):
     assert type(AutoModel.from_config(pretrained_model_name_or_path_or_dict=config)) is WanTransformer3DModel
     with pytest.raises(TypeError, match="pretrained_model_name_or_path"):
         DiffusionPipeline.from_pretrained()
-
-
-def test_an_mhla_model_that_is_handed_over_is_used_by_the_general_class(softmax_dir):
-    # diffusers drops optional components there, as WanPipeline's transformers are.
-    mine = MHLAWanTransformer3DModel.from_pretrained(softmax_dir, subfolder="transformer", mhla=OPTIONS)
-    for pipeline_class in (DiffusionPipeline, WanPipeline):
-        assert pipeline_class.from_pretrained(softmax_dir, transformer=mine).transformer is mine
 
 
 def test_weights_that_are_no_safetensors_are_loaded_as_diffusers_does(softmax_dir, tmp_path):

@@ -3,10 +3,7 @@
 
 import importlib
 import json
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,26 +13,13 @@ from safetensors.torch import load_file, save_file
 import mhla_hf
 from mhla_hf.integrations import diffusers as diffusers_integration
 from tests import tiny, tiny_images
+from tests.edits import edit_json
 from tests.families.cases import CASES, DiTCase, PixArtCase, WanCase
 from tests.families.model_case import assert_same_parameters, perturb_mhla, recorded_warnings
+from tests.processes import run_program
 
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-def rewrite(path, **changes):
-    """Changes entries of a JSON file; None takes one out."""
-    content = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
-
-
-def without_package(program, *arguments):
-    """What a program that never imports this package prints last."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1]), result.stderr
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
@@ -59,7 +43,7 @@ class TestWithThePackage:
     def test_earlier_directories_load(self, case, tmp_path):
         model = case.make_mhla()
         model.save_pretrained(tmp_path)
-        rewrite(tmp_path / "config.json", dtype=None)
+        edit_json(tmp_path / "config.json", dtype=...)
         assert_same_parameters(case.upstream.from_pretrained(tmp_path), model)
         assert_same_parameters(case.mhla_class.from_pretrained(tmp_path), model)
 
@@ -138,12 +122,13 @@ attempt("pipeline", diffusers.DiffusionPipeline.from_pretrained, root / "pipelin
 assert "mhla_hf" not in sys.modules
 print(json.dumps(found))
 """
-    found, log = without_package(program, tmp_path)
+    result = run_program(program, tmp_path)
+    found = json.loads(result.stdout.splitlines()[-1])
     assert len(found) == 5 * len(CASES) + 1
     assert all("Error: " in outcome for outcome in found.values()), found
     assert "import mhla_hf before calling `from_pretrained`" in found["pipeline"]
     assert all("trust_remote_code=True" in outcome for name, outcome in found.items() if name.endswith(" AutoModel"))
-    assert "MHLA weights: import mhla_hf before you load them" in log
+    assert "MHLA weights: import mhla_hf before you load them" in result.stderr
 
 
 # Pipelines whose model is converted after they were made
@@ -167,7 +152,7 @@ def test_an_index_that_names_the_softmax_class_gives_mhla(tmp_path):
     pipeline = mhla_hf.convert(tiny_images.pixart_pipeline(), PixArtCase.options)
     folder = tmp_path / "mixed"
     pipeline.save_pretrained(folder)
-    rewrite(folder / "model_index.json", transformer=["diffusers", "PixArtTransformer2DModel"])
+    edit_json(folder / "model_index.json", transformer=["diffusers", "PixArtTransformer2DModel"])
     for load in (DiffusionPipeline.from_pretrained, mhla_hf.load_pipeline):
         assert_same_parameters(load(folder).transformer, pipeline.transformer)
     with pytest.raises(ValueError, match="is an MHLA checkpoint"):

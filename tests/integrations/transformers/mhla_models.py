@@ -66,4 +66,28 @@ def first_output(model: torch.nn.Module, **kwargs: Any) -> torch.Tensor:
     return model(**kwargs)[0]
 
 
-__all__ = ["FAMILIES", "default_options", "first_output", "inputs", "mhla_model", "mhla_modules", "softmax_model"]
+WINDOWS = [
+    {"window": "adjacent", "window_size": 3},
+    {"window": "block", "window_size": 5},
+]
+
+
+def window_model(name: str = "llama", window: int = 0, **options):
+    """A model with another bias for each head of its windows."""
+    model = mhla_model(name, **{**WINDOWS[window], **options})
+    for module in mhla_modules(model):
+        with torch.no_grad():
+            module.window_bias.copy_(torch.linspace(-1, 1, len(module.window_bias)))
+    return model
+
+
+__all__ = [
+    "FAMILIES",
+    "default_options",
+    "first_output",
+    "inputs",
+    "mhla_model",
+    "mhla_modules",
+    "softmax_model",
+    "window_model",
+]

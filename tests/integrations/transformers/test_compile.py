@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 from transformers import StaticCache
 
-from .mhla_models import first_output, mhla_model
+from .mhla_models import first_output, mhla_model, window_model
 from .tiny_models import CACHE, inputs
 
 
@@ -51,8 +51,12 @@ def test_training(name, padding):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_decoding_is_not_compiled_anew_for_every_token():
-    model = mhla_model("llama", sizes=ONE_LAYER)
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_decoding_is_not_compiled_anew_for_every_token(hybrid):
+    """Of MHLA alone, and with a window and a layer of softmax beside it."""
+    model = (
+        window_model(layers=[0], sizes={"num_hidden_layers": 2}) if hybrid else mhla_model("llama", sizes=ONE_LAYER)
+    )
     ids = inputs("llama", length=11)["input_ids"]
     prompt = torch.ones_like(ids)
     prompt[0, :4] = 0
@@ -69,7 +73,7 @@ def test_decoding_is_not_compiled_anew_for_every_token():
             position = position + 1
             token = logits[-1].argmax(-1)
             given = {"attention_mask": mask, "position_ids": position, CACHE: cache}
-            if index % 4 == 3:
+            if index % 4 == 3 and not hybrid:
                 # A draft that is rejected.
                 step((token + 1) % 64, **given)
                 cache.crop(-1)

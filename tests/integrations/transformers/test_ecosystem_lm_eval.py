@@ -11,6 +11,7 @@ import mhla_hf  # noqa: F401
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
 
 from .mhla_models import mhla_modules
+from .test_generation import recompute
 from .tiny_files import save_softmax, tokenizer
 
 
@@ -79,8 +80,5 @@ def test_generate_until(directory, harness):
     for (text, _), result in zip(REQUESTS, results, strict=True):
         tokens = words(text, return_tensors="pt").input_ids
         length = tokens.shape[1]
-        with torch.no_grad():
-            for _ in range(8):
-                logits = language_model.model(tokens, use_cache=False).logits
-                tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+        tokens, _ = recompute(language_model.model, tokens, torch.ones_like(tokens), steps=8)
         assert result == words.decode(tokens[0, length:], skip_special_tokens=True)

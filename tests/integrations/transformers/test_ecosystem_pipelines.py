@@ -13,6 +13,7 @@ import mhla_hf  # noqa: F401
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
 
 from .mhla_models import UNSERVED, mhla_modules
+from .test_generation import recompute
 from .tiny_files import save_softmax
 
 
@@ -39,9 +40,7 @@ def test_text_generation(tmp_path, options):
     reference = convert_transformers_model(AutoModelForCausalLM.from_pretrained(directory), options)
     for text, result in zip(texts, results, strict=True):
         tokens = generate.tokenizer(text, return_tensors="pt").input_ids
-        for _ in range(12):
-            with torch.no_grad():
-                tokens = torch.cat([tokens, reference(tokens).logits[:, -1:].argmax(-1)], dim=1)
+        tokens, _ = recompute(reference, tokens, torch.ones_like(tokens), steps=12)
         assert result[0]["generated_text"] == generate.tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 

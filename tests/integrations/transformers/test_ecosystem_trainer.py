@@ -143,15 +143,17 @@ def test_training_goes_on_from_a_checkpoint(tmp_path):
         torch.testing.assert_close(resumed[name], value, msg=name)
 
 
-@pytest.mark.parametrize("name", ["llama", "vit"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", {}), ("llama", {"window": "adjacent", "window_size": 3}), ("vit", {})], ids=str
+)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_gradients_under_checkpointing(name, reentrant):
+def test_gradients_under_checkpointing(name, options, reentrant):
     from .mhla_models import first_output, inputs, mhla_model
 
     padding = None if name == "vit" else "right"
     gradients = []
     for checkpointing in (False, True):
-        model = mhla_model(name).train()
+        model = mhla_model(name, **options).train()
         if checkpointing:
             checkpointing_method(model)({"use_reentrant": reentrant})
             if reentrant and name != "vit":
@@ -160,6 +162,7 @@ def test_gradients_under_checkpointing(name, reentrant):
         output.square().mean().backward()
         gradients.append(all_gradients(model))
     assert any(".mhla.mixing" in key for key in gradients[0])
+    assert all(gradient.any() for key, gradient in gradients[0].items() if ".window_bias" in key)
     assert gradients[0].keys() == gradients[1].keys()
     for key, value in gradients[0].items():
         torch.testing.assert_close(gradients[1][key], value, msg=key)

@@ -7,11 +7,10 @@ import json
 
 import pytest
 import transformers
-from typer.testing import CliRunner
 
 import mhla_hf
-from mhla_hf.cli.main import app
 from mhla_hf.models.registry import TRANSFORMERS_DATA
+from tests.command_line import run_command
 
 from .family_sweep import MAPPINGS, SINCE, entries, names
 
@@ -73,12 +72,10 @@ def test_the_list_is_complete():
 def test_the_command_lists_what_works_and_what_is_refused():
     listed = mhla_hf.supported_models()
     assert listed["mixtral"].kind == "language model" and listed["internvl"].kind == "multi-modal"
-    refused = CliRunner().invoke(app, ["models", "--refused", "--json"])
-    assert refused.exit_code == 0
-    reasons = {one["name"]: one["note"] for one in json.loads(refused.output)}
+    refused = json.loads(run_command("models", "--refused", "--json").output)
+    reasons = {one["name"]: one["note"] for one in refused}
     for name in ("gemma3", "gemma4", "shieldgemma2", "paligemma"):
         assert "the tokens of an image attend to each other" in reasons[name] and name not in listed
     assert "gemma3_text" in listed and "gemma4_text" in listed
     assert reasons["mamba"] == "it has no self-attention" and "mixtral" not in reasons
-    table = CliRunner().invoke(app, ["models", "--refused"]).output
-    assert "attention sinks" in table
+    assert "attention sinks" in run_command("models", "--refused").output

@@ -15,7 +15,7 @@ from mhla_hf.integrations.transformers.cache import MHLACacheLayer
 from mhla_hf.utils.compat import UnsupportedVersionError
 from mhla_hf.utils.compat.transformers import CACHE_NAMES, cache_names, cache_of_output
 
-from .mhla_models import mhla_model
+from .mhla_models import mhla_model, window_model
 from .tiny_models import CACHE, FIRST_ORDINARY_TOKEN, VOCABULARY, names
 
 
@@ -46,9 +46,22 @@ def recompute(model, input_ids, attention_mask, steps=STEPS):
     return input_ids, torch.stack(logits, dim=1)
 
 
+def model_named(name):
+    return window_model() if name == "window" else mhla_model(name)
+
+
 def generate(model, given, **options):
     options = {"max_new_tokens": STEPS, "do_sample": False, **options}
     return model.generate(**given, return_dict_in_generate=True, output_logits=True, **options)
+
+
+def check_greedy(model, padded):
+    """Generation is as recomputed; returns what was generated."""
+    ids, logits = recompute(model, **prompt(padded))
+    result = generate(model, prompt(padded))
+    assert torch.equal(result.sequences, ids)
+    torch.testing.assert_close(torch.stack(result.logits, dim=1), logits, rtol=1e-5, atol=1e-5)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +77,8 @@ def greedy(llama):
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "left-padded"])
 @pytest.mark.parametrize("name", names(generates=True))
 def test_greedy_equals_recomputation(name, padded):
-    model = mhla_model(name)
     # Eleven prompt tokens and seventeen more in blocks of four: one block past the six rows of mixing weights.
-    ids, logits = recompute(model, **prompt(padded))
-    result = generate(model, prompt(padded))
-    assert torch.equal(result.sequences, ids)
-    torch.testing.assert_close(torch.stack(result.logits, dim=1), logits, rtol=1e-5, atol=1e-5)
+    result = check_greedy(mhla_model(name), padded)
     kinds = [type(layer) is MHLACacheLayer for layer in cache_of_output(result).layers]
     assert sum(kinds) == 3 - (name == "gemma3")
 
@@ -78,14 +87,10 @@ def test_greedy_equals_recomputation(name, padded):
                                      {"feature_map": "relu", "output_norm": True, "output_gate": True},
                                      {"mixing_heads": "shared", "feature_map": "elu"}], ids=str)  # fmt: skip
 def test_options_decode_as_they_attend(options):
-    model = mhla_model("llama", **options)
-    ids, logits = recompute(model, **prompt(True))
-    result = generate(model, prompt(True))
-    assert torch.equal(result.sequences, ids)
-    torch.testing.assert_close(torch.stack(result.logits, dim=1), logits, rtol=1e-5, atol=1e-5)
+    check_greedy(mhla_model("llama", **options), True)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "window"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,16 +102,18 @@ def test_options_decode_as_they_attend(options):
     ids=str,
 )
 def test_other_ways_to_the_same_tokens(name, options):
-    model = mhla_model(name)
+    model = model_named(name)
     ids, _ = recompute(model, **prompt(True))
     assert torch.equal(generate(model, prompt(True), **options).sequences, ids)
 
 
+@pytest.mark.parametrize("name", ["llama", "window"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
-def test_beam_search(llama, padded, options):
-    with_cache = generate(llama, prompt(padded), **options)
-    without = generate(llama, prompt(padded), use_cache=False, **options)
+def test_beam_search(name, padded, options):
+    model = model_named(name)
+    with_cache = generate(model, prompt(padded), **options)
+    without = generate(model, prompt(padded), use_cache=False, **options)
     assert torch.equal(with_cache.sequences, without.sequences)
 
 
@@ -119,7 +126,7 @@ def test_sampling(llama):
     assert torch.equal(*samples)
 
 
-def speculations(model, drafts: tuple[int, ...], **options) -> Iterator[torch.Tensor]:
+def speculations(model, drafts: tuple[int, ...], lookup: bool = True, **options) -> Iterator[torch.Tensor]:
     """Tokens after the last prompt, guessed by a model that is a little different, and looked up in the prompt."""
     draft = copy.deepcopy(model)
     with torch.no_grad():
@@ -130,17 +137,20 @@ def speculations(model, drafts: tuple[int, ...], **options) -> Iterator[torch.Te
     for count in drafts:
         draft.generation_config.num_assistant_tokens = count
         yield generate(model, one, assistant_model=draft, **options).sequences
-    if not options:
-        yield generate(model, one, prompt_lookup_num_tokens=3).sequences
+    if lookup:
+        yield generate(model, one, prompt_lookup_num_tokens=3, **options).sequences
 
 
-def test_assisted_decoding_and_prompt_lookup(llama, greedy):
-    assert all(torch.equal(found, greedy[False][0][2:]) for found in speculations(llama, (2, 5)))
+@pytest.mark.parametrize("name", ["llama", "window"])
+def test_assisted_decoding_and_prompt_lookup(name):
+    model = model_named(name)
+    expected, _ = recompute(model, **{name: tensor[2:] for name, tensor in prompt(False).items()})
+    assert all(torch.equal(found, expected) for found in speculations(model, (2, 5)))
 
 
 @pytest.mark.skipif(len(cache_names()) == 1, reason="transformers refuses static caches here before 5.24")
 def test_assisted_decoding_in_static_caches(llama, greedy):
-    found = list(speculations(llama, (2, 5), cache_implementation="static"))
+    found = list(speculations(llama, (2, 5), lookup=False, cache_implementation="static"))
     # Drafts by prompt lookup may reach past the end of a cache that is made for the answer alone.
     one = {name: tensor[2:] for name, tensor in prompt(False).items()}
     cache = StaticCache(config=llama.config, max_cache_len=60)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from transformers import (
 )
 
 from mhla_hf.conversion import convert_pretrained
+from tests.edits import edit_json, refused
 
 
 OPTIONS = {"block_size": [4]}
@@ -48,19 +48,10 @@ def sources(tmp_path_factory):
 def copied(sources, tmp_path):
     def copy(name: str, **changes) -> Path:
         folder = Path(shutil.copytree(sources / name, tmp_path / name))
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        edit_json(folder / "config.json", **changes)
         return folder
 
     return copy
-
-
-def refused(call, *names):
-    with pytest.raises(ValueError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message and len(message) < 700, message
-    assert all(name in message for name in names), message
 
 
 def convert(source, tmp_path, mhla=None):

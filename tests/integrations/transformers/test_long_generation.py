@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
@@ -12,7 +10,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, Stat
 from mhla_hf import BlockLayout, MHLACache
 
 from .mhla_models import mhla_model, mhla_modules
-from .test_generation import generate, prompt, recompute
+from .test_generation import generate, prompt, recompute, speculations
 from .tiny_models import CACHE
 
 
@@ -60,16 +58,8 @@ def test_beam_search(model):
 
 
 def test_assisted_decoding(model, expected):
-    draft = copy.deepcopy(model)
-    with torch.no_grad():
-        for index, parameter in enumerate(draft.parameters()):
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) * 0.02)
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.num_assistant_tokens = 5
-    one = {name: tensor[2:] for name, tensor in prompt(False).items()}
-    for options in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}):
-        found = generate(model, one, max_new_tokens=STEPS, **options)
-        assert torch.equal(found.sequences, expected[False][0][2:])
+    found = speculations(model, (5,), max_new_tokens=STEPS)
+    assert all(torch.equal(each, expected[False][0][2:]) for each in found)
 
 
 @torch.no_grad()

@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
-from typer.testing import CliRunner
 
 import mhla_hf  # noqa: F401
-from mhla_hf.cli.main import app
+from tests.command_line import run_command
 
 from .mhla_models import mhla_modules
 
@@ -57,8 +56,7 @@ def test_loading(directory, batches):
 
 
 def test_conversion_by_command(directory, batches, tmp_path):
-    result = CliRunner().invoke(app, ["convert", str(directory), str(tmp_path / "mhla")])
-    assert result.exit_code == 0, result.output
+    run_command("convert", directory, tmp_path / "mhla")
     converted = load(tmp_path / "mhla")
     expected = load(directory, attn_implementation="mhla")
     assert len(mhla_modules(converted)) == 6
@@ -70,8 +68,7 @@ def test_conversion_by_command(directory, batches, tmp_path):
 
 def test_sentence_transformers(directory, tmp_path):
     sentence_transformers = pytest.importorskip("sentence_transformers")
-    result = CliRunner().invoke(app, ["convert", str(directory), str(tmp_path / "mhla")])
-    assert result.exit_code == 0, result.output
+    run_command("convert", directory, tmp_path / "mhla")
     asked = {"model_kwargs": {"attn_implementation": "mhla"}}
     encoded = [
         sentence_transformers.SentenceTransformer(str(path), device="cpu", **options).encode(

@@ -2,15 +2,11 @@
 """`set_attn_implementation("mhla")` and `pipeline(..., attn_implementation="mhla")` on models without MHLA."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    CLIPConfig,
     CLIPModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -20,20 +16,14 @@ from transformers import (
 from mhla_hf import convert
 from mhla_hf.models.registry import recovery_advice
 from tests.families.model_case import recorded_warnings
+from tests.processes import run_program
 
 from .mhla_models import mhla_modules
 from .tiny_files import save_softmax
-from .tiny_models import softmax_model
+from .tiny_models import clip_model, softmax_model
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = torch.arange(3, 43)[None]
-
-
-def clip_model():
-    text = {**SIZES, "vocab_size": 64, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
-    vision = {**SIZES, "image_size": 16, "patch_size": 4}
-    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
 
 
 def attention_of(model):
@@ -70,7 +60,7 @@ def test_parts_are_converted(tmp_path):
     for name, model in {"named": named, "inner": inner, "whole": whole}.items():
         model.save_pretrained(tmp_path / name)
         again = CLIPModel.from_pretrained(tmp_path / name).eval()
-        assert attention_of(again)["vision"] == "mhla" and len(mhla_modules(again)) == (4 if name == "whole" else 2)
+        assert attention_of(again)["vision"] == "mhla" and len(mhla_modules(again)) == (6 if name == "whole" else 3)
         torch.testing.assert_close(again(**given).logits_per_image, model(**given).logits_per_image)
     # Switched back and forth, the part that was not converted stays softmax.
     inner.set_attn_implementation("sdpa")
@@ -152,9 +142,7 @@ import mhla_hf
 model = pipeline("text-generation", model=sys.argv[1], attn_implementation="mhla", device="cpu").model
 assert model.config._attn_implementation == "mhla" and any("mhla" in name for name, _ in model.named_modules())
 """
-    command = [sys.executable, "-c", program, str(directory)]
-    result = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    run_program(program, directory)
 
 
 def test_loading_gives_the_advice_once(tmp_path):

@@ -9,10 +9,9 @@ import json
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 from mhla_hf import convert
-from mhla_hf.cli.main import app
+from tests.command_line import run_command
 
 from .mhla_models import mhla_modules
 from .shrinking import tiny_config
@@ -116,8 +115,7 @@ def test_a_text_part_that_cannot_is_an_error():
 @pytest.mark.parametrize("arguments", [[], ["--layers", "1/2"]], ids=["all layers", "half of the layers"])
 def test_the_command(arguments, lines, tmp_path):
     build("InternVLForConditionalGeneration").save_pretrained(tmp_path / "softmax")
-    result = CliRunner().invoke(app, ["convert", str(tmp_path / "softmax"), str(tmp_path / "mhla"), *arguments])
-    assert result.exit_code == 0, result.output
+    run_command("convert", tmp_path / "softmax", tmp_path / "mhla", *arguments)
     model = transformers.InternVLForConditionalGeneration.from_pretrained(tmp_path / "mhla")
     assert attentions(model) == {"text_config": "mhla", "vision_config": "sdpa"}
     assert len(mhla_modules(model)) == (1 if arguments else 2)

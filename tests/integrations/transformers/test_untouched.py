@@ -4,23 +4,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-from tests import ROOT
+from tests.processes import run_program
 
 
 def run(program: str) -> dict:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    """What a program prints last."""
+    return json.loads(run_program(program).stdout.splitlines()[-1])
 
 
 REPORT = """

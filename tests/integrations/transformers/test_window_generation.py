@@ -8,29 +8,13 @@ import copy
 import pytest
 import torch
 import torch._dynamo.testing
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from mhla_hf import MHLACache
-from mhla_hf.utils.compat import checkpointing_method
 
-from .mhla_models import mhla_model, mhla_modules
-from .test_generation import generate, prompt, recompute, speculations
-from .tiny_models import CACHE, FIRST_ORDINARY_TOKEN, VOCABULARY, inputs
-
-
-WINDOWS = [
-    {"window": "adjacent", "window_size": 3},
-    {"window": "block", "window_size": 5},
-]
-
-
-def window_model(name: str = "llama", window: int = 0, **options):
-    """A model with another bias for each head of its windows."""
-    model = mhla_model(name, **{**WINDOWS[window], **options})
-    for module in mhla_modules(model):
-        with torch.no_grad():
-            module.window_bias.copy_(torch.linspace(-1, 1, len(module.window_bias)))
-    return model
+from .mhla_models import mhla_model, mhla_modules, window_model
+from .test_generation import check_greedy, prompt
+from .tiny_models import CACHE, FIRST_ORDINARY_TOKEN, VOCABULARY
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +41,7 @@ def text(length: int, batch: int = 2) -> torch.Tensor:
     ids=str,
 )
 def test_greedy_equals_recomputation(name, window, options, padded):
-    model = window_model(name, window, **options)
-    ids, logits = recompute(model, **prompt(padded))
-    result = generate(model, prompt(padded))
-    assert torch.equal(result.sequences, ids)
-    torch.testing.assert_close(torch.stack(result.logits, dim=1), logits, rtol=1e-5, atol=1e-5)
+    check_greedy(window_model(name, window, **options), padded)
 
 
 @torch.no_grad()
@@ -75,31 +55,6 @@ def test_the_window_is_that_of_the_softmax_model_of_short_texts():
     given = {**prompt(True), "use_cache": False}
     seen = given["attention_mask"].bool()
     torch.testing.assert_close(model(**given).logits[seen], softmax(**given).logits[seen], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cache_implementation": "static"},
-        {"prefill_chunk_size": 4},
-        {"prefill_chunk_size": 3, "cache_implementation": "static"},
-    ],
-    ids=str,
-)
-def test_other_ways_to_the_same_tokens(llama, options):
-    ids, _ = recompute(llama, **prompt(True))
-    assert torch.equal(generate(llama, prompt(True), **options).sequences, ids)
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
-def test_beam_search(llama, options):
-    expected = generate(llama, prompt(True), use_cache=False, **options).sequences
-    assert torch.equal(generate(llama, prompt(True), **options).sequences, expected)
-
-
-def test_assisted_decoding_and_prompt_lookup(llama):
-    expected, _ = recompute(llama, **{name: tensor[2:] for name, tensor in prompt(False).items()})
-    assert all(torch.equal(found, expected) for found in speculations(llama, (5,)))
 
 
 @torch.no_grad()
@@ -173,49 +128,3 @@ def test_gradients_flow_through_a_text_in_parts(llama):
     # What MHLA layers remember keeps its gradient; the window's does as well.
     expected, found = gradients([ids]), gradients([ids[:, :7], ids[:, 7:8], ids[:, 8:]])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-
-
-def test_saving_and_loading(tmp_path, llama):
-    llama.save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    options = model.config.mhla
-    assert (options["window"], options["window_size"]) == ("adjacent", [3])
-    given = inputs("llama")
-    assert torch.equal(model(**given).logits, llama(**given).logits)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_compiled_decoding(llama):
-    torch._dynamo.reset()
-    model = window_model("llama", 0, layers=[0])
-    ids, mask = text(12), torch.ones(2, 24, dtype=torch.long)
-    mask[0, :4] = 0
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    logits = []
-    for step in (model, compiled):
-        cache = StaticCache(config=model.config, max_cache_len=24)
-        positions = (mask[:, :12].cumsum(-1) - 1).clamp(min=0)
-        found = [model(ids, attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits[:, -1:]]
-        for index in range(6):
-            position = positions[:, -1:] + index + 1
-            token = found[-1].argmax(-1)
-            found.append(step(token, attention_mask=mask, position_ids=position, **{CACHE: cache}).logits)
-        logits.append(torch.cat(found, dim=1))
-    torch.testing.assert_close(*logits)
-    assert counter.frame_count <= 2
-    torch._dynamo.reset()
-
-
-def test_gradient_checkpointing_changes_nothing(llama):
-    model, given = copy.deepcopy(llama).train(), inputs("llama", padding="right")
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            checkpointing_method(model)()
-        model.zero_grad()
-        model(**given, use_cache=False).logits.square().mean().backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    torch.testing.assert_close(*gradients)
-    assert gradients[0]["model.layers.0.self_attn.mhla.window_bias"].abs().sum() > 0

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from mhla_hf.cli.main import app
+from tests.command_line import run_command
+from tests.edits import edit_json
 
 from .mhla_models import TEXT_OPTIONS, first_output, mhla_modules, unsettle
 from .tiny_models import DECODER, inputs, sharpen
@@ -81,11 +79,8 @@ def test_full_layers_among_windows_become_mhla(name, tmp_path):
 @pytest.mark.parametrize("name", ["Mistral", "Exaone4"])
 def test_the_command_says_the_same_and_takes_an_edited_configuration(name, tmp_path):
     softmax(name).save_pretrained(tmp_path / "softmax")
-    command = ["convert", str(tmp_path / "softmax"), str(tmp_path / "mhla")]
-    refused = CliRunner().invoke(app, command)
-    assert refused.exit_code == 1 and "load it with sliding_window=None" in " ".join(refused.output.split())
-    path = tmp_path / "softmax" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **HELP[name]}))
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
+    command = "convert", tmp_path / "softmax", tmp_path / "mhla"
+    assert "load it with sliding_window=None" in " ".join(run_command(*command, code=1).output.split())
+    edit_json(tmp_path / "softmax" / "config.json", **HELP[name])
+    run_command(*command)
     assert len(mhla_modules(AutoModelForCausalLM.from_pretrained(tmp_path / "mhla"))) == 3

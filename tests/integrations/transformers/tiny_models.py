@@ -255,6 +255,13 @@ def softmax_model(name: str, *, seed: int = 0, **overrides: Any) -> transformers
     return model.eval()
 
 
+def clip_model() -> transformers.CLIPModel:
+    """A model of two towers in evaluation mode."""
+    torch.manual_seed(0)
+    config = transformers.CLIPConfig(text_config=TOWER, vision_config=VISION, projection_dim=16)
+    return transformers.CLIPModel(config).eval()
+
+
 def padding_mask(batch: int, length: int, padding: Padding) -> torch.Tensor:
     """A mask of int64, 1 for tokens: row `i` lacks `length // (2 + i)` of them, so no two of the first rows agree.
 
