@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .families.qwen_image import MHLAQwenImageTransformer2DModel as MHLAQwenImageTransformer2DModel
     from .families.sana import MHLASanaTransformer2DModel as MHLASanaTransformer2DModel
     from .families.sana import MHLASanaVideoTransformer3DModel as MHLASanaVideoTransformer3DModel
+    from .families.sd3 import MHLASD3Transformer2DModel as MHLASD3Transformer2DModel
     from .families.wan import MHLASkyReelsV2Transformer3DModel as MHLASkyReelsV2Transformer3DModel
     from .families.wan import MHLAWanAnimateTransformer3DModel as MHLAWanAnimateTransformer3DModel
     from .families.wan import MHLAWanTransformer3DModel as MHLAWanTransformer3DModel

@@ -160,6 +160,9 @@ _FAMILIES = (
         _FLUX, name="chroma", title="Chroma", upstream="ChromaTransformer2DModel", pipelines=("ChromaPipeline",),
         refused_pipelines=(), note="", objective="", text_tokens=0),
     ModelFamily(
+        "sd3", "Stable Diffusion 3", "image", "sd3", "SD3Transformer2DModel", ("StableDiffusion3Pipeline",),
+        note="3.5 too", recipe="joint", data_free=True, call_samples=2),
+    ModelFamily(
         "dit", "DiT", "image", "dit", "DiTTransformer2DModel", ("DiTPipeline",),
         recipe="dit", objective="DiTObjective", trained_by="noise prediction"),
     ModelFamily(
