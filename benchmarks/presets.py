@@ -40,7 +40,7 @@ _WAN_FAMILY = [f"{name}Transformer3DModel" for name in ("Wan", "WanVACE", "WanAn
 _TEXT_TOKENS = {"SanaTransformer2DModel": 300, **dict.fromkeys(_WAN_FAMILY, 512)}
 _TEXT_TOKENS |= {"LTXVideoTransformer3DModel": 128, "LTX2VideoTransformer3DModel": 1024}
 _TEXT_TOKENS |= {"HunyuanVideoTransformer3DModel": 256, "HunyuanVideo15Transformer3DModel": 1000}
-_TEXT_TOKENS |= {"QwenImageTransformer2DModel": 256, "FluxTransformer2DModel": 512}
+_TEXT_TOKENS |= {"QwenImageTransformer2DModel": 256, "FluxTransformer2DModel": 512, "SD3Transformer2DModel": 333}
 # Tokens of glyphs and of the image, which HunyuanVideo-1.5 has beside the text.
 _GLYPHS, _IMAGE = 256, 729
 

@@ -81,7 +81,7 @@ def from_preset(name: str, *, mhla: MHLAConfig | Mapping[str, Any] | bool | None
     `qwen3-{0.6b,8b}`, `smollm2-{135m,1.7b}`, `gemma-3-{270m,1b}`) come as their configuration. Those of diffusers
     (`dit-{s,b,l,xl}-2-{256,512}`, `sana-0.6b`, `wan2.1-{1.3b,1.3b-hybrid,14b}`, `wan2.1-vace-{1.3b,14b}`,
     `wan2.2-animate-14b`, `skyreels-v2-{1.3b,14b}`, `ltx-video-{2b,13b}`, `ltx-2-19b`, `hunyuan-video`,
-    `hunyuan-video-1.5`, `qwen-image`, `flux.1-dev`) come as the untrained model, on the current device:
+    `hunyuan-video-1.5`, `qwen-image`, `flux.1-dev`, `sd3.5-large`) come as the untrained model, on the current device:
     `with torch.device("meta")` allocates nothing. docs/presets.md says for each what the paper and its code state, and
     what is chosen here.
 

@@ -30,6 +30,7 @@ PUBLISHED = {
     "hunyuan-video": (13000, None),
     "hunyuan-video-1.5": (8300, None),
     "flux.1-dev": (12000, None),
+    "sd3.5-large": (8100, None),
     "ltx-video-13b": (13000, None),
 }
 
