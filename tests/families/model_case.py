@@ -52,7 +52,7 @@ class ModelCase:
         options: MHLA options that fit the tiny model's inputs.
         block_list: Name of the model's list of layers.
         attention: Name of the self-attention of a layer.
-        unused: Parts of the names of parameters that may have no gradient, as in the stock model.
+        unused: Parts of the names of parameters that may have no gradient, or one of zero, as in the stock model.
         untrained: Ends of the names of MHLA parameters whose gradient is zero.
         upstream_size: A size of `inputs` that the diffusers class takes too.
         thorough: Whether all shared checks are fast tests, not only those marked `smoke`.
@@ -140,7 +140,7 @@ class ModelCase:
             # Wrappers put their own part into the name.
             name.replace("_checkpoint_wrapped_module.", ""): parameter.grad.clone()
             for name, parameter in model.named_parameters()
-            if parameter.grad is not None or not any(part in name for part in self.unused)
+            if (parameter.grad is not None and parameter.grad.any()) or not any(part in name for part in self.unused)
         }
 
     def silence(self, model: Any, layer: int) -> None:
