@@ -18,7 +18,13 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
-from ..models.attention import KeepsMHLAProcessors, MHLAAttnProcessor, MHLAImageAttention, MHLAImageModelMixin
+from ..models.attention import (
+    KeepsMHLAProcessors,
+    MHLAAttnProcessor,
+    MHLAImageAttention,
+    MHLAImageModelMixin,
+    RefusesFusedProjections,
+)
 from ..models.directory import ModelDirectory
 from ..utils.compat.diffusers import checkpointed
 from . import noise_prediction
@@ -91,7 +97,7 @@ class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, Peft
 
 
 class MHLAPixArtTransformer2DModel(
-    KeepsMHLAProcessors, MHLAImageModelMixin, PixArtTransformer2DModel, PeftAdapterMixin
+    RefusesFusedProjections, KeepsMHLAProcessors, MHLAImageModelMixin, PixArtTransformer2DModel, PeftAdapterMixin
 ):
     """`PixArtTransformer2DModel` (alpha and sigma) whose self-attention is MHLA in the chosen layers.
 
@@ -140,14 +146,6 @@ class MHLAPixArtTransformer2DModel(
             if model.use_additional_conditions
             else {}
         )
-
-    def fuse_qkv_projections(self) -> None:
-        """Not with MHLA layers.
-
-        Raises:
-            ValueError: Always. Upstream would set processors that ignore MHLA.
-        """
-        raise ValueError("Projections of MHLA layers cannot be fused; leave them as they are.")
 
     def set_default_attn_processor(self) -> None:
         """As upstream for the layers that are not MHLA; those get the MHLA processor."""

@@ -15,7 +15,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 
-from ..models.attention import MHLAImageModelMixin
+from ..models.attention import MHLAImageModelMixin, RefusesFusedProjections
 from ..models.joint import MHLAJointAttention, MHLAJointModelMixin
 
 
@@ -35,7 +35,9 @@ class MHLASD3Attention(MHLAJointAttention, Attention):
         return self.processor(self, hidden_states, encoder_hidden_states, grid=grid, **kwargs)
 
 
-class MHLASD3Transformer2DModel(MHLAJointModelMixin, MHLAImageModelMixin, SD3Transformer2DModel):
+class MHLASD3Transformer2DModel(
+    RefusesFusedProjections, MHLAJointModelMixin, MHLAImageModelMixin, SD3Transformer2DModel
+):
     """`SD3Transformer2DModel` whose joint attention is MHLA in the chosen layers.
 
     Takes upstream's arguments plus `mhla`, an `MHLAConfig` or a dict of its options, kept under the key `mhla` of
@@ -73,11 +75,3 @@ class MHLASD3Transformer2DModel(MHLAJointModelMixin, MHLAImageModelMixin, SD3Tra
             hidden_states, encoder_hidden_states, pooled_projections, timestep, block_controlnet_hidden_states,
             joint_attention_kwargs={**(joint_attention_kwargs or {}), "grid": grid}, **kwargs,
         )  # fmt: skip
-
-    def fuse_qkv_projections(self) -> None:
-        """Not with MHLA layers.
-
-        Raises:
-            ValueError: Always. Upstream would set processors that ignore MHLA.
-        """
-        raise ValueError("Projections of MHLA layers cannot be fused; leave them as they are.")

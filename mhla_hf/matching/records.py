@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate.utils import recursively_apply
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..training.layers import LayerCall
-from ..training.processes import local_processes
+from ..training.processes import available_memory
 from ..utils.files import atomic_file
 from ..utils.messages import format_bytes
 
@@ -89,7 +88,7 @@ def tensor_bytes(value: Any) -> int:
 def free_room(output: Path | None) -> tuple[int, int]:
     """Bytes that records of this process may take in memory, and on the disk of a directory; -1 for none."""
     disk = -1 if output is None else max(0, shutil.disk_usage(output).free - _DISK_RESERVE)
-    return psutil.virtual_memory().available // 2 // local_processes(), disk
+    return available_memory() // 2, disk
 
 
 def choose_cache(cache: str, needed: Sequence[int], rooms: Sequence[tuple[int, int]]) -> str:

@@ -231,6 +231,18 @@ class MHLAImageAttention(KeepsMHLAProcessor, Attention):
         return attend_in_parts(self.processor, self.mhla_processor_class(), self, hidden_states, **kwargs)
 
 
+class RefusesFusedProjections(Upstream):
+    """For models whose `fuse_qkv_projections` would replace the processors of MHLA layers; list it first."""
+
+    def fuse_qkv_projections(self) -> None:
+        """Not with MHLA layers.
+
+        Raises:
+            ValueError: Always. Upstream would set processors that ignore MHLA.
+        """
+        raise ValueError("Projections of MHLA layers cannot be fused; leave them as they are.")
+
+
 class MHLAImageModelMixin(MHLAModelMixin):
     """`MHLAModelMixin` for models with `transformer_blocks[i].attn1`, and square `sample_size` and `patch_size`."""
 

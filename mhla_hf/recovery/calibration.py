@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -35,7 +34,7 @@ from ..training.layers import (
     run,
     swapped_parameters,
 )
-from ..training.processes import Processes, local_processes
+from ..training.processes import Processes, available_memory
 from ..utils.destinations import claim_destination
 from ..utils.files import link_or_copy, list_files, read_json, write_json
 from ..utils.messages import StepCounter, check_count, did_you_mean, shorten_text
@@ -336,8 +335,7 @@ def _nbytes(call: HeadsCall) -> int:
 
 def _room(device: torch.device) -> int:
     """Bytes that calls may take."""
-    is_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available // local_processes()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     # The fit of a layer needs about as much again, and as much once more in half precision.
     return free // 3
 

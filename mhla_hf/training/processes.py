@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import (
@@ -214,9 +215,9 @@ def join_processes(device: str) -> Accelerator | None:
     return None if accelerator.distributed_type == DistributedType.NO else accelerator
 
 
-def local_processes() -> int:
-    """The number of processes of the run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def available_memory() -> int:
+    """This process' share of the bytes that are available on the machine."""
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def has_joined() -> bool:

@@ -8,15 +8,13 @@ import copy
 import pytest
 import torch
 
+from mhla_hf.training.layers import on_device
+
 from .mhla_models import FAMILIES, first_output, inputs, mhla_model, served_names
 from .test_generation import generate, prompt
 
 
 pytestmark = pytest.mark.gpu
-
-
-def on_gpu(given):
-    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
 
 
 @pytest.mark.parametrize("name", served_names())
@@ -25,7 +23,7 @@ def test_equal_to_the_cpu(name):
     model, given = mhla_model(name), inputs(name, padding=padding)
     other = copy.deepcopy(model).cuda()
     gradients = []
-    for each, arguments in ((model, given), (other, on_gpu(given))):
+    for each, arguments in ((model, given), (other, on_device(given, other))):
         output = first_output(each, **arguments)
         output.square().mean().backward()
         gradients.append({name: x.grad.cpu() for name, x in each.named_parameters() if x.grad is not None})
@@ -41,7 +39,8 @@ def test_equal_to_the_cpu(name):
 def test_generation(name):
     model = mhla_model(name)
     expected = generate(model, prompt(True))
-    output = generate(copy.deepcopy(model).cuda(), on_gpu(prompt(True)))
+    other = copy.deepcopy(model).cuda()
+    output = generate(other, on_device(prompt(True), other))
     assert torch.equal(output.sequences.cpu(), expected.sequences)
     torch.testing.assert_close(torch.stack(output.logits).cpu(), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
 
@@ -55,13 +54,13 @@ def test_caches(implementation, options):
     for padded, chosen in ((True, {}), (False, {}), (True, {}), (True, {"num_beams": 3})):
         expected = generate(model, prompt(padded), **chosen).sequences
         given = {**chosen, "cache_implementation": implementation}
-        assert torch.equal(generate(other, on_gpu(prompt(padded)), **given).sequences.cpu(), expected)
+        assert torch.equal(generate(other, on_device(prompt(padded), other), **given).sequences.cpu(), expected)
     torch._dynamo.reset()
 
 
 def test_bfloat16_follows_float32():
     model = mhla_model("llama").cuda()
-    given = on_gpu(inputs("llama", length=60, padding="left"))
+    given = on_device(inputs("llama", length=60, padding="left"), model)
     with torch.no_grad():
         expected = first_output(model, **given)
         output = first_output(copy.deepcopy(model).bfloat16(), **given)
