@@ -193,7 +193,8 @@ def _load(
     from .attaching import warn_of_fresh
     from .limits import check_layers, check_new_parameters, check_shapes
 
-    location = load_config.pretrained_model_name_or_path
+    # Without a name, the weights are a dictionary that was given.
+    location = load_config.pretrained_model_name_or_path or "state_dict"
     pickles = load_config.use_safetensors is False or not vars(model).pop(_STORED, False)
     check_loaded_files(checkpoint_files or (), location, pickles=pickles)
     info, offloaded = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)

@@ -52,6 +52,15 @@ def test_defaults_follow_the_model(softmax_directory):
     assert image.config.mhla["blocks"] == [2, 2] and image.config.mhla["grid"] == [4, 4]
 
 
+def test_weights_can_be_given_in_place_of_a_name():
+    model = mhla_model("llama")
+    again = LlamaForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    assert torch.equal(again(**GIVEN).logits, model(**GIVEN).logits)
+    with pytest.raises(ValueError, match="^state_dict has adapters in its weights"):
+        weights = {**model.state_dict(), "model.layers.0.self_attn.q_proj.base_layer.weight": torch.zeros(32, 32)}
+        LlamaForCausalLM.from_pretrained(None, config=model.config, state_dict=weights)
+
+
 def test_models_from_before_tails_keep_their_numbers(tmp_path, caplog):
     model = mhla_model("llama", grid=[8], mixing_storage="matrix", mixing_tail="constant")
     model.save_pretrained(tmp_path)
