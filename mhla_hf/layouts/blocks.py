@@ -302,27 +302,40 @@ def block_centers(blocks: Sequence[int]) -> torch.Tensor:
 def choose_blocks(grid: Sequence[int]) -> tuple[int, ...]:
     """Picks a number of blocks per axis with M² ≤ T, so that mixing costs no more than the rest.
 
-    Blocks are made as even as the grid allows: the axis with the most tokens per block is divided further while the
-    bound holds.
+    Of all such numbers, those with the smallest Σ_a (n_a / m_a)² · (M N / T)², for n_a tokens and m_a blocks on an
+    axis: the first factor is the mean squared diagonal of a block, which is small for many blocks as long as they are
+    wide; the second one counts the empty slots of ragged blocks, which take time in every product. So numbers that
+    divide the grid come first, unless they make long and narrow blocks.
 
     Args:
         grid: Number of tokens along each axis.
 
     Returns:
         Number of blocks along each axis.
+
+    Examples:
+        >>> from mhla_hf.layouts.blocks import choose_blocks
+        >>> choose_blocks((32, 32)), choose_blocks((21, 30, 52)), choose_blocks((37, 37))
+        ((8, 4), (3, 6, 9), (7, 5))
     """
     grid = positive_axes("grid", grid)
-    if math.prod(grid) > MAX_TOKENS:
+    tokens = math.prod(grid)
+    if tokens > MAX_TOKENS:
         raise ValueError(f"grid={shorten_value(grid)} has more than {MAX_TOKENS} tokens.")
-    counts = [1] * len(grid)
-    while True:
-        for axis in sorted(range(len(grid)), key=lambda index: counts[index] / grid[index]):
-            grown = [count + (index == axis) for index, count in enumerate(counts)]
-            if grown[axis] <= grid[axis] and math.prod(grown) ** 2 <= math.prod(grid):
-                counts = grown
-                break
-        else:
-            return tuple(counts)
+    choices: list[tuple[int, ...]] = [()]
+    for length in grid:
+        choices = [
+            (*counts, count)
+            for counts in choices
+            for count in range(1, min(length, math.isqrt(tokens) // math.prod(counts)) + 1)
+        ]
+
+    def cost(counts: tuple[int, ...]) -> float:
+        slots = math.prod(count * -(-length // count) for length, count in zip(grid, counts))
+        return sum((length / count) ** 2 for length, count in zip(grid, counts)) * slots**2
+
+    # Among equals the first axes get more.
+    return min(reversed(choices), key=cost)
 
 
 def is_integer(value: Any) -> bool:

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import math
+import operator
+from fractions import Fraction
 
 import pytest
 import torch
@@ -121,12 +124,38 @@ def test_chosen_blocks_keep_mixing_cheaper_than_the_tokens(grid):
     blocks = choose_blocks(grid)
     layout = BlockLayout(grid, blocks=blocks)
     assert layout.num_blocks**2 <= layout.num_tokens
-    grown = [
-        [count + (axis == other) for other, count in enumerate(blocks)]
-        for axis in range(len(grid))
-        if blocks[axis] < grid[axis]
-    ]
-    assert all(torch.tensor(counts).prod().item() ** 2 > layout.num_tokens for counts in grown)
+    # No other numbers that keep to it have smaller blocks and fewer empty slots.
+    size, slots = _diagonal(grid, blocks), layout.num_blocks * layout.max_block_tokens
+    for others in itertools.product(*(range(1, count + 3) for count in blocks)):
+        if math.prod(others) ** 2 <= layout.num_tokens and all(map(operator.le, others, grid)):
+            other = BlockLayout(grid, blocks=others)
+            other_slots = other.num_blocks * other.max_block_tokens
+            assert (_diagonal(grid, others), other_slots) == (size, slots) or not (
+                _diagonal(grid, others) <= size and other_slots <= slots
+            )
+
+
+def _diagonal(grid, blocks):
+    return sum(Fraction(length, count) ** 2 for length, count in zip(grid, blocks))
+
+
+@pytest.mark.parametrize(
+    "grid, blocks",
+    [
+        ((16, 16), (4, 4)),
+        ((32, 32), (8, 4)),
+        ((64, 64), (8, 8)),
+        ((14, 14), (4, 3)),
+        ((9, 20, 20), (3, 5, 4)),
+        ((21, 30, 50), (3, 5, 10)),
+        ((21, 30, 52), (3, 6, 9)),
+        ((21, 45, 80), (3, 9, 10)),
+        ((1, 4), (1, 2)),
+        ((17,), (4,)),
+    ],
+)
+def test_chosen_blocks_divide_the_grid_where_they_can(grid, blocks):
+    assert choose_blocks(grid) == blocks
 
 
 @pytest.mark.parametrize("source, target", [((4,), (6,)), ((6,), (4,)), ((2, 3), (3, 3)), ((3, 5, 10), (1, 5, 11))])
