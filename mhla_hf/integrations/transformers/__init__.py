@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ...utils.compat import extend, extend_method
-from .patch import build_pipeline, install, install_configuration, refuse
+from .patch import build_pipeline, install, install_configuration, prefill, refuse
 
 
 def register_with_transformers() -> None:
@@ -15,3 +15,4 @@ def register_with_transformers() -> None:
     extend("transformers", "transformers.configuration_utils", install_configuration)
     extend("transformers", "transformers.modeling_utils", install, otherwise=refuse)
     extend_method("transformers", "pipelines.base", "Pipeline", "__init__", build_pipeline)
+    extend_method("transformers", "generation.utils", "GenerationMixin", "_prefill", prefill)

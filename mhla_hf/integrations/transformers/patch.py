@@ -6,6 +6,7 @@ Models that do not ask for MHLA pass through unchanged.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -253,6 +254,17 @@ def build_pipeline(original: Any, pipeline: Any, model: Any, *args: Any, **kwarg
     elif attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)
     original(pipeline, model, *args, **kwargs)
+
+
+def prefill(original: Any, model: Any, input_ids: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run in place of `GenerationMixin._prefill`, so that a prompt in parts is not compiled.
+
+    The first part makes the state. Made within a CUDA graph, it would be overwritten as soon as that runs again.
+    """
+    if generation_config.prefill_chunk_size is not None and has_mhla(model):
+        generation_config = copy.copy(generation_config)
+        generation_config.disable_compile = True
+    return original(model, input_ids, generation_config, *args, **kwargs)
 
 
 def _save(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -219,6 +219,26 @@ def test_compiled_generation_serves_all_lengths_by_two_graphs(caplog):
     assert compilations(model, (11, 17, 9), True, caplog, output_attentions=True) == 2
 
 
+@pytest.mark.slow
+def test_prompts_in_parts_are_not_compiled():
+    """A CUDA graph that makes the state overwrites it when it runs again."""
+    model, given = mhla_model("llama", sizes={"num_hidden_layers": 1}), {"max_new_tokens": 3, "do_sample": False}
+    expected, compiled_lengths = model.generate(tokens(length=10), **given), []
+    torch._dynamo.reset()
+    compiled = CompileConfig(fullgraph=True, dynamic=None, backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    options = {"cache_implementation": "static", "prefill_chunk_size": 4, "compile_config": compiled}
+
+    def note_length(module, arguments, keywords):
+        if torch.compiler.is_compiling():
+            compiled_lengths.append(keywords["input_ids"].shape[1])
+
+    model.register_forward_pre_hook(note_length, with_kwargs=True)
+    assert torch.equal(model.generate(tokens(length=10), **given, **options), expected)
+    torch._dynamo.reset()
+    assert hasattr(model, "_compiled_call") and set(compiled_lengths) == {1}
+
+
 @torch.no_grad()
 @pytest.mark.slow
 @pytest.mark.parametrize(("padded", "allowed"), [(False, 2), (True, 3)])
