@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processor time of one call, without a GPU: Triton compiles for compute capability 9.0 and launches on a stub of libcuda.
+"""Processor time of one call, without a GPU: Triton compiles for Hopper and launches on a stub of libcuda.
 
 All tensors are on the CPU and tiny, so that operations of torch take little more than it takes to call them. What the
 kernels would write is never written. A GPU's host is slower by the driver's part of a launch, and by its own speed.
@@ -61,13 +61,14 @@ def use_stub() -> None:
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver
 
-    from mhla_hf.ops import backends
+    from mhla_hf.ops import backends, plans
 
     stub: Any = CudaDriver()
     stub.get_device_capability, stub.get_current_device = lambda device: (9, 0), lambda: 0
     stub.get_current_stream = lambda device: 0
     driver.set_active(stub)
     backends.triton_obstacle = lambda *tokens: None
+    plans.ON_CPU = True
 
 
 def host_cases() -> dict[str, Callable[[], Any]]:

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Definition of custom operators."""
+"""Definition of custom operators.
+
+What is defined here is called directly in eager mode, by its plan; torch.compile, modes, functorch and subclasses of
+tensors see the operator. Its gradients are an `autograd.Function` outside of the operator in the one case, and part of
+it in the other.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,13 @@ from typing import Any
 
 import torch
 
+from ..operands import records_gradients
+from ..plans import BODIES, is_plain, kind_of, planned
 
-OPERATORS: dict[str, Callable[..., Any]] = {}
-"""Functions that operators run, by name."""
+
+# Functions that operators run, by name.
+OPERATORS = BODIES
+_functions: dict[str, Any] = {}
 
 
 def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = True) -> Callable[[Callable], Any]:
@@ -30,14 +39,62 @@ def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = Tr
     """
 
     def define(run: Callable) -> Any:
-        torch.library.define(name, torch.library.infer_schema(run, mutates_args=writes))
-        torch.library.impl(name, ("cpu", "cuda"))(run)
+        schema = torch.library.infer_schema(run, mutates_args=writes)
+        torch.library.define(name, schema)
+        # Tensors come first.
+        count = schema.count("Tensor") - schema.partition("->")[2].count("Tensor")
+
+        def run_planned(*arguments: Any) -> Any:
+            tensors, options = arguments[:count], arguments[count:]
+            return planned(kind_of(tensors, name, options), run, tensors, *options)
+
+        torch.library.impl(name, ("cpu", "cuda"))(run_planned)
         if not differentiable:
             torch.library.register_autograd(name, _second_derivative)
         OPERATORS[name] = run
-        return attrgetter(name.replace("::", "."))(torch.ops).default
+        overload = attrgetter(name.replace("::", "."))(torch.ops).default
+
+        def call(*arguments: Any) -> Any:
+            tensors = arguments[:count]
+            # What operators write to, autograd has to know of.
+            if writes or not is_plain(tensors) or tensors[0].device.type not in ("cpu", "cuda"):
+                return overload(*arguments)
+            if not records_gradients(*tensors):
+                return run_planned(*arguments)
+            function = _functions.get(name)
+            return overload(*arguments) if function is None else function.apply(run_planned, *arguments)
+
+        return call
 
     return define
+
+
+def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Register the gradients of an operator, in place of `torch.library.register_autograd`.
+
+    Args:
+        name: As it was defined.
+        backward: Takes a context and the gradients of what the operator returns.
+        setup_context: Takes a context, and what the operator takes and returns.
+    """
+    torch.library.register_autograd(name, backward, setup_context=setup_context)
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, run: Callable[..., Any], *inputs: Any) -> Any:
+            # None of them but the first has one.
+            ctx.set_materialize_grads(False)
+            ctx.count = len(inputs)
+            output = run(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            parts = (None,) * ctx.count if gradients[0] is None else backward(ctx, *gradients)
+            return None, *(parts if isinstance(parts, tuple) else (parts,))
+
+    _functions[name] = Differentiable
 
 
 def _second_derivative(ctx: Any, *gradients: torch.Tensor) -> None:
