@@ -179,9 +179,13 @@ class _Statement:
         programs: How many are launched.
         makes: Name of the memory that is allocated.
         opens: 1 before lines that are further in, -1 for the last one of them.
+        reads: Memory that an operation reads, where it writes to none but its results.
+        results: What it makes, by name, where that is small.
     """
 
     text: str = ""
+    reads: frozenset[str] = frozenset()
+    results: dict[str, Tensor] | None = None
     kernel: int | None = None
     programs: int = 0
     makes: str = ""
@@ -200,6 +204,8 @@ class _Memory:
         made: Number of the statement that allocates it, where kernels alone may touch it.
         last: Number of the last statement that uses it.
         as_tensor: Whether something else than a kernel uses it.
+        is_table: Whether it is a remembered table.
+        may_change: Whether a kernel or an operation may write to it, or it leaves the call.
     """
 
     like: tuple[Any, ...]
@@ -209,6 +215,8 @@ class _Memory:
     made: int = -1
     last: int = -1
     as_tensor: bool = False
+    is_table: bool = False
+    may_change: bool = False
 
 
 class _Unplannable(Exception):
@@ -230,6 +238,7 @@ class Recording(TorchDispatchMode):
         self.values: dict[str, Any] = {}
         self.kernels: list[tuple[Any, int]] = []
         self.pointers: set[str] = set()
+        self.used: set[str] = set()
         self.has_tables = self.is_paused = False
         self.parameters = [f"given{index}" for index in range(len(inputs))]
         self.failed = False
@@ -298,6 +307,7 @@ class Recording(TorchDispatchMode):
             return
         if 0 < len(new) < len(results):
             raise _Unplannable
+        self.used = set()
         words = [self.expression(value) for value in args]
         words += [f"{name}={self.expression(value)}" for name, value in kwargs.items()]
         text = f"{self.bind(operation)}({', '.join(words)})"
@@ -306,6 +316,13 @@ class Recording(TorchDispatchMode):
             for name, tensor in zip(names, new):
                 self.add(name, tensor, as_tensor=True)
             text = f"{', '.join(names)} = {text}"
+        is_pure = not operation._schema.is_mutable and torch.Tag.nondeterministic_seeded not in operation.tags
+        if is_pure and sum(tensor.nbytes for tensor in new) <= LARGE:
+            made = dict(zip(names, new))
+            self.statements.append(_Statement(text, reads=frozenset(self.used), results=made))
+            return
+        for name in self.used:
+            self.memory[name].may_change |= not is_pure
         self.statements.append(_Statement(text))
 
     def launch(self, kernel: Any, programs: int, arguments: Sequence[Any]) -> None:
@@ -330,7 +347,8 @@ class Recording(TorchDispatchMode):
             if not is_remembered(tensor):
                 raise _Unplannable
             name, self.has_tables = self.bind(tensor), True
-            self.add(name, tensor, is_given=True, as_tensor=True)
+            self.add(name, tensor, is_given=True, as_tensor=True, is_table=True)
+        self.used.add(name)
         memory = self.memory[name]
         memory.last = len(self.statements)
         return name, tensor.data_ptr() - memory.address if tensor.numel() else 0
@@ -340,6 +358,7 @@ class Recording(TorchDispatchMode):
         if isinstance(value, Tensor):
             name, offset = self.place(value)
             self.pointers.add(name)
+            self.memory[name].may_change = True
             return f"{name}_address + {offset}" if offset else f"{name}_address"
         if isinstance(value, tuple):
             return f"({''.join(f'{self.argument(part)}, ' for part in value)})"
@@ -375,11 +394,32 @@ class Recording(TorchDispatchMode):
             places = [self.place(tensor)[0] for tensor in results]
             if any(self.memory[name].is_given for name in places):
                 return None
+            for name in places:
+                self.memory[name].may_change = True
+            self.keep_tables()
             words = [self.expression(tensor) for tensor in results]
         except _Unplannable:
             return None
         text = f"({''.join(f'{word}, ' for word in words)})" if isinstance(result, tuple) else words[0]
         return Plan(self, f"return {text}")
+
+    def keep_tables(self) -> None:
+        """Keep what follows from remembered tables and sizes alone, in place of making it in every call."""
+        for statement in self.statements:
+            made = statement.results or {}
+            statement.results = None
+            memory = [self.memory[name] for name in (*statement.reads, *made)]
+            if made and not any(entry.may_change for entry in memory[len(statement.reads) :]) and all(
+                entry.is_table for entry in memory[: len(statement.reads)]
+            ):
+                statement.text = ""
+                self.values |= made
+                self.has_tables = True
+                for entry in memory[len(statement.reads) :]:
+                    entry.is_table = entry.is_given = True
+        if self.has_tables and self.device.type == "cuda":
+            # The next call may be on another stream.
+            torch.cuda.current_stream(self.device).synchronize()
 
     def lines(self, last: str, launched: str) -> list[str]:
         """The body of the plan's function.
@@ -403,9 +443,9 @@ class Recording(TorchDispatchMode):
             depth += statement.opens
             if statement.kernel is not None:
                 lines.append(indent + launched.format(statement.kernel, statement.programs, statement.text))
-            elif not name:
+            elif statement.text:
                 lines.append(indent + statement.text)
-            elif name not in offsets:
+            elif name and name not in offsets:
                 entry = self.memory[name]
                 shape, stride, dtype, _ = entry.like
                 make = f"empty_strided({tuple(shape)}, {stride}, dtype={self.bind(dtype)}, device=device)"
