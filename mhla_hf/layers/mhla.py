@@ -38,7 +38,7 @@ from ..ops.operands import (
     check_valid,
     records_gradients,
 )
-from ..ops.plans import decisions, is_capturing, is_plain, kind_of, planned
+from ..ops.plans import decided, decisions, is_capturing, is_plain, kind_of, planned
 from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
 from ..ops.sums import BlockMixing, repeat_heads
@@ -405,7 +405,7 @@ class MHLA(nn.Module):
     ) -> AttentionParts:
         """[`MHLA.attention_parts`], whose arguments are checked unless those of a call of this kind have been."""
         query, value, sequence = call.query, call.value, call.sequence
-        layout, path = (None, None) if kind is None else decisions.get(kind, (None, None))
+        layout, path = decided(kind) or (None, None)
         if path is None:
             scaling = call.scaling
             check_tokens(Operands(query, call.key, value))

@@ -33,7 +33,7 @@ from .operands import (
     records_gradients,
     spoil_tokens,
 )
-from .plans import decisions, is_capturing, is_plain, kind_of, planned
+from .plans import decided, decisions, is_capturing, is_plain, kind_of, planned
 from .recurrent import PART_CHUNKS, empty_state, extend
 from .sums import BlockMixing, mix_summaries, repeat_heads
 
@@ -102,7 +102,7 @@ def mhla_attention(
         kind = kind_of(tensors, "mhla_attention", *options, type(causal), type(eps), torch.is_grad_enabled())
     if kind is None or records_gradients(*tensors):
         return _attend(*tensors, *options, kind)
-    return planned(kind, _attend, tensors, *options)
+    return planned(kind, _attend, tensors, *options, kind)
 
 
 def _attend(
@@ -122,7 +122,7 @@ def _attend(
 ) -> torch.Tensor:
     """[`mhla_attention`], whose arguments are checked unless those of a call of this kind have been."""
     operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
-    chosen = decisions.get(kind) if kind is not None else None
+    chosen = decided(kind)
     if chosen is None:
         check_choice("backend", backend, OPERATOR_BACKENDS)
         check_attention(operands, mixing, layout, causal, mixing_decay)

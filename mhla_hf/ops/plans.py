@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import local
 from typing import Any
@@ -123,6 +123,13 @@ def planned(kind: Any, function: Callable[..., Any], tensors: Sequence[Tensor | 
         result = function(*tensors, *options)
     _plans[kind] = recording.plan(result) or _NO_PLAN
     return result
+
+
+def decided(kind: Any) -> Any:
+    """Return what has been decided for calls of a kind; `None` if nothing has."""
+    with suppress(TypeError):
+        return decisions.get(kind)
+    return None
 
 
 def forget() -> None:
