@@ -52,7 +52,7 @@ from .launching import (
     token_tensor,
 )
 from .mixing import Mixing
-from .operators import operator, register_autograd
+from .operators import operator
 from .outer import outer
 
 
@@ -214,7 +214,7 @@ def _backward(ctx, gradient, _):
     return *(None if tensor is None else part for part, tensor in zip(gradients, inputs)), None, None, None
 
 
-register_autograd("mhla_hf::block_attention", _backward, _context)
+block_attention.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.block_attention)

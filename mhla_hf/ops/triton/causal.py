@@ -53,7 +53,7 @@ from .device_functions import (
     token_product,
 )
 from .launching import as_rows, launch, padded, row_count, summary_dtype, token_tensor
-from .operators import operator, register_autograd
+from .operators import operator
 from .outer import outer
 
 
@@ -259,7 +259,7 @@ def _backward(ctx, gradient, *_):
     return *gradients, None, None, None, None
 
 
-register_autograd("mhla_hf::causal_attention", _backward, _context)
+causal_attention.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.causal_attention)

@@ -21,7 +21,7 @@ from .fused_gradient import fused_attention_backward
 from .fused_products import Features, fused_attend, fused_outer, inverse_norm, rotary_table
 from .launching import line_groups, repeated, row_count, summary_dtype
 from .mixing import Mixing
-from .operators import operator, register_autograd
+from .operators import operator
 
 
 def fused_mhla_attention(
@@ -160,7 +160,7 @@ def _backward(ctx, gradient, *_):
     return *(None if tensor is None else part for part, tensor in zip(gradients, given)), *([None] * 10)
 
 
-register_autograd("mhla_hf::fused_attention", _backward, _context)
+fused_attention.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.fused_attention)

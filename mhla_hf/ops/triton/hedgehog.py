@@ -48,7 +48,7 @@ from .launching import (
     product_flops,
     product_precision,
 )
-from .operators import operator, register_autograd
+from .operators import operator
 
 
 LOG2_E = 1 / math.log(2)
@@ -384,7 +384,7 @@ def _backward(ctx, gradient, _):
     return *gradients, None if saved[3] is None else norm, *([None] * 4)
 
 
-register_autograd("mhla_hf::hedgehog_features", _backward, _context)
+hedgehog_features.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.hedgehog_features)

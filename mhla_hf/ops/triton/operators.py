@@ -20,7 +20,6 @@ from ..plans import BODIES, is_plain, kind_of, planned
 
 # Functions that operators run, by name.
 OPERATORS = BODIES
-_functions: dict[str, Any] = {}
 
 
 def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = True) -> Callable[[Callable], Any]:
@@ -35,7 +34,8 @@ def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = Tr
             without either have a derivative of zero.
 
     Returns:
-        A decorator, which turns the function into the operator.
+        A decorator, which turns the function into one that is called like the operator. Its `register_autograd` is that
+        of `torch.library`, for an operator that is differentiable.
     """
 
     def define(run: Callable) -> Any:
@@ -52,6 +52,7 @@ def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = Tr
         if not differentiable:
             torch.library.register_autograd(name, _second_derivative)
         OPERATORS[name] = run
+        functions: list[Any] = []
         overload = attrgetter(name.replace("::", "."))(torch.ops).default
 
         def call(*arguments: Any) -> Any:
@@ -61,27 +62,24 @@ def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = Tr
                 return overload(*arguments)
             if not records_gradients(*tensors):
                 return run_planned(*arguments)
-            function = _functions.get(name)
-            return overload(*arguments) if function is None else function.apply(run_planned, *arguments)
+            return functions[0].apply(*arguments) if functions else overload(*arguments)
 
+        def register_autograd(backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+            torch.library.register_autograd(name, backward, setup_context=setup_context)
+            functions.append(_differentiable(run_planned, backward, setup_context))
+
+        call.register_autograd = register_autograd  # type: ignore[attr-defined]
         return call
 
     return define
 
 
-def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """Register the gradients of an operator, in place of `torch.library.register_autograd`.
-
-    Args:
-        name: As it was defined.
-        backward: Takes a context and the gradients of what the operator returns.
-        setup_context: Takes a context, and what the operator takes and returns.
-    """
-    torch.library.register_autograd(name, backward, setup_context=setup_context)
+def _differentiable(run: Callable, backward: Callable[..., Any], setup_context: Callable[..., None]) -> Any:
+    """A function with these gradients outside of the operator, where they cost the host a third as much."""
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, run: Callable[..., Any], *inputs: Any) -> Any:
+        def forward(ctx: Any, *inputs: Any) -> Any:
             # None of them but the first has one.
             ctx.set_materialize_grads(False)
             ctx.count = len(inputs)
@@ -91,10 +89,9 @@ def register_autograd(name: str, backward: Callable[..., Any], setup_context: Ca
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            parts = (None,) * ctx.count if gradients[0] is None else backward(ctx, *gradients)
-            return None, *(parts if isinstance(parts, tuple) else (parts,))
+            return (None,) * ctx.count if gradients[0] is None else backward(ctx, *gradients)
 
-    _functions[name] = Differentiable
+    return Differentiable
 
 
 def _second_derivative(ctx: Any, *gradients: torch.Tensor) -> None:
