@@ -127,6 +127,8 @@ def planned(kind: Any, function: Callable[..., Any], tensors: Sequence[Tensor | 
 
 def decided(kind: Any) -> Any:
     """Return what has been decided for calls of a kind; `None` if nothing has."""
+    if kind is None:
+        return None
     with suppress(TypeError):
         return decisions.get(kind)
     return None
