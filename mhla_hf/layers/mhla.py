@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, check_count, positive_axes
@@ -336,7 +337,7 @@ class MHLA(nn.Module):
         call = Call(query, key, value, None, sequence, None, rotary, norms, scaling, shard)
         kind, tensors = None, call.tensors
         if not identity and (self.gate is None or hidden_states is not None) and is_plain(tensors):
-            kind, tensors = self._kind_of(call, grid)
+            kind, tensors = self._kind_of(call, grid, attended_alone)
         if self.gate is not None and kind is not None:
             gate = self.gate(hidden_states)
             tensors = *tensors, gate
@@ -352,20 +353,23 @@ class MHLA(nn.Module):
             return attend()
         return AttentionParts(planned(kind, lambda *_: attend().attended, tensors), None, None)
 
-    def _kind_of(self, call: Call, grid: Any) -> tuple[Any, tuple[torch.Tensor | None, ...]]:
+    def _kind_of(self, call: Call, grid: Any, *options: Any) -> tuple[Any, tuple[torch.Tensor | None, ...]]:
         """The kind of a call, see [`mhla_hf.ops.plans`], and all tensors that it depends on beside the gate.
 
         Calls of one kind have the same layout and path. There is none for sequences with padding, documents or a
         state, shards, and modules or rotations that may compute anything.
         """
         sequence, rotary, norms, maps = call.sequence, call.rotary, call.norms, self._feature_maps
-        modules = (self.output_norm, *((None, None) if norms is None else (norms.query, norms.key)), *maps)
+        modules = (self.output_norm, *maps, *((None, None) if norms is None else (norms.query, norms.key)))
         if (
             call.shard is not None
             or (sequence is not None and not sequence.is_plain)
             or type(rotary) not in (type(None), PairwiseRotary, HalfRotary)
+            or type(self.output_norm) not in (type(None), OutputNorm)
+            or (maps[0] is not None and not type(maps[0]) is type(maps[1]) is LearnedFeatureMap)
             or (norms is not None and not norms.are_plain(call.query.device))
-            or any(module is not None and has_hooks(module) for module in modules)
+            or any(module is not None and has_hooks(module) for module in modules[:3])
+            or _has_any_global_hook()
         ):
             return None, ()
         weights = (self.mixing, self.mixing_decay, *[None if module is None else module.weight for module in modules])
@@ -382,9 +386,10 @@ class MHLA(nn.Module):
         except (TypeError, ValueError):
             return None, ()
         kind = kind_of(
-            tensors, type(self), id(self.config), self.blocks, self.num_prefix_tokens, self.num_heads, self.window_size,
-            place, sequence is not None and sequence.causal, sequence is None, type(rotary), call.scaling,
+            tensors, type(self), id(self.config), self.blocks, self.num_prefix_tokens, self.num_heads,
+            self.window_size, place, None if sequence is None else sequence.causal, type(rotary), call.scaling,
             type(call.scaling), *[getattr(module, "eps", None) for module in modules], torch.is_grad_enabled(),
+            *options,
         )  # fmt: skip
         if kind is not None and tables and can_rotate(self.config, call):
             from ..ops.triton.fused_products import rotary_table

@@ -2,13 +2,14 @@
 """Plans of calls: what shapes decide is decided once, and later calls of a kind only allocate and launch.
 
 The first call of a kind runs as it is written, which checks, chooses and compiles. The second one is recorded: which
-kernels it launches, which operations of torch it calls, and which memory they share. From the third on, a function that
-is made of the record runs in its place. It launches compiled kernels with addresses, which Triton then need not ask for,
-on the stream and the device of the call; temporaries that only kernels touch are parts of one piece of memory.
+kernels it launches, which operations of torch it calls, and which memory they share. From the third on, a function
+that is made of the record runs in its place. It launches compiled kernels with addresses, which Triton then need not
+ask for, on the stream and the device of the call. Temporaries that only kernels touch share one piece of memory.
 
-A kind is all that the record may depend on: sizes, strides, types, devices and alignment of all tensors, and the options.
-Plans hold no tensor but tables that [`mhla_hf.layouts.blocks.cached`] remembers. What reads numbers back to the host, or
-a tensor that is neither given nor made on the way, gets no plan and runs as it is written. So do calls on a CPU.
+A kind is all that the record may depend on: sizes, strides, types, devices and alignment of all tensors, and the
+options. Plans hold no tensor but tables that [`mhla_hf.layouts.blocks.cached`] remembers, and what follows from these.
+What reads numbers back to the host, or a tensor that is neither given nor made on the way, gets no plan and runs as it
+is written. So do calls on a CPU.
 """
 
 from __future__ import annotations
@@ -415,16 +416,13 @@ class Recording(TorchDispatchMode):
     def keep_tables(self) -> None:
         """Keep what follows from remembered tables and sizes alone, in place of making it in every call."""
         for statement in self.statements:
-            made = statement.results or {}
-            statement.results = None
-            memory = [self.memory[name] for name in (*statement.reads, *made)]
-            if made and not any(entry.may_change for entry in memory[len(statement.reads) :]) and all(
-                entry.is_table for entry in memory[: len(statement.reads)]
-            ):
-                statement.text = ""
+            made, statement.results = statement.results or {}, None
+            results = [self.memory[name] for name in made]
+            follows = all(self.memory[name].is_table for name in statement.reads)
+            if results and follows and not any(entry.may_change for entry in results):
+                statement.text, self.has_tables = "", True
                 self.values |= made
-                self.has_tables = True
-                for entry in memory[len(statement.reads) :]:
+                for entry in results:
                     entry.is_table = entry.is_given = True
         if self.has_tables and self.device.type == "cuda":
             # The next call may be on another stream.
@@ -505,9 +503,9 @@ class Plan:
         names |= {"device": recording.device, **recording.values}
 
         def make(watched: bool) -> Callable[..., Any]:
-            pattern = "start{0}({2}stream=stream)" if watched else (
-                "start{0}({1}, 1, 1, stream, function{0}, metadata{0}, None, None, None, {2})"
-            )
+            pattern = "start{0}({1}, 1, 1, stream, function{0}, metadata{0}, None, None, None, {2})"
+            if watched:
+                pattern = "start{0}({2}stream=stream)"
             body = recording.lines(last, pattern)
             for number, (kernel, grid) in enumerate(grids):
                 start = kernel[grid] if watched else kernel.run

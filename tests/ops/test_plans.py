@@ -238,7 +238,13 @@ def test_calls_that_checks_refuse_have_no_plan(compiled):
     """Next to a plan, and before there is one."""
     for seed in range(3):
         given = tokens(seed)
-        for wrong in ({"eps": True}, {"causal": 0}, {"normalizer": "qeury"}, {"normalizer": []}, {"eps": float("nan")}):
+        for wrong in (
+            {"eps": True},
+            {"causal": 0},
+            {"normalizer": "qeury"},
+            {"normalizer": []},
+            {"eps": float("nan")},
+        ):
             with pytest.raises(ValueError, match=next(iter(wrong))):
                 attend(given, **wrong)
         with pytest.raises(ValueError, match="value"):

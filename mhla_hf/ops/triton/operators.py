@@ -34,8 +34,8 @@ def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = Tr
             without either have a derivative of zero.
 
     Returns:
-        A decorator, which turns the function into one that is called like the operator. Its `register_autograd` is that
-        of `torch.library`, for an operator that is differentiable.
+        A decorator, which turns the function into one that is called like the operator. Its `register_autograd` is
+        that of `torch.library`, for an operator that is differentiable.
     """
 
     def define(run: Callable) -> Any:
