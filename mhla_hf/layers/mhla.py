@@ -39,7 +39,7 @@ from ..ops.operands import (
     check_valid,
     records_gradients,
 )
-from ..ops.plans import decided, decisions, is_capturing, is_plain, kind_of, planned
+from ..ops.plans import decided, decisions, has_plans, is_capturing, is_plain, kind_of, planned
 from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
 from ..ops.sums import BlockMixing, repeat_heads
@@ -335,8 +335,10 @@ class MHLA(nn.Module):
                 misses its hidden states.
         """
         call = Call(query, key, value, None, sequence, None, rotary, norms, scaling, shard)
-        kind, tensors = None, call.tensors
-        if not identity and (self.gate is None or hidden_states is not None) and is_plain(tensors):
+        kind: Any = None
+        tensors: tuple[torch.Tensor | None, ...] = call.tensors
+        can_gate = self.gate is None or hidden_states is not None
+        if not identity and can_gate and is_plain(tensors) and has_plans(query):
             kind, tensors = self._kind_of(call, grid, attended_alone)
         if self.gate is not None and kind is not None:
             gate = self.gate(hidden_states)
@@ -373,11 +375,9 @@ class MHLA(nn.Module):
         ):
             return None, ()
         weights = (self.mixing, self.mixing_decay, *[None if module is None else module.weight for module in modules])
-        tables: tuple[torch.Tensor, ...] = ()
-        if isinstance(rotary, PairwiseRotary):
-            tables = rotary.cosine, rotary.sine
-            if tables[0].requires_grad or tables[1].requires_grad:
-                return None, ()
+        tables = (rotary.cosine, rotary.sine) if isinstance(rotary, PairwiseRotary) else (None, None)
+        if any(table is not None and table.requires_grad for table in tables):
+            return None, ()
         tensors = *call.tensors, *weights, *tables
         if not is_plain(tensors):
             return None, ()
@@ -391,12 +391,12 @@ class MHLA(nn.Module):
             type(call.scaling), *[getattr(module, "eps", None) for module in modules], torch.is_grad_enabled(),
             *options,
         )  # fmt: skip
-        if kind is not None and tables and can_rotate(self.config, call):
-            from ..ops.triton.fused_products import rotary_table
+        if kind is None or tables[0] is None or tables[1] is None or not can_rotate(self.config, call):
+            return kind, tensors
+        from ..ops.triton.fused_products import rotary_table
 
-            # Made for all layers at once; the call that is recorded finds the same.
-            tensors = *tensors, rotary_table(*tables, call.value.dtype)
-        return kind, tensors
+        # Made for all layers at once; the call that is recorded finds the same.
+        return kind, (*tensors, rotary_table(tables[0], tables[1], call.value.dtype))
 
     def _attend_whole(
         self,

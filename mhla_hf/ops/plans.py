@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import local
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -62,6 +62,11 @@ def is_plain(tensors: Sequence[Tensor | None]) -> bool:
     )
 
 
+def has_plans(tensor: Any) -> bool:
+    """Return whether calls on tensors of this device have plans."""
+    return isinstance(tensor, Tensor) and (ON_CPU or tensor.get_device() >= 0)
+
+
 def kind_of(tensors: Sequence[Tensor | None], *options: Any) -> Any:
     """Return the kind of a call on some plain tensors; `None` where it has no plan.
 
@@ -70,9 +75,9 @@ def kind_of(tensors: Sequence[Tensor | None], *options: Any) -> Any:
         options: Everything else that it depends on, hashable.
     """
     first = tensors[0]
-    device = -1 if first is None else first.get_device()
-    if first is None or (device < 0 and not ON_CPU):
+    if first is None or not has_plans(first):
         return None
+    device = first.get_device()
     kind: list[Any] = [options]
     addresses = 0
     for tensor in tensors:
@@ -514,9 +519,10 @@ class Plan:
             names.update(recording.values)
             head = f"def run({', '.join(recording.parameters)}, *, stream):"
             exec(compile("\n    ".join([head, *body]), "<plan>", "exec"), names)
-            return names.pop("run")
+            run: Any = names.pop("run")
+            return run
 
-        self.make, self.run, self.watched = make, make(False), None
+        self.make, self.run, self.watched = make, make(False), cast(Any, None)
 
     def __call__(self, *tensors: Tensor | None) -> Any:
         run, index = self.run, self.index

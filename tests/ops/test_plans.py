@@ -119,8 +119,8 @@ LAYOUTS = {
         ("causal, ragged", 1, True, "none"),
     ],
 )
-def test_later_calls_compute_the_same(compiled, name, key_heads, per_head, normalizer):
-    """Outputs and all gradients beside float64, of calls with other numbers than the recorded one."""
+def test_later_calls_compute_the_same(compiled, monkeypatch, name, key_heads, per_head, normalizer):
+    """Outputs and all gradients, to the bit, and beside float64, of calls with other numbers than the recorded one."""
     layout, causal = LAYOUTS[name], name.startswith("causal")
     blocks, options = layout.num_blocks, {"normalizer": normalizer, "causal": causal}
     for gradients in (False, True):
@@ -130,13 +130,20 @@ def test_later_calls_compute_the_same(compiled, name, key_heads, per_head, norma
             output = mhla_attention(*given, mixing, layout, backend="triton", **options)
             exact = [tensor.detach().double().requires_grad_(gradients) for tensor in (*given, mixing)]
             expected = mhla_attention(*exact, layout, backend="naive", **options)
-            torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
+            monkeypatch.setattr(plans, "ON_CPU", False)
+            without = mhla_attention(*given, mixing, layout, backend="triton", **options)
+            monkeypatch.setattr(plans, "ON_CPU", True)
+            results = [(output, without, expected)]
             if gradients:
                 upstream = torch.rand_like(output)
                 got = torch.autograd.grad(output, [*given, mixing], upstream)
-                wanted = torch.autograd.grad(expected, exact, upstream.double())
-                for one, other in zip(got, wanted, strict=True):
-                    torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
+                monkeypatch.setattr(plans, "ON_CPU", False)
+                others = torch.autograd.grad(without, [*given, mixing], upstream)
+                monkeypatch.setattr(plans, "ON_CPU", True)
+                results += zip(got, others, torch.autograd.grad(expected, exact, upstream.double()), strict=True)
+            for one, same, right in results:
+                torch.testing.assert_close(one, same, rtol=0, atol=0)
+                assert (one.double() - right).norm() <= 1e-4 * right.norm()
     # Without gradients the whole call; with them the operator, and its backward pass.
     assert number_of_plans() == 3
 
