@@ -111,7 +111,7 @@ class MHLAConfig(Options):
         causal: Blocks are consecutive chunks of `block_size` tokens and attention only looks back.
         backend: What computes the operator: `"torch"`, `"triton"` (kernels for GPUs) or `"auto"`, which picks by
             device and dtype. Results agree up to rounding, so any checkpoint runs with any backend. The environment
-            variable `MHLA_HF_BACKEND` wins over it.
+            variable `MHLA_HF_BACKEND` wins over it. On a GPU it is read when calls of a kind are new.
 
     Raises:
         ValueError: If an option has a value outside its allowed ones; the message names both.

@@ -5,6 +5,7 @@
     python -m benchmarks.kernels check --json check.json     # what the tests cannot show
     python -m benchmarks.kernels time --json time.json       # every case, and each of its kernels
     python -m benchmarks.kernels sweep --json sweep.json     # launch options
+    python -m benchmarks.kernels host --json host.json       # processor time of a call, on a stub of libcuda
 
 Without a GPU, kernels are interpreted at small sizes, which shows that the program works and nothing about time.
 """
@@ -30,7 +31,7 @@ os.environ.setdefault("MHLA_HF_KERNEL_CHECK", "0")
 def main() -> None:
     """Runs one command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["compile", "check", "time", "sweep"])
+    parser.add_argument("command", choices=["compile", "check", "time", "sweep", "host"])
     parser.add_argument("--json", type=Path, help="file to write, after every row")
     parser.add_argument("--cases", help="names of cases, or their beginnings, separated by commas; all by default")
     parser.add_argument("--checks", help="names of checks, separated by commas; all by default")
@@ -45,6 +46,7 @@ def main() -> None:
     from mhla_hf.ops.backends import ENVIRONMENT_VARIABLE
     from mhla_hf.utils.messages import check_choice
 
+    from .host import run_on_stub
     from .sweep import run_candidates, sweep_cases
     from .timing import time_cases
 
@@ -57,6 +59,11 @@ def main() -> None:
         cases = list(kernel_cases(names, quick=arguments.quick))
     except ValueError as error:
         sys.exit(f"error: {error}")
+    if arguments.command == "host":
+        try:
+            sys.exit(run_on_stub(*([] if arguments.json is None else [str(arguments.json)])))
+        except ValueError as error:
+            sys.exit(f"error: {error}")
     if arguments.command == "compile":
         run = partial(run_candidates if arguments.sweep else run_cases, names, arguments.quick)
         failures = compile_in_parallel(run, arguments.seconds, arguments.jobs)

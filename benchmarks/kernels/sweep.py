@@ -35,11 +35,11 @@ class Overrides:
 
     def use(self, choice: Mapping[str, Options]) -> None:
         """Has launches take these options from now on."""
-        from mhla_hf.ops.triton import launching
+        from mhla_hf.ops import plans
 
         self.options = dict(choice)
         # What was compiled with other options.
-        launching._plans.clear()
+        plans.forget()
 
 
 @contextmanager

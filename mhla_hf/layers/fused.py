@@ -111,6 +111,11 @@ class Call:
     scaling: float | None = None
     shard: TokenShard | None = None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
     def normed(self) -> Call:
         """Return the call with its norms applied."""
         assert self.norms is not None
@@ -128,11 +133,17 @@ def can_fuse(config: MHLAConfig, call: Call, output_norm: nn.Module | None) -> b
     return (
         FEATURE_MAPS[config.feature_map].kernel is not None
         and NORMALIZERS[config.normalizer].kernel is not None
-        and (rotary is None or (config.rope == "after_feature_map" and is_plain_rotary(rotary, call.query)))
+        and (rotary is None or can_rotate(config, call))
         and (output_norm is None or is_plain_norm(output_norm, value.device))
         and fits_fused_kernels(call.query.shape[-1], value.shape[-1], rotary is not None, value.dtype)
         and kernels_pass("fused", call.query, value, normalizer=config.normalizer)
     )
+
+
+def can_rotate(config: MHLAConfig, call: Call) -> bool:
+    """Return whether the fused kernels can compute the rotation of a layer."""
+    rotary = call.rotary
+    return rotary is not None and config.rope == "after_feature_map" and is_plain_rotary(rotary, call.query)
 
 
 def fused_attention(

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, check_count, positive_axes
@@ -29,13 +30,34 @@ from ..ops.backends import choose_backend, kernels_pass
 from ..ops.band import StoredMixing, extend_mixing, sequence_mixing
 from ..ops.definitions import FEATURE_MAPS, SEQUENCE_NORMALIZERS
 from ..ops.forms import attend_on
-from ..ops.operands import Operands, accumulation_dtype, autocast_type, check_layout, check_tokens, check_valid
+from ..ops.operands import (
+    Operands,
+    accumulation_dtype,
+    autocast_type,
+    check_layout,
+    check_tokens,
+    check_valid,
+    records_gradients,
+)
+from ..ops.plans import decided, decisions, has_plans, is_capturing, is_plain, kind_of, planned
 from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
 from ..ops.sums import BlockMixing, repeat_heads
 from ..utils.messages import check_choice, shorten_value
 from .convolution import DepthwiseConv3d
-from .fused import Call, HeadNorms, OutputNorm, can_fuse, features_by_kernel, fused_attention, has_features_kernel
+from .fused import (
+    Call,
+    HalfRotary,
+    HeadNorms,
+    OutputNorm,
+    PairwiseRotary,
+    can_fuse,
+    can_rotate,
+    features_by_kernel,
+    fused_attention,
+    has_features_kernel,
+    has_hooks,
+)
 from .mixing import (
     LOW_RANK_FROM,
     LearnedFeatureMap,
@@ -312,23 +334,107 @@ class MHLA(nn.Module):
             ValueError: If the grid does not have T tokens, an argument has a wrong type, shape or value, or the gate
                 misses its hidden states.
         """
-        check_tokens(Operands(query, key, value))
-        if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
-            raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
-        layout: BlockLayout | SequenceLayout | None
-        if sequence is not None:
-            layout = self._sequence_layout(sequence, query)
+        call = Call(query, key, value, None, sequence, None, rotary, norms, scaling, shard)
+        kind: Any = None
+        tensors: tuple[torch.Tensor | None, ...] = call.tensors
+        can_gate = self.gate is None or hidden_states is not None
+        if not identity and can_gate and is_plain(tensors) and has_plans(query):
+            kind, tensors = self._kind_of(call, grid, attended_alone)
+        if self.gate is not None and kind is not None:
+            gate = self.gate(hidden_states)
+            tensors = *tensors, gate
+            kind = (kind, kind_of((gate,))) if is_plain((gate,)) else None
         else:
-            layout = self._grid_layout(grid, query.shape[1], shard)
-        if self.gate is not None and hidden_states is None:
-            raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
-        gate = None if self.gate is None else self.gate(hidden_states).unflatten(-1, (self.num_heads, -1))
-        call = Call(query, key, value, layout, sequence, gate, rotary, norms, scaling, shard)
+            gate = None
+        is_whole = attended_alone or (self.window_bias is None and self.lepe is None)
+
+        def attend(*_: Any) -> AttentionParts:
+            return self._attend_whole(call, kind, grid, hidden_states, gate, identity, attended_alone)
+
+        if kind is None or not is_whole or records_gradients(*tensors):
+            return attend()
+        return AttentionParts(planned(kind, lambda *_: attend().attended, tensors), None, None)
+
+    def _kind_of(self, call: Call, grid: Any, *options: Any) -> tuple[Any, tuple[torch.Tensor | None, ...]]:
+        """The kind of a call, see [`mhla_hf.ops.plans`], and all tensors that it depends on beside the gate.
+
+        Calls of one kind have the same layout and path. There is none for sequences with padding, documents or a
+        state, shards, and modules or rotations that may compute anything.
+        """
+        sequence, rotary, norms, maps = call.sequence, call.rotary, call.norms, self._feature_maps
+        modules = (self.output_norm, *maps, *((None, None) if norms is None else (norms.query, norms.key)))
+        if (
+            call.shard is not None
+            or (sequence is not None and not sequence.is_plain)
+            or type(rotary) not in (type(None), PairwiseRotary, HalfRotary)
+            or type(self.output_norm) not in (type(None), OutputNorm)
+            or (maps[0] is not None and not type(maps[0]) is type(maps[1]) is LearnedFeatureMap)
+            or (norms is not None and not norms.are_plain(call.query.device))
+            or any(module is not None and has_hooks(module) for module in modules[:3])
+            or _has_any_global_hook()
+        ):
+            return None, ()
+        weights = (self.mixing, self.mixing_decay, *[None if module is None else module.weight for module in modules])
+        tables = (rotary.cosine, rotary.sine) if isinstance(rotary, PairwiseRotary) else (None, None)
+        if any(table is not None and table.requires_grad for table in tables):
+            return None, ()
+        tensors = *call.tensors, *weights, *tables
+        if not is_plain(tensors):
+            return None, ()
+        try:
+            place = None if grid is None else tuple(map(int, grid)), tuple(map(type, grid or ()))
+        except (TypeError, ValueError):
+            return None, ()
+        kind = kind_of(
+            tensors, type(self), id(self.config), self.blocks, self.num_prefix_tokens, self.num_heads,
+            self.window_size, place, None if sequence is None else sequence.causal, type(rotary), call.scaling,
+            type(call.scaling), *[getattr(module, "eps", None) for module in modules], torch.is_grad_enabled(),
+            *options,
+        )  # fmt: skip
+        if kind is None or tables[0] is None or tables[1] is None or not can_rotate(self.config, call):
+            return kind, tensors
+        from ..ops.triton.fused_products import rotary_table
+
+        # Made for all layers at once; the call that is recorded finds the same.
+        return kind, (*tensors, rotary_table(tables[0], tables[1], call.value.dtype))
+
+    def _attend_whole(
+        self,
+        call: Call,
+        kind: Any,
+        grid: Sequence[int] | None,
+        hidden_states: torch.Tensor | None,
+        gate: torch.Tensor | None,
+        identity: bool,
+        attended_alone: bool,
+    ) -> AttentionParts:
+        """[`MHLA.attention_parts`], whose arguments are checked unless those of a call of this kind have been."""
+        query, value, sequence = call.query, call.value, call.sequence
+        layout, path = decided(kind) or (None, None)
+        if path is None:
+            scaling = call.scaling
+            check_tokens(Operands(query, call.key, value))
+            if scaling is not None and not (isinstance(scaling, (int, float)) and 0 < scaling <= sys.float_info.max):
+                raise ValueError(f"scaling={shorten_value(scaling)} must be a finite number above 0, or None.")
+            if sequence is not None:
+                layout = self._sequence_layout(sequence, query)
+            else:
+                layout = self._grid_layout(grid, query.shape[1], call.shard)
+            if self.gate is not None and hidden_states is None:
+                raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
+        if self.gate is not None:
+            gate = (self.gate(hidden_states) if gate is None else gate).unflatten(-1, (self.num_heads, -1))
+        call = dataclasses.replace(call, layout=layout, gate=gate)
         has_window = self.window_bias is not None and not identity and not attended_alone
         if has_window and call.norms is not None:
             # The window needs queries and keys after their norms, outside of the kernels.
             call = call.normed()
-        path, state = "identity" if identity else self._choose_path(call), None
+        state = None
+        if path is None:
+            path = "identity" if identity else self._choose_path(call)
+            if kind is not None and not is_capturing((query,)):
+                # The configuration lives as long as kinds know it by its id.
+                decisions[kind], decisions[id(self.config)] = (layout, path), self.config
         if path == "identity":
             output = self._finish(repeat_heads(value, self.num_heads, 2), call)
         elif path == "fused":

@@ -165,6 +165,11 @@ class TokenSequence:
     num_documents: int = 1
     state: DecodingState | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether these are the tokens of one document a row, without padding or a state."""
+        return self.valid is None and self.documents is None and self.state is None
+
     def layout(self, tokens: torch.Tensor, block_size: int) -> BlockLayout | SequenceLayout:
         """Return the blocks of these tokens `[B, T, ...]`; the state is not looked at."""
         valid = self.valid

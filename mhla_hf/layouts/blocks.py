@@ -73,6 +73,13 @@ def cached(function: Callable[..., Made], *arguments: Any) -> Made:
     return made
 
 
+def is_remembered(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one of those that [`cached`] remembers, which nobody changes."""
+    with _lock:
+        tables = [*_tables.values(), *_captured.values()]
+    return any(tensor is part for made in tables for part in (made if isinstance(made, tuple) else (made,)))
+
+
 def indices(count: int, device: torch.device) -> torch.Tensor:
     """The numbers from 0 to `count` - 1, LongTensor, remembered."""
     return cached(_indices, count, device)
@@ -111,7 +118,7 @@ class BlockLayout:
         tensor([0, 0, 1, 1, 2, 2, 2])
     """
 
-    __slots__ = ("grid", "blocks", "num_prefix_tokens", "tile_lengths", "_sizes")
+    __slots__ = ("grid", "blocks", "num_prefix_tokens", "tile_lengths", "_hash", "_sizes")
 
     def __init__(
         self,
@@ -140,6 +147,7 @@ class BlockLayout:
             self.tile_lengths = tuple(_full_tiles(n, size) for n, size in zip(self.grid, sizes))
             self._sizes = sizes
         self.blocks = tuple(len(lengths) for lengths in self.tile_lengths)
+        self._hash: int | None = None
 
     def _key(self) -> tuple[Any, ...]:
         return self.grid, self.tile_lengths, self.num_prefix_tokens
@@ -148,7 +156,10 @@ class BlockLayout:
         return isinstance(other, BlockLayout) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        # Once: a long text has many tiles, and every call asks for it.
+        if self._hash is None:
+            self._hash = hash(self._key())
+        return self._hash
 
     def __repr__(self) -> str:
         prefix = f", num_prefix_tokens={self.num_prefix_tokens}" if self.num_prefix_tokens else ""

@@ -76,7 +76,8 @@ def choose_backend(
     to torch, which is logged once for each reason.
 
     Args:
-        requested: `"auto"`, `"torch"` or `"triton"`; the environment variable `MHLA_HF_BACKEND` wins over it.
+        requested: `"auto"`, `"torch"` or `"triton"`; the environment variable `MHLA_HF_BACKEND` wins over it. Calls of
+            a kind that is known do not come here again, see [`mhla_hf.ops.plans`].
         query: Queries.
         key: Keys.
         value: Values; their dtype is the one that the kernels work in.

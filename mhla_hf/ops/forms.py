@@ -11,6 +11,7 @@ Shape letters: B batch, T tokens, H feature heads, K query/key width, V value wi
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from .operands import (
     records_gradients,
     spoil_tokens,
 )
+from .plans import decided, decisions, is_capturing, is_plain, kind_of, planned
 from .recurrent import PART_CHUNKS, empty_state, extend
 from .sums import BlockMixing, mix_summaries, repeat_heads
 
@@ -92,20 +94,51 @@ def mhla_attention(
         >>> mhla_attention(query, key, value, mixing, layout).shape
         torch.Size([1, 24, 2, 8])
     """
+    tensors = query, key, value, mixing, mixing_decay, normalizer_query, normalizer_key
+    options = layout, normalizer, causal, eps, backend
+    kind = None
+    if type(layout) is BlockLayout and is_plain(tensors):
+        # True equals 1, and is not allowed everywhere.
+        kind = kind_of(tensors, "mhla_attention", *options, type(causal), type(eps), torch.is_grad_enabled())
+    if kind is None or records_gradients(*tensors):
+        return _attend(*tensors, *options, kind)
+    return planned(kind, _attend, tensors, *options, kind)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    mixing_decay: torch.Tensor | None,
+    normalizer_query: torch.Tensor | None,
+    normalizer_key: torch.Tensor | None,
+    layout: BlockLayout | SequenceLayout,
+    normalizer: str,
+    causal: bool,
+    eps: float,
+    backend: str,
+    kind: Any = None,
+) -> torch.Tensor:
+    """[`mhla_attention`], whose arguments are checked unless those of a call of this kind have been."""
     operands = Operands(query, key, value, normalizer_query, normalizer_key, normalizer, eps)
-    check_choice("backend", backend, OPERATOR_BACKENDS)
-    check_attention(operands, mixing, layout, causal, mixing_decay)
-    if backend == "naive":
-        if isinstance(layout, SequenceLayout):
-            raise ValueError("backend='naive' takes a BlockLayout, not a SequenceLayout.")
-        return attend_naively(operands, mixing, layout, causal, mixing_decay)
+    chosen = decided(kind)
+    if chosen is None:
+        check_choice("backend", backend, OPERATOR_BACKENDS)
+        check_attention(operands, mixing, layout, causal, mixing_decay)
+        if backend == "naive":
+            if isinstance(layout, SequenceLayout):
+                raise ValueError("backend='naive' takes a BlockLayout, not a SequenceLayout.")
+            return attend_naively(operands, mixing, layout, causal, mixing_decay)
+        family = "causal" if causal else "block"
+        chosen = choose_backend(backend, query, key, value, normalizer_query, family=family, normalizer=normalizer)
+        if kind is not None and not is_capturing((query,)):
+            decisions[kind] = chosen
     blocks: torch.Tensor | StoredMixing | BlockMixing = mixing
     if causal or isinstance(layout, SequenceLayout):
         stored = StoredMixing.of(mixing, mixing_decay, operands.dtype)
         blocks = stored if causal else sequence_mixing(stored, layout)
-    family = "causal" if causal else "block"
-    backend = choose_backend(backend, query, key, value, normalizer_query, family=family, normalizer=normalizer)
-    return attend_on(backend, operands, blocks, layout, causal=causal)
+    return attend_on(chosen, operands, blocks, layout, causal=causal)
 
 
 def attend_on(

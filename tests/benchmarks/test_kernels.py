@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks.kernels import host
 from benchmarks.kernels.sweep import sweep_cases
 from benchmarks.kernels.timing import time_cases
 from mhla_hf.gpu.cases import CASES, kernel_cases
@@ -76,3 +77,22 @@ def test_the_program(tmp_path):
     assert [row["case"] for row in json.loads(path.read_text(encoding="utf-8"))["results"]] == ["causal-2k query"]
     done = subprocess.run([*command, "won"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("error: cases='won' is not one of")
+
+
+def test_host_times_without_a_gpu(tmp_path):
+    """Triton's own launcher on a stub: every case launches, and calls without gradients do not record any."""
+    path = tmp_path / "host.json"
+    assert host.run_on_stub(str(path)) == 0
+    rows = {row["case"]: row for row in json.loads(path.read_text(encoding="utf-8"))["results"]}
+    assert len(rows) == 12 and all(row["launches"] >= 2 and row["microseconds"] > 0 for row in rows.values())
+    assert sum(rows["layer, causal, forward"]["shares"].values()) == pytest.approx(1, abs=0.01)
+
+
+def test_host_needs_a_compiler(monkeypatch):
+    monkeypatch.setattr(host.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ValueError, match="C compiler"):
+        host.run_on_stub()
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(ValueError, match="false does not compile cuda_stub.c"):
+        host.run_on_stub()

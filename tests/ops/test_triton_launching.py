@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered of launches, and rows of kernels: how they are aligned, and that they are read anywhere."""
+"""Rows of kernels: how they are aligned, and that they are read anywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from mhla_hf.ops.triton import launching
 from mhla_hf.ops.triton.launching import AlignedRows, as_rows
 
 from .triton_checks import DEVICES
@@ -29,61 +28,6 @@ def test_rows_are_aligned_by_strides_and_address():
     for other in (tokens(width=20), tokens(offset=4), tokens(width=18, dtype=torch.float32)):
         assert not isinstance(as_rows(other), AlignedRows)
     assert as_rows(None) is None
-
-
-class Kernel:
-    """Stands for a kernel, and for what it is compiled to: result = values ** power + first."""
-
-    arg_names = ("result", "values", "first", "count", "power")
-
-    def __init__(self):
-        self.compiled = self.started = 0
-
-    def __getitem__(self, grid):
-        def run(result, values, first, count, power):
-            self.started += 1
-            result.data.copy_(values**power + first)
-            return self
-
-        def compile_and_run(*arguments, **keywords):
-            # Plans start what was compiled without them.
-            if keywords:
-                assert keywords.pop("enable_fp_fusion")
-                self.compiled += 1
-            return run(*arguments, **keywords)
-
-        return compile_and_run
-
-
-def test_launches_are_remembered_for_what_a_compilation_depends_on(monkeypatch):
-    """The kind of every tensor, and all but the lines of a group."""
-    monkeypatch.setattr(launching, "_plans", {})
-    kernel = Kernel()
-    values = torch.rand(16), torch.rand(16), torch.rand(16).double(), torch.rand(17)[1:]
-    for compiled, x in zip((2, 2, 4, 6), values, strict=True):
-        for power in (2, 3):
-            for first in (0, 5):
-                result = torch.empty_like(x)
-                launching.launch(kernel, 1, result, x, lines=(first, 1), power=power)
-                torch.testing.assert_close(result, x**power + first)
-        assert kernel.compiled == compiled
-
-
-def test_launches_are_remembered_for_their_own_device(monkeypatch):
-    """Where several GPUs share a process, a kernel that is compiled for one is not started on another."""
-    monkeypatch.setattr(launching, "_plans", {})
-    current, kernels = [0], [Kernel(), Kernel()]
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: current[0])
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-
-    class EachDevice(Kernel):
-        def __getitem__(self, grid):
-            return kernels[current[0]][grid]
-
-    kernel, x = EachDevice(), torch.rand(16)
-    for current[0] in (0, 1, 0, 1, 1):
-        launching.launch(kernel, 1, torch.empty(16), x, lines=(0, 1), power=2)
-    assert [(part.compiled, part.started) for part in kernels] == [(1, 2), (1, 3)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -214,7 +214,7 @@ def _backward(ctx, gradient, _):
     return *(None if tensor is None else part for part, tensor in zip(gradients, inputs)), None, None, None
 
 
-torch.library.register_autograd("mhla_hf::block_attention", _backward, setup_context=_context)
+block_attention.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.block_attention)

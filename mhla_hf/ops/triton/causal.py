@@ -259,7 +259,7 @@ def _backward(ctx, gradient, *_):
     return *gradients, None, None, None, None
 
 
-torch.library.register_autograd("mhla_hf::causal_attention", _backward, setup_context=_context)
+causal_attention.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.causal_attention)

@@ -160,7 +160,7 @@ def _backward(ctx, gradient, *_):
     return *(None if tensor is None else part for part, tensor in zip(gradients, given)), *([None] * 10)
 
 
-torch.library.register_autograd("mhla_hf::fused_attention", _backward, setup_context=_context)
+fused_attention.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.fused_attention)

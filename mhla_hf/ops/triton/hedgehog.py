@@ -384,7 +384,7 @@ def _backward(ctx, gradient, _):
     return *gradients, None if saved[3] is None else norm, *([None] * 4)
 
 
-torch.library.register_autograd("mhla_hf::hedgehog_features", _backward, setup_context=_context)
+compute_features.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.hedgehog_features)

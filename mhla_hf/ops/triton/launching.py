@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of kernels: groups of lines, tile sizes, arguments that several kernels share, precision of products.
 
-Triton binds, classifies and hashes every argument of every launch, which takes 15 to 30 µs. [`launch`] does it once:
-a *plan* is the compiled kernel together with the arguments that need no look, and later launches start it directly.
-Its key has everything that a compilation can depend on: the kernel and the device, the type and the 16-byte alignment
-of every tensor, its strides where the kernel takes them, which tensors are None, and all other arguments. Plans hold
-no tensor and no address, nor the lines of a group, for which Triton must not specialise a kernel (`COUNTS`).
+Triton binds, classifies and hashes every argument of every launch, which takes 15 to 30 µs. Calls that are like one
+before them launch what was compiled for that one, see [`mhla_hf.ops.plans`].
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends import tf32_is_allowed
+from ..plans import record_launch, within
 from .device_functions import ROW_UNIT
 
 
@@ -78,20 +76,6 @@ def as_rows(tokens: torch.Tensor | None) -> Rows | AlignedRows | None:
     return AlignedRows(tokens, batch + half, token + half, head + half)
 
 
-# Plans kept, over all kernels. Beyond that, all are rebuilt: sizes have been many, and most will not come back.
-MAX_PLANS = 4096
-_plans: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-
-
-def _metadata(argument: Any) -> Any:
-    """Everything of a tensor, or of a tuple with tensors, that a compilation can depend on."""
-    if argument is None:
-        return None
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    return tuple(map(_metadata, argument)) if isinstance(argument, tuple) else argument
-
-
 def first_launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, **keywords: Any) -> Any:
     """Launches a kernel by Triton, which returns what it has compiled; its interpreter returns nothing."""
     return kernel[grid](*arguments, **keywords)
@@ -117,23 +101,17 @@ def launch(
     """
     first = tensors[0]
     device = (first[0] if isinstance(first, tuple) else first).get_device()  # type: ignore[union-attr]
-    key = kernel, device, *keywords.items(), *map(_metadata, tensors)
-    plan = _plans.get(key)
-    grid, counts = (programs, 1, 1), lines or ()
-    # Triton compiles for the current device, and starts kernels there.
-    elsewhere = device >= 0 and device != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else nullcontext():
-        if plan is not None:
-            plan[0][grid](*tensors, *counts, *plan[1])
-            return
-        # Releases differ in whether they fuse multiplications and additions unasked.
-        compiled = first_launch(kernel, grid, *tensors, *counts, **keywords, enable_fp_fusion=True)
-    if compiled is None:
-        return
-    if len(_plans) >= MAX_PLANS:
-        _plans.clear()
-    names = kernel.arg_names[len(tensors) + len(counts) :]
-    _plans[key] = compiled, tuple(keywords[name] for name in names)
+    given = *tensors, *(lines or ())
+
+    def run() -> Any:
+        # Triton compiles for the current device, and starts kernels there.
+        elsewhere = device >= 0 and device != torch.cuda.current_device()
+        with torch.cuda.device(device) if elsewhere else nullcontext():
+            # Releases differ in whether they fuse multiplications and additions unasked.
+            return first_launch(kernel, (programs, 1, 1), *given, **keywords, enable_fp_fusion=True)
+
+    names = kernel.arg_names[len(given) :]
+    record_launch(run, programs, (*given, *[keywords[name] for name in names]))
 
 
 def or_empty(like: torch.Tensor, *tensors: torch.Tensor | None) -> Any:
@@ -309,16 +287,22 @@ def empty_summaries(tokens: torch.Tensor, lines: int, blocks: int, *widths: int,
     rows = row_count(blocks)
     summaries = tokens.new_empty(lines, rows, *widths, dtype=dtype)
     if rows > blocks:
-        summaries[:, blocks:] = 0
+        summaries[:, blocks:].zero_()
     return summaries
 
 
 @contextmanager
 def multiplied_for(tokens: torch.dtype, device: torch.device) -> Iterator[None]:
     """Has torch multiply summaries as kernels do: not in autocast's type, and float32 as beside tokens of a type."""
-    through_tf32 = device.type == "cuda" and not multiplies_exactly(tokens) and not tf32_is_allowed()
-    with torch.autocast(device.type, enabled=False), _tf32 if through_tf32 else nullcontext():
+    # float16 has as many bits as TF32 itself, and float32 tokens follow the setting.
+    through_tf32 = device.type == "cuda" and tokens == torch.bfloat16
+    with torch.autocast(device.type, enabled=False), within(_through_tf32) if through_tf32 else nullcontext():
         yield
+
+
+def _through_tf32() -> Any:
+    """Where it is allowed already, there is nothing to do. That may change between the calls of a plan."""
+    return nullcontext() if tf32_is_allowed() else _tf32
 
 
 def multiplies_from_shared_memory(device: torch.device) -> bool:
