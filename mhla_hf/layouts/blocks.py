@@ -102,6 +102,11 @@ class BlockLayout:
         block_order: Whether the tokens come block by block.
         blocks: Number of blocks along each axis, a tuple of ints.
         tile_lengths: For each axis, the lengths in tokens of its tiles.
+        num_tokens: Number of tokens T, those before the grid included.
+        num_prefix_blocks: 1 where there are tokens before the grid, else 0.
+        num_blocks: Number of blocks M, the one before the grid included.
+        max_block_tokens: Number of tokens N of the largest block.
+        is_uniform: Whether all blocks have the same shape.
 
     Raises:
         ValueError: If not exactly one of `blocks` and `block_size` is given, or if an entry does not fit the grid.
@@ -115,7 +120,10 @@ class BlockLayout:
         tensor([0, 0, 1, 1, 2, 2, 2])
     """
 
-    __slots__ = ("grid", "blocks", "num_prefix_tokens", "block_order", "tile_lengths", "_sizes")
+    __slots__ = (
+        "grid", "blocks", "num_prefix_tokens", "block_order", "tile_lengths", "num_tokens", "num_prefix_blocks",
+        "num_blocks", "max_block_tokens", "is_uniform", "_sizes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -146,6 +154,13 @@ class BlockLayout:
             self.tile_lengths = tuple(_full_tiles(n, size) for n, size in zip(self.grid, sizes))
             self._sizes = sizes
         self.blocks = tuple(len(lengths) for lengths in self.tile_lengths)
+        self.num_tokens = num_prefix_tokens + math.prod(self.grid)
+        self.num_prefix_blocks = int(num_prefix_tokens > 0)
+        self.num_blocks = self.num_prefix_blocks + math.prod(self.blocks)
+        # Lists, not generators: torch.compile traces through here.
+        longest = [max(lengths) for lengths in self.tile_lengths]
+        self.max_block_tokens = max(num_prefix_tokens, math.prod(longest))
+        self.is_uniform = not num_prefix_tokens and [min(lengths) for lengths in self.tile_lengths] == longest
 
     def _key(self) -> tuple[Any, ...]:
         return self.grid, self.tile_lengths, self.num_prefix_tokens, self.block_order
@@ -160,34 +175,6 @@ class BlockLayout:
         prefix = f", num_prefix_tokens={self.num_prefix_tokens}" if self.num_prefix_tokens else ""
         order = ", block_order=True" if self.block_order else ""
         return f"BlockLayout(grid={self.grid}, blocks={self.blocks}, is_uniform={self.is_uniform}{prefix}{order})"
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens T, those before the grid included."""
-        return self.num_prefix_tokens + math.prod(self.grid)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks M, the one before the grid included."""
-        return self.num_prefix_blocks + math.prod(self.blocks)
-
-    @property
-    def num_prefix_blocks(self) -> int:
-        """1 where there are tokens before the grid, else 0."""
-        return int(self.num_prefix_tokens > 0)
-
-    @property
-    def max_block_tokens(self) -> int:
-        """Number of tokens N of the largest block."""
-        # Lists, not generators: torch.compile traces through here.
-        return max(self.num_prefix_tokens, math.prod([max(lengths) for lengths in self.tile_lengths]))
-
-    @property
-    def is_uniform(self) -> bool:
-        """`True` if all blocks have the same shape."""
-        if self.num_prefix_tokens:
-            return False
-        return [min(lengths) for lengths in self.tile_lengths] == [max(lengths) for lengths in self.tile_lengths]
 
     @property
     def block_of_token(self) -> torch.Tensor:

@@ -72,7 +72,9 @@ def test_block_order_puts_the_same_tokens_into_the_same_slots(axes, by_size, pre
         assert torch.equal(rows.to_block_order(of_rows[None])[0], of_ordered)
     assert ordered.block_of_token.tolist() == sorted(ordered.block_of_token.tolist())
     table, cpu = ordered.token_table(torch.device("cpu")), torch.device("cpu")
-    places = torch.cat([rows.from_block_order(torch.arange(rows.num_tokens)[None])[0], torch.tensor([rows.num_tokens])])
+    places = torch.cat(
+        [rows.from_block_order(torch.arange(rows.num_tokens)[None])[0], torch.tensor([rows.num_tokens])]
+    )
     assert torch.equal(table, places[rows.token_table(cpu).long()].int())
 
 
