@@ -203,7 +203,7 @@ class BlockLayout:
             tokens: `[B, T, ...]`.
 
         Returns:
-            `[B, M, N, ...]`, zero where a block has fewer than N tokens. Inside a block, tokens are in row-major order.
+            `[B, M, N, ...]`, zero where a block has fewer than N tokens. Tokens of a block are in row-major order.
 
         Raises:
             ValueError: If axis 1 does not have T entries.
@@ -274,6 +274,13 @@ class BlockLayout:
             spread = grouped.reshape(grouped.shape[0], *self.blocks, *lengths, *tail).permute(order)
             return spread.reshape(grouped.shape[0], self.num_tokens, *tail)
         return grouped.flatten(1, 2).index_select(1, cached(_token_slots, self, grouped.device))
+
+    def in_rows(self) -> BlockLayout:
+        """The same blocks of tokens that come row by row."""
+        if not self.block_order:
+            return self
+        blocks = self.blocks if self._sizes is None else None
+        return cached(BlockLayout, self.grid, blocks, self._sizes, self.num_prefix_tokens)
 
     def to_block_order(self, tokens: torch.Tensor, axis: int = 1) -> torch.Tensor:
         """Puts tokens that are in row-major order block by block, row-major inside a block.
