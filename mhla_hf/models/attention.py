@@ -229,11 +229,13 @@ class MHLAImageAttention(KeepsMHLAProcessor, Attention):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         grid: tuple[int, ...] | None = None,
+        block_order: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
         if not hasattr(self, "mhla"):
             return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-        kwargs.update(encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, grid=grid)
+        kwargs.update(encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask)
+        kwargs.update(grid=grid, block_order=block_order)
         if isinstance(self.processor, self.mhla_processor_class):
             return self.processor(self, hidden_states, **kwargs)
         # Pipelines of perturbed-attention guidance set the attribute and put the processors back afterwards.

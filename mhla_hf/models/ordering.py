@@ -22,6 +22,7 @@ import torch
 import torch.nn as nn
 
 from ..layers.fused import has_hooks
+from ..layers.mixing import layout_at
 from ..layouts.blocks import BlockLayout, is_open
 from ..utils.compat.diffusers import parallel_config_of
 
@@ -30,11 +31,21 @@ from ..utils.compat.diffusers import parallel_config_of
 _CARRIED = "_mhla_layout"
 # What works token by token, by name, since diffusers may drop some of them: blocks, attention in them, and arguments
 # of `forward` that no token has a part of its own in.
-_BLOCKS = ("BasicTransformerBlock", "SkyReelsV2TransformerBlock", "WanTransformerBlock", "WanVACETransformerBlock")
-_PROCESSORS = ("AttnProcessor", "AttnProcessor2_0", "MHLAAttnProcessor", "SkyReelsV2AttnProcessor", "WanAttnProcessor")
+_BLOCKS = (
+    "BasicTransformerBlock", "ChromaSingleTransformerBlock", "ChromaTransformerBlock", "FluxSingleTransformerBlock",
+    "FluxTransformerBlock", "HunyuanVideo15TransformerBlock", "HunyuanVideoSingleTransformerBlock",
+    "HunyuanVideoTransformerBlock", "SkyReelsV2TransformerBlock", "WanTransformerBlock", "WanVACETransformerBlock",
+)  # fmt: skip
+_ATTENTIONS = ("attn", "attn1", "attn2")
+_PROCESSORS = (
+    "AttnProcessor", "AttnProcessor2_0", "FluxAttnProcessor", "HunyuanVideo15AttnProcessor2_0",
+    "HunyuanVideoAttnProcessor2_0", "MHLAAttnProcessor", "MHLAJointAttnProcessor",
+    "SkyReelsV2AttnProcessor", "WanAttnProcessor",
+)  # fmt: skip
 _SHARED = (
-    "attention_kwargs", "control_hidden_states_scale", "encoder_hidden_states", "encoder_hidden_states_image", "fps",
-    "return_dict",
+    "attention_kwargs", "control_hidden_states_scale", "encoder_attention_mask", "encoder_attention_mask_2",
+    "encoder_hidden_states", "encoder_hidden_states_2", "encoder_hidden_states_image", "fps", "guidance",
+    "image_embeds", "pooled_projections", "return_dict", "timestep_r",
 )  # fmt: skip
 
 
@@ -53,7 +64,7 @@ def order_of(model: Any, grid: Sequence[int]) -> BlockLayout | None:
     # A softmax window needs rows, and would bring them back in every layer.
     if first.window_bias is not None or any(x.config is not first.config or x.blocks != first.blocks for x in layers):
         return None
-    attentions = [getattr(block, name, None) for block in blocks for name in ("attn1", "attn2")]
+    attentions = [getattr(block, name, None) for block in blocks for name in _ATTENTIONS]
     attentions = [attention for attention in attentions if attention is not None]
     # Hooks may read tokens by their places, and so may the attention of others.
     if any(has_hooks(module) for module in (*model.children(), *blocks, *attentions, *layers)):
@@ -65,7 +76,8 @@ def order_of(model: Any, grid: Sequence[int]) -> BlockLayout | None:
         or any(parallel_config_of(processor) is not None for processor in processors)
     ):
         return None
-    layout = first.layout_for(grid)
+    # Of the grid alone: text that is a block beside it is no part of its tokens.
+    layout = layout_at(first.config, first.blocks, grid)
     return layout if layout.num_blocks > 1 else None
 
 
@@ -97,7 +109,7 @@ def latents_in_block_order(upstream: Any, *latents: str) -> Callable[..., Any]:
         layout = None if upstream.forward is not original else _layout_for_call(self, given, latents)
         if layout is None:
             return upstream.forward(self, *args, **kwargs)
-        patch = tuple(self.config.patch_size)
+        patch = _patch_of(self)
         carried = {"layout": layout, "is_taken": False}
         given = {name: _ordered(x, layout, patch) if name in latents else x for name, x in given.items()}
         setattr(given[latents[0]], _CARRIED, carried)
@@ -105,27 +117,43 @@ def latents_in_block_order(upstream: Any, *latents: str) -> Callable[..., Any]:
             given["timestep"] = layout.to_block_order(given["timestep"])
         output = upstream.forward(self, **given)
         assert carried["is_taken"]
-        if isinstance(output, tuple):
-            return _in_rows(output[0], layout, patch), *output[1:]
-        return type(output)(sample=_in_rows(output.sample, layout, patch))
+        return with_sample(output, lambda sample: _in_rows(sample, layout, patch))
 
     return forward
 
 
+def with_sample(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the output of a model, a tuple or an object, with a function of its sample in place of that."""
+    if isinstance(output, tuple):
+        return function(output[0]), *output[1:]
+    return type(output)(sample=function(output.sample))
+
+
+def only_shared(given: Mapping[str, Any], *known: str) -> bool:
+    """Return whether no argument of a call may hold a value for each token, but for known ones."""
+    return not any(
+        value is not None and value is not False for name, value in given.items() if name not in (*_SHARED, *known)
+    )
+
+
 def _layout_for_call(model: Any, given: Mapping[str, Any], latents: Sequence[str]) -> BlockLayout | None:
     """The layout in whose order the tokens of a call may come."""
-    sizes, patch = [given[name].shape[2:] for name in latents if name in given], tuple(model.config.patch_size)
+    sizes, patch = [given[name].shape[2:] for name in latents if name in given], _patch_of(model)
     if not sizes or any(size != sizes[0] for size in sizes) or len(sizes[0]) != len(patch):
         return None
-    unknown = [x for name, x in given.items() if name not in (*latents, *_SHARED, "timestep")]
     timestep, grid = given.get("timestep"), [size // side for size, side in zip(sizes[0], patch)]
-    if any(x is not None and x is not False for x in unknown) or not isinstance(timestep, torch.Tensor):
+    if not only_shared(given, *latents, "timestep") or not isinstance(timestep, torch.Tensor):
         return None
     if any(size % side for size, side in zip(sizes[0], patch)):
         return None
     if timestep.ndim > 2 or (timestep.ndim == 2 and timestep.shape[1] != math.prod(grid)):
         return None
     return order_of(model, grid)
+
+
+def _patch_of(model: Any) -> tuple[int, ...]:
+    side = model.config.patch_size
+    return tuple(side) if isinstance(side, (list, tuple)) else (model.config.patch_size_t, side, side)
 
 
 def _ordered(latents: torch.Tensor, layout: BlockLayout, patch: Sequence[int]) -> torch.Tensor:
