@@ -444,8 +444,10 @@ def layer_tokens(
         torch.Size([2, 36, 36])
     """
     packed = sequence is not None and (sequence.documents is not None or sequence.state is not None)
-    if packed or unused.get("shard") is not None or unused.get("identity"):
-        raise ValueError("Attention matrices are of one whole sequence a row, without a cache or perturbed attention.")
+    if packed or unused.get("shard") is not None or unused.get("identity") or unused.get("block_order"):
+        raise ValueError(
+            "Attention matrices are of one whole sequence, row by row, without a cache or perturbed attention."
+        )
     causal, valid = mhla.config.causal, None
     if sequence is not None:
         causal, valid = sequence.causal, sequence.valid

@@ -26,6 +26,7 @@ from ..models.attention import (
     RefusesFusedProjections,
 )
 from ..models.directory import ModelDirectory
+from ..models.ordering import order_of
 from ..utils.compat.diffusers import checkpointed
 from . import noise_prediction
 from .noise_prediction import NoiseSchedule
@@ -80,8 +81,12 @@ class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, Peft
         """
         patch = self.patch_size
         height, width = hidden_states.shape[-2] // patch, hidden_states.shape[-1] // patch
-        attention_kwargs = {**(cross_attention_kwargs or {}), "grid": (height, width)}
+        layout = None if cross_attention_kwargs else order_of(self, (height, width))
+        attention_kwargs = {"grid": (height, width), "block_order": layout is not None}
+        attention_kwargs = {**(cross_attention_kwargs or {}), **attention_kwargs}
         hidden_states = self.pos_embed(hidden_states)
+        if layout is not None:
+            hidden_states = layout.to_block_order(hidden_states)
         for block in self.transformer_blocks:
             arguments = (hidden_states, None, None, None, timestep, attention_kwargs, class_labels)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
@@ -91,7 +96,10 @@ class MHLADiTTransformer2DModel(MHLAImageModelMixin, DiTTransformer2DModel, Peft
         conditioning = self.transformer_blocks[0].norm1.emb(timestep, class_labels, hidden_dtype=hidden_states.dtype)
         shift, scale = self.proj_out_1(F.silu(conditioning)).chunk(2, dim=1)
         hidden_states = self.norm_out(hidden_states) * (1 + scale[:, None]) + shift[:, None]
-        patches = self.proj_out_2(hidden_states).unflatten(2, (patch, patch, -1)).unflatten(1, (height, width))
+        hidden_states = self.proj_out_2(hidden_states)
+        if layout is not None:
+            hidden_states = layout.from_block_order(hidden_states)
+        patches = hidden_states.unflatten(2, (patch, patch, -1)).unflatten(1, (height, width))
         output = patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 

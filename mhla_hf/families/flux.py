@@ -19,9 +19,10 @@ from diffusers.models.transformers.transformer_chroma import ChromaTransformer2D
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxPosEmbed, FluxTransformer2DModel
 
 from ..layers import PairwiseRotary
-from ..layouts.blocks import positive_axes
+from ..layouts.blocks import BlockLayout, positive_axes
 from ..models.attention import compact
 from ..models.joint import JointImageMixin, MHLAJointAttention
+from ..models.ordering import only_shared, order_of, with_sample
 from ..utils.compat.diffusers import checkpointed, with_checkpoint_function
 from .objectives import TWO_ENCODERS, FlowObjective, Inputs, Tensors
 
@@ -45,6 +46,7 @@ class MHLAFluxAttention(MHLAJointAttention, FluxAttention):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, ...] = (),
         grid: Sequence[int] = (),
+        block_order: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         cosine, sine, *pairs = image_rotary_emb
@@ -58,8 +60,8 @@ class MHLAFluxAttention(MHLAJointAttention, FluxAttention):
         # The mask covers all pairs of tokens, `[B, 1, X + T, X + T]`. The last query belongs to the image.
         valid = None if attention_mask is None else attention_mask[:, 0, -1, :count].bool()
         return self.processor(
-            self, hidden_states, encoder_hidden_states, grid=grid, rotary=rotary, text_rotary=text_rotary,
-            valid=valid, **kwargs,
+            self, hidden_states, encoder_hidden_states, grid=grid, block_order=block_order, rotary=rotary,
+            text_rotary=text_rotary, valid=valid, **kwargs,
         )  # fmt: skip
 
     def recorded(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +85,16 @@ class _FluxMixin(JointImageMixin):
         words = torch.zeros_like(random(text, 3)[0])
         ids = {"img_ids": positions(grid, words), "txt_ids": words}
         return {**super().own_inputs(model, grid, text, random), **ids}
+
+    def _with_grid_and_order(
+        self, joint_attention_kwargs: dict[str, Any] | None, img_ids: torch.Tensor | None, rest: dict[str, Any]
+    ) -> tuple[dict[str, Any], BlockLayout | None]:
+        """Arguments of attention with `grid` and `block_order`, and the layout in whose order tokens come."""
+        given = _with_grid(joint_attention_kwargs, img_ids)
+        # Others are hints of control networks, and images that adapters read.
+        is_plain = only_shared(rest) and not given.keys() - {"grid", "scale"}
+        layout = order_of(self, given["grid"]) if is_plain else None
+        return {**given, "block_order": layout is not None}, layout
 
 
 class MHLAFluxTransformer2DModel(_FluxMixin, FluxTransformer2DModel):
@@ -111,12 +123,15 @@ class MHLAFluxTransformer2DModel(_FluxMixin, FluxTransformer2DModel):
         The grid is read from `img_ids`, which waits for the device once. An entry `grid` of `joint_attention_kwargs`,
         rows and columns of tokens, saves that, and `torch.compile(fullgraph=True)` of the whole model needs it.
         """
-        given = _with_grid(joint_attention_kwargs, img_ids)
+        given, layout = self._with_grid_and_order(joint_attention_kwargs, img_ids, kwargs)
+        if layout is not None:
+            hidden_states, img_ids = layout.to_block_order(hidden_states), layout.to_block_order(img_ids, -2)
         # By name: upstream takes the scale of adapters out of keyword arguments alone.
-        return super().forward(
+        output = super().forward(
             hidden_states, encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance,
             joint_attention_kwargs=given, **kwargs,
         )  # fmt: skip
+        return output if layout is None else with_sample(output, layout.from_block_order)
 
 
 class MHLAChromaTransformer2DModel(_FluxMixin, ChromaTransformer2DModel):
@@ -139,7 +154,12 @@ class MHLAChromaTransformer2DModel(_FluxMixin, ChromaTransformer2DModel):
         **kwargs: Any,
     ) -> Any:
         """As upstream; the grid is read as in `MHLAFluxTransformer2DModel`."""
-        model, given = self, _with_grid(joint_attention_kwargs, img_ids)
+        model, (given, layout) = self, self._with_grid_and_order(joint_attention_kwargs, img_ids, kwargs)
+        if layout is not None:
+            hidden_states, img_ids = layout.to_block_order(hidden_states), layout.to_block_order(img_ids, -2)
+            if attention_mask is not None:
+                text, image = attention_mask.split([attention_mask.shape[1] - layout.num_tokens, layout.num_tokens], 1)
+                attention_mask = torch.cat([text, layout.to_block_order(image)], dim=1)
         if torch.is_grad_enabled() and self.gradient_checkpointing:
             # Upstream hands checkpointed blocks no `joint_attention_kwargs`, and those with a single stream no mask.
             # Inputs before these are three or four.
@@ -147,10 +167,11 @@ class MHLAChromaTransformer2DModel(_FluxMixin, ChromaTransformer2DModel):
             model = with_checkpoint_function(
                 self, lambda block, *inputs: checkpointed(self, partial(block, **rest), *inputs[:4])
             )
-        return super(MHLAChromaTransformer2DModel, model).forward(
+        output = super(MHLAChromaTransformer2DModel, model).forward(
             hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, attention_mask,
             joint_attention_kwargs=given, **kwargs,
         )  # fmt: skip
+        return output if layout is None else with_sample(output, layout.from_block_order)
 
 
 def _with_grid(joint_attention_kwargs: dict[str, Any] | None, img_ids: torch.Tensor | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import (
 from ..layers import PairwiseRotary
 from ..models.attention import Upstream, compact
 from ..models.joint import MHLAJointAttention, MHLAJointModelMixin
+from ..models.ordering import carried_layout, latents_in_block_order
 from ..utils.compat.diffusers import skip_attention_in, skip_layers_in
 from .objectives import TWO_ENCODERS, FlowObjective, Inputs, Tensors, timesteps_from_sigmas
 
@@ -41,12 +42,17 @@ class RotaryOfGrid(Upstream):
     """Goes before a rotary class of the family in the bases of its MHLA version."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return upstream's tables as `(*grid, K)`, and compact ones for MHLA layers, `[1, T, 1, K / 2]`."""
+        """Return upstream's tables as `(*grid, K)`, and compact ones for MHLA layers, `[1, T, 1, K / 2]`.
+
+        Those have one more axis of 1 where the tokens come in block order, `(*grid, 1, K)`.
+        """
         patches = (self.patch_size_t, self.patch_size, self.patch_size)
         grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], patches))
-        cosine, sine = super().forward(hidden_states)
-        pairs = (table[None, :, None] for table in compact(cosine, sine))
-        return cosine.unflatten(0, grid), sine.unflatten(0, grid), *pairs
+        tables, layout = super().forward(hidden_states), carried_layout(hidden_states)
+        if layout is not None:
+            tables, grid = [layout.to_block_order(table, 0) for table in tables], (*grid, 1)
+        pairs = (table[None, :, None] for table in compact(*tables))
+        return *(table.unflatten(0, grid) for table in tables), *pairs
 
 
 class MHLAHunyuanVideoRotaryPosEmbed(RotaryOfGrid, HunyuanVideoRotaryPosEmbed):
@@ -69,14 +75,13 @@ class MHLAHunyuanVideoAttention(MHLAJointAttention, Attention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not hasattr(self, "mhla"):
-            kwargs["image_rotary_emb"] = tuple(table.flatten(0, 2) for table in image_rotary_emb[:2])
+            kwargs["image_rotary_emb"] = tuple(table.flatten(0, -2) for table in image_rotary_emb[:2])
             return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
         # The mask covers all keys, `[B, 1, 1, T + X]`, or the text alone.
         valid = attention_mask.flatten(1)[:, -encoder_hidden_states.shape[1] :].bool()
-        grid, rotary = tuple(image_rotary_emb[0].shape[:3]), PairwiseRotary(*image_rotary_emb[2:])
-        return self.processor(
-            self, hidden_states, encoder_hidden_states, grid=grid, rotary=rotary, valid=valid, **kwargs
-        )
+        table, rotary = image_rotary_emb[0], PairwiseRotary(*image_rotary_emb[2:])
+        kwargs.update(grid=tuple(table.shape[:3]), block_order=table.ndim > 4, rotary=rotary, valid=valid)
+        return self.processor(self, hidden_states, encoder_hidden_states, **kwargs)
 
 
 class MHLAHunyuanVideoTransformer3DModel(MHLAJointModelMixin, HunyuanVideoTransformer3DModel):
@@ -88,6 +93,7 @@ class MHLAHunyuanVideoTransformer3DModel(MHLAJointModelMixin, HunyuanVideoTransf
     """
 
     default_grid = (33, 45, 80)
+    forward = latents_in_block_order(HunyuanVideoTransformer3DModel, "hidden_states")
     attention_class = MHLAHunyuanVideoAttention
     module_classes = MappingProxyType({"rope": MHLAHunyuanVideoRotaryPosEmbed})
     layer_counts = ("num_layers", "num_single_layers")
@@ -101,6 +107,7 @@ class MHLAHunyuanVideo15Transformer3DModel(MHLAJointModelMixin, HunyuanVideo15Tr
     """
 
     default_grid = (31, 30, 52)
+    forward = latents_in_block_order(HunyuanVideo15Transformer3DModel, "hidden_states")
     attention_class = MHLAHunyuanVideoAttention
     module_classes = MappingProxyType({"rope": MHLAHunyuanVideo15RotaryPosEmbed})
 

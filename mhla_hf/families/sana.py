@@ -125,7 +125,7 @@ class MHLASanaVideoAttention(MHLAImageAttention):
         **kwargs: Any,
     ) -> torch.Tensor:
         if rotary_emb is not None:
-            rotary_emb, grid = tables_of_layer(rotary_emb, hasattr(self, "mhla"))
+            rotary_emb, grid, _ = tables_of_layer(rotary_emb, hasattr(self, "mhla"))
             kwargs |= {} if grid is None else {"grid": grid}
         return super().forward(hidden_states, *args, rotary_emb=rotary_emb, **kwargs)
 

@@ -38,6 +38,7 @@ from diffusers.models.transformers.transformer_wan_vace import WanVACETransforme
 from ..models.attention import KeepsMHLAProcessor, KeepsMHLAProcessors, RotaryWithGrid, tables_of_layer
 from ..models.base import shard_of
 from ..models.directory import ModelDirectory
+from ..models.ordering import latents_in_block_order
 from ..models.sizes import SampleSize
 from ..models.weight_files import damage_named
 from ..utils.compat.diffusers import context_parallel_plan, skip_attention_in, skip_layers_in
@@ -65,13 +66,13 @@ class AttentionOnGrid(KeepsMHLAProcessor):
     ) -> torch.Tensor:
         if rotary_emb is not None:
             is_mhla = hasattr(self, "mhla")
-            rotary_emb, grid = tables_of_layer(rotary_emb, is_mhla)
+            rotary_emb, grid, block_order = tables_of_layer(rotary_emb, is_mhla)
             shard = None if grid is None else shard_of(self.processor, math.prod(grid))
             if shard is not None:
                 shard.check_length(hidden_states.shape[1])
                 rotary_emb = tuple(table[:, slice(*shard.run)] for table in rotary_emb)
             if is_mhla and grid is not None:
-                kwargs.update(grid=grid, shard=shard)
+                kwargs.update(grid=grid, shard=shard, block_order=block_order)
         kwargs["rotary_emb"] = rotary_emb
         return self.processor(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
 
@@ -125,6 +126,7 @@ class MHLAWanTransformer3DModel(WanFamilyMixin, WanTransformer3DModel):
     `config.json`. `from_pretrained` loads MHLA checkpoints, and ordinary Wan ones with fresh MHLA parameters.
     """
 
+    forward = latents_in_block_order(WanTransformer3DModel, "hidden_states")
     # Rotary tables stay whole, as they carry the grid: layers take their part of them.
     _cp_plan = context_parallel_plan(WanTransformer3DModel, "rope")
     supports_context_parallel = True
@@ -138,6 +140,7 @@ class MHLAWanVACETransformer3DModel(WanFamilyMixin, WanVACETransformer3DModel):
     """
 
     block_lists = ("blocks",)
+    forward = latents_in_block_order(WanVACETransformer3DModel, "hidden_states", "control_hidden_states")
 
     def _self_attentions(self) -> list[nn.Module]:
         return [block.attn1 for block in (*self.blocks, *self.vace_blocks)]
@@ -183,6 +186,7 @@ class MHLASkyReelsV2Transformer3DModel(WanFamilyMixin, SkyReelsV2Transformer3DMo
     """
 
     default_grid = (25, 34, 60)
+    forward = latents_in_block_order(SkyReelsV2Transformer3DModel, "hidden_states")
     attention_class = MHLASkyReelsV2Attention
     module_classes = MappingProxyType({"rope": MHLASkyReelsV2RotaryPosEmbed})
 

@@ -265,7 +265,13 @@ def is_plain_norm(norm: nn.Module, device: torch.device) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Return whether something depends on the module being called: hooks, or another `forward` of its own."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or "forward" in vars(module)
+    return any(hooks) or has_own_forward(module)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether `forward` was replaced by anything but the method of the module's class, which hooks leave."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def rotary_tables(rotary: Callable[[torch.Tensor], torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -147,8 +147,8 @@ class JointMHLA(MHLA):
             key: Keys `[B, T, H, K]`.
             value: Values `[B, T, H, V]`.
             text: The text.
-            **options: As for [`MHLA`][mhla_hf.MHLA]: `grid`, `hidden_states`, `rotary` (a [`PairwiseRotary`] or
-                `None`), `identity` and `attended_alone`.
+            **options: As for [`MHLA`][mhla_hf.MHLA]: `grid`, `block_order`, `hidden_states`, `rotary` (a
+                [`PairwiseRotary`] or `None`), `identity` and `attended_alone`.
 
         Returns:
             The parts of the grid's output; with `text="block"` those of text and grid, text first.
@@ -184,6 +184,7 @@ class JointMHLA(MHLA):
         *,
         text: TextTokens,
         grid: Sequence[int],
+        block_order: bool = False,
         rotary: PairwiseRotary | None = None,
         **unused: Any,
     ) -> torch.Tensor | None:
@@ -198,7 +199,7 @@ class JointMHLA(MHLA):
         scale = query.shape[3] ** -0.5
         width = -(-(2 + max(query.shape[3], value.shape[3])) // 8) * 8
         query = F.pad(_rotated(rotary, query, value), (width - query.shape[3], 0), value=1.0)
-        means, counts = self._landmarks(_rotated(rotary, key, value), grid)
+        means, counts = self._landmarks(_rotated(rotary, key, value), grid, block_order)
         logarithm = counts.log() / scale
         high = logarithm.to(value.dtype)
         low = (logarithm - high).to(value.dtype)
@@ -224,6 +225,7 @@ class JointMHLA(MHLA):
         key: torch.Tensor,
         *,
         grid: Sequence[int],
+        block_order: bool = False,
         rotary: PairwiseRotary | None = None,
         **unused: Any,
     ) -> torch.Tensor:
@@ -235,6 +237,7 @@ class JointMHLA(MHLA):
             query: Some queries of the grid as they are rotated, `[B, N, H, K]`.
             key: Keys of the grid, `[B, T, H, K]`.
             grid: Number of tokens along each axis.
+            block_order: Whether the tokens come block by block.
             rotary: Rotates the keys.
 
         Returns:
@@ -242,7 +245,7 @@ class JointMHLA(MHLA):
         """
         dtype = torch.promote_types(key.dtype, torch.float32)
         keys = (key if rotary is None else rotary(key)).to(dtype)
-        means, counts = self._landmarks(keys, grid)
+        means, counts = self._landmarks(keys, grid, block_order)
         query = query.to(dtype).transpose(1, 2) * query.shape[3] ** -0.5
         exact = (query @ keys.permute(0, 2, 3, 1)).logsumexp(-1)
         return (exact - (query @ means.mT + counts.log()).logsumexp(-1)).transpose(1, 2)
@@ -254,6 +257,7 @@ class JointMHLA(MHLA):
         key: torch.Tensor,
         *,
         grid: Sequence[int],
+        block_order: bool = False,
         rotary: PairwiseRotary | None = None,
         **unused: Any,
     ) -> torch.Tensor:
@@ -263,12 +267,13 @@ class JointMHLA(MHLA):
             query: Queries of the grid, `[B, T, H, K]`.
             key: Keys `[B, T, H, K]`.
             grid: Number of tokens along each axis.
+            block_order: Whether the tokens come block by block.
             rotary: Rotates both.
 
         Returns:
             The mean over tokens, `[B, H]` in float32 or wider.
         """
-        layout, dtype = self.layout_for(grid), torch.promote_types(key.dtype, torch.float32)
+        layout, dtype = self.layout_for(grid, block_order), torch.promote_types(key.dtype, torch.float32)
         sums = (
             head_blocks(features_and_normalizer(self.config, x.to(dtype), learned, rotary, None)[1], layout).sum(3)
             for x, learned in zip((query, key), self._feature_maps)
@@ -304,22 +309,26 @@ class JointMHLA(MHLA):
             changes[self.normalizer_scale] = scale.to(self.normalizer_scale).where(is_sound, self.normalizer_scale)
         return changes
 
-    def _landmarks(self, key: torch.Tensor, grid: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _landmarks(
+        self, key: torch.Tensor, grid: Sequence[int], block_order: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Means of rotated keys by block `[B, H, M, K]`, and numbers of tokens `[M]`, in float32 or wider."""
-        layout, dtype = self.layout_for(grid), torch.promote_types(key.dtype, torch.float32)
+        layout, dtype = self.layout_for(grid, block_order), torch.promote_types(key.dtype, torch.float32)
         counts = cached(_block_tokens, layout, dtype, key.device)
         with torch.autocast(autocast_type(key.device), enabled=False):
             return head_blocks(key, layout).sum(3, dtype=dtype) / counts[:, None], counts
 
-    def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
+    def _grid_layout(
+        self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None, block_order: bool
+    ) -> BlockLayout:
         if not self.num_prefix_tokens:
-            return super()._grid_layout(grid, num_tokens, shard)
+            return super()._grid_layout(grid, num_tokens, shard, block_order)
         # As many tokens of text as there are in this call.
         grid = positive_axes("grid", grid)
         count = num_tokens - math.prod(grid)
         if count < 1:
             raise ValueError(f"grid={grid} has {math.prod(grid)} tokens, but there are {num_tokens}, text included.")
-        layout = layout_at(self.config, self.blocks, grid, count)
+        layout = layout_at(self.config, self.blocks, grid, count, block_order)
         check_layout(layout, self.config.normalizer, self.config.causal)
         return layout
 

@@ -216,7 +216,7 @@ class MHLA(nn.Module):
             if not parameter.is_meta:
                 parameter.copy_(self.initial_tensor(name))
 
-    def layout_for(self, grid: Sequence[int]) -> BlockLayout:
+    def layout_for(self, grid: Sequence[int], block_order: bool = False) -> BlockLayout:
         """Return the layout used on a token grid, following `config.resize`.
 
         Whenever its blocks differ from those of the stored mixing weights, the weights are resampled over relative
@@ -224,11 +224,12 @@ class MHLA(nn.Module):
 
         Args:
             grid: Number of tokens along each axis.
+            block_order: Whether the tokens come block by block, see [`BlockLayout`][mhla_hf.BlockLayout].
 
         Raises:
             ValueError: If the grid has another number of axes than the blocks.
         """
-        return layout_at(self.config, self.blocks, grid, self.num_prefix_tokens)
+        return layout_at(self.config, self.blocks, grid, self.num_prefix_tokens, block_order)
 
     def mixing_matrix(self, layout: BlockLayout | None = None, causal: bool | None = None) -> torch.Tensor:
         """Return the effective mixing weights: constraint applied, resampled to `layout` where its blocks differ.
@@ -296,6 +297,7 @@ class MHLA(nn.Module):
         value: torch.Tensor,
         *,
         grid: Sequence[int] | None = None,
+        block_order: bool = False,
         sequence: TokenSequence | None = None,
         hidden_states: torch.Tensor | None = None,
         rotary: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -312,6 +314,8 @@ class MHLA(nn.Module):
             key: Keys, `[B, T, H_kv, K]`.
             value: Values, `[B, T, H_kv, V]`.
             grid: Number of tokens along each axis; T is their product plus `num_prefix_tokens`.
+            block_order: Whether the tokens of the grid come block by block, as `layout_for(grid).to_block_order` puts
+                them, and not row by row.
             sequence: For models of sequences, in place of `grid`: padding, documents and decoding state.
             hidden_states: The layer's input `[B, T, hidden]`; needed by the output gate only.
             rotary: Rotates `[B, T, H, K]`; `None` for models without rotary embeddings. A [`PairwiseRotary`] can be
@@ -339,7 +343,7 @@ class MHLA(nn.Module):
         tensors: tuple[torch.Tensor | None, ...] = call.tensors
         can_gate = self.gate is None or hidden_states is not None
         if not identity and can_gate and is_plain(tensors) and has_plans(query):
-            kind, tensors = self._kind_of(call, grid, attended_alone)
+            kind, tensors = self._kind_of(call, grid, block_order, attended_alone)
         if self.gate is not None and kind is not None:
             gate = self.gate(hidden_states)
             tensors = *tensors, gate
@@ -349,7 +353,7 @@ class MHLA(nn.Module):
         is_whole = attended_alone or (self.window_bias is None and self.lepe is None)
 
         def attend(*_: Any) -> AttentionParts:
-            return self._attend_whole(call, kind, grid, hidden_states, gate, identity, attended_alone)
+            return self._attend_whole(call, kind, grid, block_order, hidden_states, gate, identity, attended_alone)
 
         if kind is None or not is_whole or records_gradients(*tensors):
             return attend()
@@ -403,6 +407,7 @@ class MHLA(nn.Module):
         call: Call,
         kind: Any,
         grid: Sequence[int] | None,
+        block_order: bool,
         hidden_states: torch.Tensor | None,
         gate: torch.Tensor | None,
         identity: bool,
@@ -419,7 +424,7 @@ class MHLA(nn.Module):
             if sequence is not None:
                 layout = self._sequence_layout(sequence, query)
             else:
-                layout = self._grid_layout(grid, query.shape[1], call.shard)
+                layout = self._grid_layout(grid, query.shape[1], call.shard, block_order)
             if self.gate is not None and hidden_states is None:
                 raise ValueError("hidden_states is needed by the output gate (output_gate=True).")
         if self.gate is not None:
@@ -464,20 +469,22 @@ class MHLA(nn.Module):
             check_choice("normalizer", self.config.normalizer, SEQUENCE_NORMALIZERS, f" for {use}")
         return None if sequence.state is not None else sequence.layout(query, self.config.block_size[0])
 
-    def _grid_layout(self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None) -> BlockLayout:
+    def _grid_layout(
+        self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None, block_order: bool
+    ) -> BlockLayout:
         grid = positive_axes("grid", grid)
         if shard is not None:
-            if self.window_bias is not None or self.num_prefix_tokens or self.config.causal:
+            if self.window_bias is not None or self.num_prefix_tokens or self.config.causal or block_order:
                 raise ValueError(
                     "shard is for layers that look both ways, without a softmax window and without tokens before the "
-                    "grid."
+                    "grid, which come row by row."
                 )
             shard.check_length(num_tokens)
             num_tokens = shard.num_tokens
         if math.prod(grid) + self.num_prefix_tokens != num_tokens:
             prefix = f" after {self.num_prefix_tokens}" if self.num_prefix_tokens else ""
             raise ValueError(f"grid={grid} has {math.prod(grid)} tokens{prefix}, but query has {num_tokens}.")
-        layout = self.layout_for(grid)
+        layout = self.layout_for(grid, block_order)
         check_layout(layout, self.config.normalizer, self.config.causal)
         return layout
 
@@ -586,7 +593,10 @@ class MHLA(nn.Module):
             tokens = query.to(value.dtype), key.to(value.dtype), value
             if sequence is None:
                 assert isinstance(call.layout, BlockLayout)
-                return grid_window_attention(*tokens, window, size, call.layout, scale=call.scaling), None
+                layout = call.layout
+                rows = _in_rows(layout, *tokens)
+                output = grid_window_attention(*rows, window, size, layout.in_rows(), scale=call.scaling)
+                return _from_rows(layout, output), None
             if state is None:
                 return sequence_window_attention(*tokens, window, size[0], sequence, scale=call.scaling), None
             past = state.window or empty_window_state(key, value, window, size[0], state.rewindable)
@@ -601,9 +611,10 @@ class MHLA(nn.Module):
         if call.shard is not None:
             tokens = sharded_convolution(convolution, value.flatten(2), layout.grid, call.shard)
             return tokens.unflatten(-1, value.shape[2:])
+        (value,) = _in_rows(layout, value)
         image = value[:, layout.num_prefix_tokens :].flatten(2).transpose(1, 2).unflatten(2, layout.grid)
         tokens = convolution(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
-        return F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0))
+        return _from_rows(layout, F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0)))
 
     def text_parts(self, *tokens: torch.Tensor, **options: Any) -> torch.Tensor | None:
         """The part of the output that is softmax attention to text, from the arguments of a call; `None` without."""
@@ -619,6 +630,16 @@ class MHLA(nn.Module):
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"
+
+
+def _in_rows(layout: BlockLayout, *tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Tokens `[B, T, ...]` row by row, as windows and convolutions need them."""
+    return [layout.from_block_order(x) if layout.block_order else x for x in tokens]
+
+
+def _from_rows(layout: BlockLayout, tokens: torch.Tensor) -> torch.Tensor:
+    """Undo [`_in_rows`]."""
+    return layout.to_block_order(tokens) if layout.block_order else tokens
 
 
 def decode(

@@ -42,7 +42,11 @@ LOW_RANK_FROM = 4
 
 
 def layout_at(
-    config: MHLAConfig, blocks: Sequence[int], grid: Sequence[int], num_prefix_tokens: int = 0
+    config: MHLAConfig,
+    blocks: Sequence[int],
+    grid: Sequence[int],
+    num_prefix_tokens: int = 0,
+    block_order: bool = False,
 ) -> BlockLayout:
     """Return the layout used on a token grid, following `config.resize`.
 
@@ -53,6 +57,7 @@ def layout_at(
         blocks: Block counts that the mixing weights are made for.
         grid: Number of tokens along each axis.
         num_prefix_tokens: Tokens before those of the grid.
+        block_order: See [`BlockLayout`].
 
     Raises:
         ValueError: If the grid has another number of axes than the blocks.
@@ -63,16 +68,16 @@ def layout_at(
             f"grid={grid} has {len(grid)} axes, but this layer's blocks {tuple(blocks)} have more or fewer."
         )
     if config.is_sequence:
-        return cached(BlockLayout, grid, None, config.block_size, num_prefix_tokens)
+        return cached(BlockLayout, grid, None, config.block_size, num_prefix_tokens, block_order)
     if config.grid is not None and (grid == config.grid or _keeps_block_size(config, grid, config.grid)):
         if config.block_size is not None:
-            return cached(BlockLayout, grid, None, config.block_size, num_prefix_tokens)
+            return cached(BlockLayout, grid, None, config.block_size, num_prefix_tokens, block_order)
         # Balanced tiles of the reference's mean length; they need not be a whole number of tokens there.
         counts = [round(n * count / reference) for n, count, reference in zip(grid, blocks, config.grid)]
         counts = [max(1, min(count, n)) for count, n in zip(counts, grid)]
     else:
         counts = [min(count, n) for count, n in zip(blocks, grid)]
-    return cached(BlockLayout, grid, tuple(counts), None, num_prefix_tokens)
+    return cached(BlockLayout, grid, tuple(counts), None, num_prefix_tokens, block_order)
 
 
 def _keeps_block_size(config: MHLAConfig, grid: Sequence[int], reference_grid: Sequence[int]) -> bool:

@@ -99,12 +99,21 @@ class BlockLayout:
         block_size: Number of tokens of a block along each axis. Tiles are full except the last one of an axis.
         num_prefix_tokens: Tokens before those of the grid (class or register tokens of vision models). They have a
             block of their own, block 0; the blocks of the grid follow.
+        block_order: Whether the tokens come block by block, row-major inside a block, as
+            [`BlockLayout.to_block_order`] puts them, and not in row-major order of the grid. Where blocks are even,
+            they are views then.
 
     Attributes:
         grid: The token grid, a tuple of ints.
         num_prefix_tokens: Tokens before it.
+        block_order: Whether the tokens come block by block.
         blocks: Number of blocks along each axis, a tuple of ints.
         tile_lengths: For each axis, the lengths in tokens of its tiles.
+        num_tokens: Number of tokens T, those before the grid included.
+        num_prefix_blocks: 1 where there are tokens before the grid, else 0.
+        num_blocks: Number of blocks M, the one before the grid included.
+        max_block_tokens: Number of tokens N of the largest block.
+        is_uniform: Whether all blocks have the same shape.
 
     Raises:
         ValueError: If not exactly one of `blocks` and `block_size` is given, or if an entry does not fit the grid.
@@ -118,7 +127,10 @@ class BlockLayout:
         tensor([0, 0, 1, 1, 2, 2, 2])
     """
 
-    __slots__ = ("grid", "blocks", "num_prefix_tokens", "tile_lengths", "_hash", "_sizes")
+    __slots__ = (
+        "grid", "blocks", "num_prefix_tokens", "block_order", "tile_lengths", "num_tokens", "num_prefix_blocks",
+        "num_blocks", "max_block_tokens", "is_uniform", "_hash", "_sizes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -126,9 +138,11 @@ class BlockLayout:
         blocks: Sequence[int] | None = None,
         block_size: Sequence[int] | None = None,
         num_prefix_tokens: int = 0,
+        block_order: bool = False,
     ) -> None:
         check_count("num_prefix_tokens", num_prefix_tokens, minimum=0)
         self.num_prefix_tokens = num_prefix_tokens
+        self.block_order = block_order
         self.grid = positive_axes("grid", grid)
         if (blocks is None) == (block_size is None):
             raise ValueError("BlockLayout takes exactly one of blocks and block_size.")
@@ -148,9 +162,16 @@ class BlockLayout:
             self._sizes = sizes
         self.blocks = tuple(len(lengths) for lengths in self.tile_lengths)
         self._hash: int | None = None
+        self.num_tokens = num_prefix_tokens + math.prod(self.grid)
+        self.num_prefix_blocks = int(num_prefix_tokens > 0)
+        self.num_blocks = self.num_prefix_blocks + math.prod(self.blocks)
+        # Lists, not generators: torch.compile traces through here.
+        longest = [max(lengths) for lengths in self.tile_lengths]
+        self.max_block_tokens = max(num_prefix_tokens, math.prod(longest))
+        self.is_uniform = not num_prefix_tokens and [min(lengths) for lengths in self.tile_lengths] == longest
 
     def _key(self) -> tuple[Any, ...]:
-        return self.grid, self.tile_lengths, self.num_prefix_tokens
+        return self.grid, self.tile_lengths, self.num_prefix_tokens, self.block_order
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockLayout) and self._key() == other._key()
@@ -163,51 +184,18 @@ class BlockLayout:
 
     def __repr__(self) -> str:
         prefix = f", num_prefix_tokens={self.num_prefix_tokens}" if self.num_prefix_tokens else ""
-        return f"BlockLayout(grid={self.grid}, blocks={self.blocks}, is_uniform={self.is_uniform}{prefix})"
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens T, those before the grid included."""
-        return self.num_prefix_tokens + math.prod(self.grid)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks M, the one before the grid included."""
-        return self.num_prefix_blocks + math.prod(self.blocks)
-
-    @property
-    def num_prefix_blocks(self) -> int:
-        """1 where there are tokens before the grid, else 0."""
-        return int(self.num_prefix_tokens > 0)
-
-    @property
-    def max_block_tokens(self) -> int:
-        """Number of tokens N of the largest block."""
-        # Lists, not generators: torch.compile traces through here.
-        return max(self.num_prefix_tokens, math.prod([max(lengths) for lengths in self.tile_lengths]))
-
-    @property
-    def is_uniform(self) -> bool:
-        """`True` if all blocks have the same shape."""
-        if self.num_prefix_tokens:
-            return False
-        return [min(lengths) for lengths in self.tile_lengths] == [max(lengths) for lengths in self.tile_lengths]
+        order = ", block_order=True" if self.block_order else ""
+        return f"BlockLayout(grid={self.grid}, blocks={self.blocks}, is_uniform={self.is_uniform}{prefix}{order})"
 
     @property
     def block_of_token(self) -> torch.Tensor:
         """The block of each token, LongTensor `[T]`; blocks are numbered in row-major order of the block grid."""
-        device = torch.device("cpu")
-        tiles = [tiles_of(self, axis, device)[0] for axis in range(len(self.grid))]
-        block = _row_major(tiles, self.blocks) + self.num_prefix_blocks
-        return torch.cat([torch.zeros(self.num_prefix_tokens, dtype=torch.long, device=device), block])
+        return _token_slots(self, torch.device("cpu")) // self.max_block_tokens
 
     @property
     def block_tokens(self) -> torch.Tensor:
         """Number of tokens N_b of each block, LongTensor `[M]`."""
-        counts = torch.ones(1, dtype=torch.long)
-        for lengths in self.tile_lengths:
-            counts = (counts[:, None] * torch.tensor(lengths)).reshape(-1)
-        return torch.cat([torch.tensor([self.num_prefix_tokens] * self.num_prefix_blocks, dtype=torch.long), counts])
+        return _block_ends(self, torch.device("cpu"))[0]
 
     @property
     def centers(self) -> torch.Tensor:
@@ -226,14 +214,14 @@ class BlockLayout:
             tokens: `[B, T, ...]`.
 
         Returns:
-            `[B, M, N, ...]`, zero where a block has fewer than N tokens. Inside a block, tokens keep row-major order.
+            `[B, M, N, ...]`, zero where a block has fewer than N tokens. Tokens of a block are in row-major order.
 
         Raises:
             ValueError: If axis 1 does not have T entries.
         """
         self.check_length(tokens.shape[1], "tokens")
         if self.is_uniform:
-            grouped = self._split(tokens, 1)
+            grouped = self._by_block(tokens, 1)
             return grouped.reshape(tokens.shape[0], self.num_blocks, self.max_block_tokens, *tokens.shape[2:])
         # Row T is a row of zeros for the empty slots. Zeros are gathered, not multiplied in, so that a NaN or Inf
         # elsewhere stays where it is.
@@ -258,7 +246,7 @@ class BlockLayout:
         by_head = tokens.transpose(1, 2)
         dtype = tokens.dtype if dtype is None else dtype
         if self.is_uniform:
-            grouped = self._split(by_head, 2)
+            grouped = self._by_block(by_head, 2)
             if dtype != tokens.dtype:
                 grouped = grouped.to(dtype, memory_format=torch.contiguous_format)
             return grouped.reshape(*by_head.shape[:2], self.num_blocks, self.max_block_tokens, by_head.shape[3])
@@ -268,8 +256,10 @@ class BlockLayout:
         grouped.index_copy_(2, cached(_token_slots, self, tokens.device), by_head.to(dtype))
         return grouped.unflatten(2, (self.num_blocks, self.max_block_tokens))
 
-    def _split(self, tokens: torch.Tensor, axis: int) -> torch.Tensor:
+    def _by_block(self, tokens: torch.Tensor, axis: int) -> torch.Tensor:
         """A view with the token axis split by blocks and positions: `[..., *blocks, *positions, ...]`."""
+        if self.block_order:
+            return tokens.unflatten(axis, (self.num_blocks, self.max_block_tokens))
         axes = len(self.grid)
         split = [entry for count, lengths in zip(self.blocks, self.tile_lengths) for entry in (count, lengths[0])]
         order = [*range(axis), *range(axis, axis + 2 * axes, 2), *range(axis + 1, axis + 2 * axes, 2)]
@@ -283,8 +273,10 @@ class BlockLayout:
             grouped: `[B, M, N, ...]`.
 
         Returns:
-            `[B, T, ...]` in row-major token order; empty slots are dropped.
+            `[B, T, ...]` in the layout's order of tokens; empty slots are dropped.
         """
+        if self.is_uniform and self.block_order:
+            return grouped.flatten(1, 2)
         if self.is_uniform:
             axes, tail = len(self.grid), grouped.shape[3:]
             lengths = [tiles[0] for tiles in self.tile_lengths]
@@ -293,6 +285,33 @@ class BlockLayout:
             spread = grouped.reshape(grouped.shape[0], *self.blocks, *lengths, *tail).permute(order)
             return spread.reshape(grouped.shape[0], self.num_tokens, *tail)
         return grouped.flatten(1, 2).index_select(1, cached(_token_slots, self, grouped.device))
+
+    def in_rows(self) -> BlockLayout:
+        """The same blocks of tokens that come row by row."""
+        if not self.block_order:
+            return self
+        blocks = self.blocks if self._sizes is None else None
+        return cached(BlockLayout, self.grid, blocks, self._sizes, self.num_prefix_tokens)
+
+    def to_block_order(self, tokens: torch.Tensor, axis: int = 1) -> torch.Tensor:
+        """Puts tokens that are in row-major order block by block, row-major inside a block.
+
+        Args:
+            tokens: Has T tokens on axis `axis`.
+            axis: The axis of tokens.
+        """
+        self.check_length(tokens.shape[axis], "tokens")
+        return tokens.index_select(axis, cached(_tokens_by_block, self, tokens.device)[0])
+
+    def from_block_order(self, tokens: torch.Tensor, axis: int = 1) -> torch.Tensor:
+        """Undoes [`BlockLayout.to_block_order`].
+
+        Args:
+            tokens: Has T tokens on axis `axis`.
+            axis: The axis of tokens.
+        """
+        self.check_length(tokens.shape[axis], "tokens")
+        return tokens.index_select(axis, cached(_tokens_by_block, self, tokens.device)[1])
 
     def token_table(self, device: torch.device) -> torch.Tensor:
         """Token of each slot of each block, int32 `[M, N]`; T (one past the last token) where a slot is empty."""
@@ -440,6 +459,16 @@ def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
 
     Positions count in the block's own shape: a ragged block fills its first N_b slots.
     """
+    if layout.block_order:
+        counts, ends = _block_ends(layout, device)
+        token = torch.arange(layout.num_tokens, device=device)
+        block = torch.searchsorted(ends, token, right=True)
+        return token + block * layout.max_block_tokens - (ends - counts)[block]
+    return _row_major_slots(layout, device)
+
+
+def _row_major_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    """The same of tokens in row-major order of the grid."""
     tiles, offsets, own_lengths = zip(*[tiles_of(layout, axis, device) for axis in range(len(layout.grid))])
     position = _row_major(offsets, own_lengths)
     block = _row_major(tiles, layout.blocks) + layout.num_prefix_blocks
@@ -447,9 +476,28 @@ def _token_slots(layout: BlockLayout, device: torch.device) -> torch.Tensor:
     return torch.cat([prefix, block * layout.max_block_tokens + position])
 
 
+def _block_ends(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of tokens of each block, and of all blocks up to it, LongTensors `[M]`."""
+    counts = torch.ones(1, dtype=torch.long, device=device)
+    for axis in range(len(layout.grid)):
+        counts = (counts[:, None] * _edges(layout, axis, device).diff()).reshape(-1)
+    prefix = counts.new_full((layout.num_prefix_blocks,), layout.num_prefix_tokens)
+    counts = torch.cat([prefix, counts])
+    return counts, counts.cumsum(0)
+
+
+def _tokens_by_block(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token, counted row by row, of each place in block order, and the place of each token. LongTensors `[T]`."""
+    tokens = _row_major_slots(layout, device).argsort()
+    return tokens, torch.empty_like(tokens).index_copy_(0, tokens, torch.arange(len(tokens), device=device))
+
+
 def _slot_tokens(layout: BlockLayout, device: torch.device) -> torch.Tensor:
     """Token of each slot, LongTensor `[M·N]`; T (one past the last token) where a slot is empty."""
     slot = torch.arange(layout.max_block_tokens, device=device)
+    if layout.block_order:
+        counts, ends = (x[:, None] for x in _block_ends(layout, device))
+        return torch.where(slot < counts, ends - counts + slot, layout.num_tokens).flatten()
     block = torch.arange(math.prod(layout.blocks), device=device)[:, None]
     # What is left of block and slot once each axis, from the last one on, has taken its part.
     rest, token, stride = slot, torch.zeros_like(slot), 1

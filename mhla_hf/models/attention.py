@@ -15,8 +15,10 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from ..layers import HeadNorms, PairwiseRotary
+from ..layouts.blocks import BlockLayout
 from ..utils.compat.diffusers import is_attention_skipped, skip_attention_in
 from .base import MHLAModelMixin, Upstream
+from .ordering import carried_layout
 
 
 # Parts of the batch that each processor expects, by name, since diffusers may drop these classes.
@@ -44,7 +46,7 @@ def attend(
         rotary_emb: Cosines and sines `[1, T, 1, K / 2]`, for neighbouring pairs of channels, or what rotates
             `[B, T, H, K]`.
         perturbed: Lets every token attend to itself alone, as a guider's hook on `attn` does.
-        **where: `grid` of the T tokens, row-major, and `shard` under context parallelism; see
+        **where: `grid` of the T tokens and `block_order`, and `shard` under context parallelism; see
             [`mhla_hf.layers.mhla.MHLA`].
 
     Returns:
@@ -91,17 +93,24 @@ def attend_in_parts(processor: object, own: Any, attn: Any, hidden_states: torch
     return torch.cat([attended, own(attn, hidden_states[-size:], perturbed=True, **kwargs)])
 
 
-def tables_with_grid(tables: tuple[torch.Tensor, torch.Tensor], grid: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def tables_with_grid(
+    tables: tuple[torch.Tensor, torch.Tensor], grid: Sequence[int], layout: BlockLayout | None = None
+) -> tuple[torch.Tensor, ...]:
     """Return the rotary tables of all layers: those of upstream, and compact ones for MHLA layers.
 
     Args:
         tables: Cosines and sines `[1, T, 1, K]`, each value twice in a row.
         grid: Number of tokens along each axis.
+        layout: The layout in whose order the tokens come; `None` for rows.
 
     Returns:
-        Cosines and sines `(1, *grid, 1, K)`; cosines and sines `[1, T, 1, K / 2]`, each value once, dense.
+        Cosines and sines `(1, *grid, 1, K)`, with one more axis of 1 where tokens come in block order; cosines and
+        sines `[1, T, 1, K / 2]`, each value once, dense.
     """
-    return *(table.unflatten(1, grid) for table in tables), *compact(*tables)
+    if layout is None:
+        return *(table.unflatten(1, grid) for table in tables), *compact(*tables)
+    cosine, sine = (layout.to_block_order(table) for table in tables)
+    return *(table.unflatten(1, (*grid, 1)) for table in (cosine, sine)), *compact(cosine, sine)
 
 
 def compact(cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,26 +120,26 @@ def compact(cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def tables_of_layer(
     tables: tuple[torch.Tensor, ...], is_mhla: bool
-) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...] | None]:
-    """Return the tables for one layer, and the token grid if they carry one.
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...] | None, bool]:
+    """Return the tables for one layer, the token grid if they carry one, and whether tokens come in block order.
 
     Args:
         tables: Tables of [`tables_with_grid`]; others are returned as they are, without a grid.
         is_mhla: Whether the layer is MHLA, and gets tables `[1, T, 1, K / 2]`; others get upstream's.
     """
-    if tables[0].ndim != 6:
-        return tables, None
-    flat = tables[2:] if is_mhla else tuple(table.flatten(1, 3) for table in tables[:2])
-    return flat, tuple(tables[0].shape[1:4])
+    if tables[0].ndim < 6:
+        return tables, None, False
+    flat = tables[2:] if is_mhla else tuple(table.flatten(1, -3) for table in tables[:2])
+    return flat, tuple(tables[0].shape[1:4]), tables[0].ndim > 6
 
 
 class RotaryWithGrid(Upstream):
     """Goes before a rotary class of diffusers in the bases of its MHLA version."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return upstream's values in tables that carry the grid; see [`tables_with_grid`]."""
+        """Return upstream's values in tables that carry the grid and the order; see [`tables_with_grid`]."""
         grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size))
-        return tables_with_grid(super().forward(hidden_states), grid)
+        return tables_with_grid(super().forward(hidden_states), grid, carried_layout(hidden_states))
 
 
 class MHLAAttnProcessor:
@@ -220,11 +229,13 @@ class MHLAImageAttention(KeepsMHLAProcessor, Attention):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         grid: tuple[int, ...] | None = None,
+        block_order: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
         if not hasattr(self, "mhla"):
             return super().forward(hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-        kwargs.update(encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, grid=grid)
+        kwargs.update(encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask)
+        kwargs.update(grid=grid, block_order=block_order)
         if isinstance(self.processor, self.mhla_processor_class):
             return self.processor(self, hidden_states, **kwargs)
         # Pipelines of perturbed-attention guidance set the attribute and put the processors back afterwards.

@@ -140,6 +140,8 @@ class MHLAModelMixin(MHLAAdapterMixin):
     module_classes: ClassVar[Mapping[str, type]] = MappingProxyType({})
     # Entries of the configuration that count layers.
     layer_counts: ClassVar[tuple[str, ...]] = ("num_layers",)
+    # Whether tokens may come block by block, where all parts of the model allow it: see `ordering`.
+    block_order: bool = True
     # Whether MHLA layers can hold a part of the token sequence each.
     supports_context_parallel: ClassVar[bool] = False
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
+from ..layers.fused import has_own_forward
 from ..layers.weight_record import STATE_KEY, check_adapters, original_values
 from ..utils.compat.diffusers import kept_in_fp32
 from ..utils.tensor_files import FLOATS
@@ -149,9 +150,7 @@ def _check_plain(model: Any, called: str) -> None:
                 "shard or cast afterwards."
             )
     for key, module in model.named_modules():
-        # Replaced by anything but the method of its own class.
-        forward = module.__dict__.get("forward")
-        if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        if has_own_forward(module):
             raise ValueError(
                 f"This {called} ({name}) has hooks{f' on {key}' if key else ''} (offloading, device_map, layer-wise "
                 "casting, caching) that would go on calling the methods of its class. Convert it before they are put "

@@ -35,6 +35,7 @@ class MHLAJointAttnProcessor:
         encoder_hidden_states: torch.Tensor | None = None,
         *,
         grid: Sequence[int],
+        block_order: bool = False,
         rotary: Any = None,
         text_rotary: Any = None,
         valid: torch.Tensor | None = None,
@@ -48,6 +49,7 @@ class MHLAJointAttnProcessor:
                 `encoder_hidden_states` is `None`.
             encoder_hidden_states: The text, `[B, X, hidden]`.
             grid: Number of tokens along each axis.
+            block_order: Whether they come block by block.
             rotary: [`PairwiseRotary`][mhla_hf.layers.PairwiseRotary] of the grid.
             text_rotary: That of the text; `None` for none.
             valid: BoolTensor `[B, X]`, False for padding; `None` for no padding.
@@ -67,8 +69,8 @@ class MHLAJointAttnProcessor:
         has_own = getattr(attn, _TEXT[0], None) is not None or hasattr(attn, _TEXT[-1])
         words = TextTokens(*_project(attn, text, _TEXT if has_own else _GRID), text, valid, text_rotary)
         attended, of_text = attend_jointly(
-            attn.mhla, *_project(attn, tokens, _GRID), text=words, grid=grid, hidden_states=tokens, rotary=rotary,
-            identity=is_attention_skipped(attn),
+            attn.mhla, *_project(attn, tokens, _GRID), text=words, grid=grid, block_order=block_order,
+            hidden_states=tokens, rotary=rotary, identity=is_attention_skipped(attn),
         )  # fmt: skip
         attended, of_text = (x.flatten(2).type_as(hidden_states) for x in (attended, of_text))
         if getattr(attn, "to_out", None) is not None:

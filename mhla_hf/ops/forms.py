@@ -38,6 +38,10 @@ from .recurrent import PART_CHUNKS, empty_state, extend
 from .sums import BlockMixing, mix_summaries, repeat_heads
 
 
+# Numbers of a head that are computed apart on a CPU: below, calls from Python cost more than copies.
+_MIN_HEAD = 2**16
+
+
 def mhla_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -246,32 +250,48 @@ def attend_by_block(
     Returns:
         `[B, T, H, V]` in the dtype of the values; zero for padding.
     """
-    query, key, value = operands.tokens
-    dtype, entry = operands.dtype, operands.entry
+    dtype, count = operands.dtype, operands.key.shape[2]
     if isinstance(mixing, torch.Tensor):
         mixing = mixing.to(dtype)
     # Autocast would silently run the products in half precision, `.to(float32)` or not.
-    with torch.autocast(autocast_type(query.device), enabled=False):
-        # A column of ones makes z, where its queries and keys are those of the values.
-        has_ones = entry.mixes_sums and entry.divides and operands.pair[0] is None
-        query_blocks, key_blocks = (head_blocks(x, layout, dtype) for x in (query, key))
-        columns = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1) if has_ones else value
-        value_blocks = head_blocks(columns, layout, dtype)
-        if isinstance(mixing, torch.Tensor) and _pairs_cost_less(query_blocks, value_blocks):
-            output = _attend_by_pair(query_blocks, key_blocks, value_blocks, mixing)
-        else:
-            # Without a name for the summaries, which would keep them beside their mixtures.
-            output = query_blocks @ mix_summaries(mixing, key_blocks.transpose(-1, -2) @ value_blocks, query.shape[2])
-        product = None
-        if has_ones:
-            output, product = output.split((value.shape[-1], 1), dim=-1)
-        elif entry.divides:
-            if operands.normalizer_query is not query:
-                query_blocks = head_blocks(operands.normalizer_query, layout, dtype)
-            if operands.normalizer_key is not key:
-                key_blocks = head_blocks(operands.normalizer_key, layout, dtype)
-            product = PRODUCTS[operands.normalizer].block(query_blocks, key_blocks.sum(dim=-2), mixing)
-        return divide(operands, output, product, layout).to(value.dtype)
+    with torch.autocast(autocast_type(operands.query.device), enabled=False):
+        if not isinstance(mixing, torch.Tensor) or not _gains_by_head(operands.key):
+            return _attend_by_block(operands, mixing, layout)
+        # Each key/value head with its query heads.
+        tokens = [[None] * count if x is None else x.chunk(count, 2) for x in (*operands.tokens, *operands.pair)]
+        weights = mixing.chunk(count) if mixing.dim() > 2 and len(mixing) > 1 else [mixing] * count
+        heads = [
+            _attend_by_block(Operands(*head, operands.normalizer, operands.eps), own, layout)
+            for *head, own in zip(*tokens, weights)
+        ]
+        return torch.cat(heads, dim=2)
+
+
+def _gains_by_head(key: torch.Tensor) -> bool:
+    """Whether to compute one key/value head after the other: the caches of a CPU hold what is copied of one."""
+    head = key.shape[0] * key.shape[1] * key.shape[3]
+    return key.device.type == "cpu" and not torch.compiler.is_compiling() and key.shape[2] > 1 and head >= _MIN_HEAD
+
+
+def _attend_by_block(
+    operands: Operands, mixing: torch.Tensor | BlockMixing, layout: BlockLayout | SequenceLayout
+) -> torch.Tensor:
+    """The same in the dtype of the sums, for some of the heads."""
+    (query, key, value), dtype, entry = operands.tokens, operands.dtype, operands.entry
+    query_blocks, key_blocks, value_blocks = (head_blocks(x, layout, dtype) for x in (query, key, value))
+    if isinstance(mixing, torch.Tensor) and _pairs_cost_less(query_blocks, value_blocks):
+        output = _attend_by_pair(query_blocks, key_blocks, value_blocks, mixing)
+    else:
+        # Without a name for the summaries, which would keep them beside their mixtures.
+        output = query_blocks @ mix_summaries(mixing, key_blocks.transpose(-1, -2) @ value_blocks, query.shape[2])
+    product = None
+    if entry.divides:
+        if operands.normalizer_query is not query:
+            query_blocks = head_blocks(operands.normalizer_query, layout, dtype)
+        if operands.normalizer_key is not key:
+            key_blocks = head_blocks(operands.normalizer_key, layout, dtype)
+        product = PRODUCTS[operands.normalizer].block(query_blocks, key_blocks.sum(dim=-2), mixing)
+    return divide(operands, output, product, layout).to(value.dtype)
 
 
 def _pairs_cost_less(query: torch.Tensor, value: torch.Tensor) -> bool:

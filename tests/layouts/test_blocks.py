@@ -56,6 +56,38 @@ def test_slots_of_blocks_hold_their_tokens_in_row_major_order(axes, by_size, pre
     assert layout.token_table(torch.device("cpu")).tolist() == expected
 
 
+@settings(max_examples=100, deadline=None)
+@given(axes=AXES, by_size=st.booleans(), prefix=st.sampled_from([0, 0, 1, 12]))
+def test_block_order_puts_the_same_tokens_into_the_same_slots(axes, by_size, prefix):
+    grid, tiles = [max(axis) for axis in axes], [min(axis) for axis in axes]
+    option = {"block_size": tiles} if by_size else {"blocks": tiles}
+    rows = BlockLayout(grid, num_prefix_tokens=prefix, **option)
+    ordered = BlockLayout(grid, num_prefix_tokens=prefix, block_order=True, **option)
+    tokens = torch.randn(2, rows.num_tokens, 3, 2, dtype=torch.float64)
+    moved = rows.to_block_order(tokens)
+    assert torch.equal(rows.from_block_order(moved), tokens)
+    assert torch.equal(rows.to_block_order(tokens.transpose(1, 2), axis=2), moved.transpose(1, 2))
+    assert torch.equal(ordered.to_blocks(moved), rows.to_blocks(tokens))
+    assert torch.equal(ordered.to_head_blocks(moved), rows.to_head_blocks(tokens))
+    assert torch.equal(ordered.from_blocks(ordered.to_blocks(moved)), moved)
+    for name in ("block_of_token", "position_in_block"):
+        of_rows, of_ordered = getattr(rows, name), getattr(ordered, name)
+        assert torch.equal(rows.to_block_order(of_rows[None])[0], of_ordered)
+    assert ordered.block_of_token.tolist() == sorted(ordered.block_of_token.tolist())
+    table, cpu = ordered.token_table(torch.device("cpu")), torch.device("cpu")
+    places = torch.cat(
+        [rows.from_block_order(torch.arange(rows.num_tokens)[None])[0], torch.tensor([rows.num_tokens])]
+    )
+    assert torch.equal(table, places[rows.token_table(cpu).long()].int())
+
+
+def test_even_blocks_in_order_are_views():
+    layout = BlockLayout((4, 6), blocks=(2, 3), block_order=True)
+    tokens = torch.randn(2, 24, 3)
+    assert layout.to_blocks(tokens).data_ptr() == tokens.data_ptr()
+    assert layout.from_blocks(layout.to_blocks(tokens)).data_ptr() == tokens.data_ptr()
+
+
 @pytest.mark.parametrize("option", [{"blocks": (3,)}, {"block_size": (8,)}])
 def test_grids_of_any_length_compile(option):
     """In one graph, with lengths that the compiler takes for variable from the second one on."""
@@ -91,6 +123,8 @@ def test_layouts_are_values():
     first, second = BlockLayout((4, 6), blocks=(2, 3)), BlockLayout((4, 6), block_size=(2, 2))
     assert first == second and hash(first) == hash(second)
     assert first != BlockLayout((4, 6), blocks=(2, 2))
+    ordered = BlockLayout((4, 6), blocks=(2, 3), block_order=True)
+    assert first != ordered and "block_order=True" in repr(ordered) and "block_order" not in repr(first)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,6 +37,46 @@ def test_matches_naive_in_float64(layout, normalizer, seed, pairs, monkeypatch):
     inputs = make_inputs(layout, seed=seed, per_head=bool(seed), rotated=bool(seed))
     expected = output_and_gradients(inputs, layout, normalizer=normalizer, backend="naive")
     assert_same(output_and_gradients(inputs, layout, normalizer=normalizer), expected, 1e-10)
+
+
+@pytest.mark.parametrize("normalizer", ["query", "none"])
+@pytest.mark.parametrize("layout", RAGGED)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_heads_that_are_computed_apart_match_naive_in_float64(layout, normalizer, seed, monkeypatch):
+    monkeypatch.setattr(forms, "_MIN_HEAD", 1)
+    inputs = make_inputs(layout, seed=seed, per_head=bool(seed), rotated=bool(seed))
+    expected = output_and_gradients(inputs, layout, normalizer=normalizer, backend="naive")
+    assert_same(output_and_gradients(inputs, layout, normalizer=normalizer), expected, 1e-10)
+
+
+@pytest.mark.parametrize("normalizer", ["query", "none"])
+@pytest.mark.parametrize(
+    "layout", [*RAGGED, pytest.param(BlockLayout((7, 4), blocks=(3, 2), num_prefix_tokens=5), id="prefix")]
+)
+@pytest.mark.parametrize("backend", ["torch", "naive"])
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_tokens_in_block_order_match_those_in_row_major_order(layout, normalizer, backend, apart, monkeypatch):
+    monkeypatch.setattr(forms, "_MIN_HEAD", 1 if apart else 2**40)
+    inputs = make_inputs(layout, per_head=apart)
+    expected = output_and_gradients(inputs, layout, normalizer=normalizer, backend="naive")
+    actual = output_and_gradients(inputs, layout, in_block_order, normalizer=normalizer, backend=backend)
+    assert_same(actual, expected, 1e-10)
+
+
+def test_block_query_takes_block_order():
+    layout = BlockLayout((4, 6), blocks=(2, 3))
+    inputs, options = make_inputs(layout), {"normalizer": "block_query"}
+    expected = output_and_gradients(inputs, layout, backend="naive", **options)
+    for backend in ("torch", "naive"):
+        assert_same(output_and_gradients(inputs, layout, in_block_order, backend=backend, **options), expected, 1e-10)
+
+
+def in_block_order(mixing: torch.Tensor, layout: BlockLayout, **options: Any) -> torch.Tensor:
+    """The operator over tokens that are put in block order before it, and back after it."""
+    blocks = layout.blocks if layout._sizes is None else None
+    ordered = BlockLayout(layout.grid, blocks, layout._sizes, layout.num_prefix_tokens, block_order=True)
+    moved = {name: layout.to_block_order(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    return layout.from_block_order(mhla_attention(mixing=mixing, layout=ordered, **moved))
 
 
 @pytest.mark.parametrize("layout", RAGGED)
