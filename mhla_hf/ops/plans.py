@@ -14,6 +14,7 @@ is written. So do calls on a CPU.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,6 +31,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..layouts.blocks import is_remembered
 from .backends import tf32_is_allowed
 
+
+logger = logging.getLogger(__name__)
 
 # Kinds that are remembered. Beyond that, all are recorded again: sizes have been many, and most will not come back.
 MAX_PLANS = 4096
@@ -97,14 +100,23 @@ def kind_of(tensors: Sequence[Tensor | None], *options: Any) -> Any:
     return tuple(kind)
 
 
-def planned(kind: Any, function: Callable[..., Any], tensors: Sequence[Tensor | None], *options: Any) -> Any:
+def planned(
+    kind: Any,
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    *options: Any,
+    is_repeatable: bool = True,
+) -> Any:
     """Return `function(*tensors, *options)`, by its plan where there is one.
+
+    A new plan runs once beside the call that it was made of, and has to return the same bits.
 
     Args:
         kind: See [`kind_of`].
         function: Returns a tensor, or a tuple of tensors. It records no gradients.
         tensors: All that it takes.
         options: Everything else that it takes.
+        is_repeatable: Whether it leaves its tensors as they are.
     """
     try:
         plan = _plans.get(kind)
@@ -127,8 +139,18 @@ def planned(kind: Any, function: Callable[..., Any], tensors: Sequence[Tensor | 
     recording = Recording(tensors)
     with recording:
         result = function(*tensors, *options)
-    _plans[kind] = recording.plan(result) or _NO_PLAN
+    made = recording.plan(result)
+    if made is not None and is_repeatable and not _same_bits(made(*tensors), result):
+        logger.warning("A plan of a call did not repeat it, and is not used: %s. Please report this.", kind)
+        made = None
+    _plans[kind] = made or _NO_PLAN
     return result
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    """Return whether two tensors, or tuples of them, are equal, NaN included."""
+    pairs = zip(one, other) if isinstance(one, tuple) else [(one, other)]
+    return all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
 
 
 def decided(kind: Any) -> Any:

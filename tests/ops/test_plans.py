@@ -111,12 +111,12 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("name", "key_heads", "per_head", "normalizer"),
     [
-        ("even", 1, True, "query"),
-        ("even", 2, False, "block_query"),
-        ("ragged", 2, False, "none"),
-        ("ragged", 1, False, "query"),
-        ("causal", 2, False, "query"),
-        ("causal, ragged", 1, True, "none"),
+        ("ragged", 1, True, "query"),
+        pytest.param("even", 2, False, "block_query", marks=pytest.mark.slow),
+        pytest.param("ragged", 2, False, "none", marks=pytest.mark.slow),
+        pytest.param("even", 1, False, "query", marks=pytest.mark.slow),
+        pytest.param("causal", 2, False, "query", marks=pytest.mark.slow),
+        pytest.param("causal, ragged", 1, True, "none", marks=pytest.mark.slow),
     ],
 )
 def test_later_calls_compute_the_same(compiled, monkeypatch, name, key_heads, per_head, normalizer):
@@ -168,7 +168,8 @@ def test_kernels_start_on_the_stream_of_their_call(compiled, monkeypatch):
     monkeypatch.setattr(plans, "current_stream", lambda index: next(streams))
     for seed in range(4):
         close(tokens(seed))
-    assert [kernel.streams for kernel in compiled if kernel.streams] == [[100, 101], [100, 101]]
+    # The second call makes the plan, which then runs once to be compared.
+    assert [kernel.streams for kernel in compiled if kernel.streams] == [[100, 101, 102], [100, 101, 102]]
 
 
 def test_another_device_has_plans_of_its_own(compiled, monkeypatch):
@@ -337,6 +338,16 @@ def test_what_reads_numbers_back_has_no_plan(compiled):
     assert not isinstance(plans._plans[kind], plans.Plan)
 
 
+def test_a_plan_that_computes_something_else_is_not_used(compiled, monkeypatch, caplog):
+    repeat = plans.Plan.__call__
+    wrong = lambda plan, *tensors: torch.utils._pytree.tree_map(torch.zeros_like, repeat(plan, *tensors))  # noqa: E731
+    monkeypatch.setattr(plans.Plan, "__call__", wrong)
+    for seed in range(4):
+        close(tokens(seed))
+    # One for the whole call, one for the operator in it.
+    assert number_of_plans() == 0 and caplog.text.count("did not repeat it") == 2
+
+
 def test_temporaries_share_memory_where_they_are_not_needed_together():
     entries = {}
     for name, made, last, size in (("a", 0, 3, 1000), ("b", 1, 5, 600), ("c", 4, 6, 900), ("d", 6, 8, 2000)):
@@ -437,6 +448,9 @@ def test_layers_that_change_have_other_plans(compiled):
         options["norms"].query.eps = 1e-6
         torch.testing.assert_close(layer(*given, **options), before)
         check_layer(layer, given, {**options, "grid": (4, 3)})
+        for _ in range(3):
+            ordered = check_layer(layer, given, {**options, "block_order": True})
+        assert not torch.equal(ordered, before)
         for grid in ((3, 5), (True, 12), "12", 12, None):
             with pytest.raises(ValueError, match="grid"):
                 layer(*given, **{**options, "grid": grid})

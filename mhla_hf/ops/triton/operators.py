@@ -46,7 +46,7 @@ def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = Tr
 
         def run_planned(*arguments: Any) -> Any:
             tensors, options = arguments[:count], arguments[count:]
-            return planned(kind_of(tensors, name, options), run, tensors, *options)
+            return planned(kind_of(tensors, name, options), run, tensors, *options, is_repeatable=not writes)
 
         torch.library.impl(name, ("cpu", "cuda"))(run_planned)
         if not differentiable:
