@@ -64,8 +64,8 @@ def order_of(model: Any, grid: Sequence[int]) -> BlockLayout | None:
     # A softmax window needs rows, and would bring them back in every layer.
     if first.window_bias is not None or any(x.config is not first.config or x.blocks != first.blocks for x in layers):
         return None
-    attentions = [getattr(block, name, None) for block in blocks for name in _ATTENTIONS]
-    attentions = [attention for attention in attentions if attention is not None]
+    parts: list[Any] = [getattr(block, name, None) for block in blocks for name in _ATTENTIONS]
+    attentions = [part for part in parts if part is not None]
     # Hooks may read tokens by their places, and so may the attention of others.
     if any(has_hooks(module) for module in (*model.children(), *blocks, *attentions, *layers)):
         return None
