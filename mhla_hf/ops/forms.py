@@ -37,7 +37,7 @@ from .sums import BlockMixing, mix_summaries, repeat_heads
 
 
 # Numbers of a head that are computed apart on a CPU: below, calls from Python cost more than copies.
-_MIN_HEAD = 2**16
+_MIN_HEAD = 3 * 2**16
 
 
 def mhla_attention(
