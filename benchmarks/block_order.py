@@ -30,6 +30,7 @@ SHAPES = {
     "32,760 tokens, 60 blocks": OperatorShape(1, 4, 64, (21, 30, 52), (3, 5, 4)),
 }
 WAN = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": 2, "ffn_dim": 1024, "text_dim": 64}
+GRID, BLOCKS = (9, 20, 20), (3, 4, 4)
 CPU = torch.device("cpu")
 
 Contestants = dict[str, Callable[[], Any]]
@@ -67,11 +68,11 @@ def operators(shape: OperatorShape) -> Iterator[tuple[str, Contestants]]:
 def models() -> Iterator[tuple[str, Contestants]]:
     """A small Wan at 3,600 tokens: its two MHLA layers, which attend and project, and the whole model."""
     made = {}
-    for name, blocks in (("one block", (1, 1, 1)), ("row order", (3, 4, 4)), ("block order", (3, 4, 4))):
+    for name, blocks in (("one block", (1, 1, 1)), ("row order", BLOCKS), ("block order", BLOCKS)):
         torch.manual_seed(0)
-        made[name] = MHLAWanTransformer3DModel(**WAN, mhla={"blocks": blocks, "grid": (9, 20, 20)}).eval()
+        made[name] = MHLAWanTransformer3DModel(**WAN, mhla={"blocks": blocks, "grid": GRID}).eval()
         made[name].block_order = name == "block order"
-    inputs = example_inputs(made["row order"], (9, 20, 20), torch.float32, CPU, text=64)
+    inputs = example_inputs(made["row order"], GRID, torch.float32, CPU, text=64)
     layers = {
         name: partial(_each, _calls_of(model.blocks[0].attn1.processor, partial(model, **inputs)))
         for name, model in made.items()
