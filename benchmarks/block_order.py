@@ -3,7 +3,7 @@
 
 python -m benchmarks.block_order --json block_order.json
 
-Contestants take turns, one call each; a ratio is the median over these turns. One thread.
+Contestants take turns, one call each, on one thread; a ratio is that of processor times, the median over these turns.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _calls_of(processor: Any, run: Callable[[], Any]) -> list[Callable[[], Any]]
 
 
 def measure(contestants: Contestants, seconds: float) -> dict[str, list[float]]:
-    """Seconds of each call; softmax, which takes long, is called a few times alone."""
+    """Processor time of each call in seconds; softmax, which takes long, is called a few times alone."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     end = time.perf_counter() + seconds
     turn = -2
@@ -109,10 +109,10 @@ def measure(contestants: Contestants, seconds: float) -> dict[str, list[float]]:
         for name, call in contestants.items():
             if name == "softmax" and turn > 2:
                 continue
-            start = time.perf_counter()
+            start = time.process_time()
             call()
             if turn >= 0:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.process_time() - start)
         turn += 1
     return times
 
