@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens block by block beside row by row, as one block, and softmax, on a CPU: the operator, and layers of a small Wan.
+"""Tokens block by block beside row by row, one block and softmax, on a CPU: the operator, and layers of a small Wan.
 
 python -m benchmarks.block_order --json block_order.json
 
-Contestants take turns, one call each; a ratio is the median over these turns. One thread.
+Contestants take turns, one call each, on one thread; a ratio is that of processor times, the median over these turns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -29,6 +30,7 @@ SHAPES = {
     "32,760 tokens, 60 blocks": OperatorShape(1, 4, 64, (21, 30, 52), (3, 5, 4)),
 }
 WAN = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": 2, "ffn_dim": 1024, "text_dim": 64}
+GRID, BLOCKS = (9, 20, 20), (3, 4, 4)
 CPU = torch.device("cpu")
 
 Contestants = dict[str, Callable[[], Any]]
@@ -45,12 +47,14 @@ def operators(shape: OperatorShape) -> Iterator[tuple[str, Contestants]]:
         return mhla_attention(*tokens, mixing if layout.num_blocks > 1 else mixing.new_ones(1, 1), layout, eps=EPS)
 
     ordered = BlockLayout(shape.grid, shape.blocks, block_order=True)
+    # Of longer sequences softmax takes half a minute.
+    with_softmax = {"softmax": softmax} if shape.tokens < 10_000 else {}
     forms = {
         "linear": linear,
         "one block": partial(mhla, BlockLayout(shape.grid, [1] * len(shape.grid))),
         "row order": partial(mhla, shape.layout()),
         "block order": partial(mhla, ordered),
-        "softmax": softmax,
+        **with_softmax,
     }
     yield "forward", {name: partial(form, inputs) for name, form in forms.items()}
     tokens = [x.requires_grad_() for x in inputs[:3]]
@@ -58,25 +62,22 @@ def operators(shape: OperatorShape) -> Iterator[tuple[str, Contestants]]:
     def both(form: Callable[..., torch.Tensor]) -> None:
         torch.autograd.grad(form(inputs), tokens, inputs.gradient)
 
-    # Softmax takes half a minute there.
-    forms = {name: form for name, form in forms.items() if name != "softmax" or shape.tokens < 10_000}
     yield "both directions", {name: partial(both, form) for name, form in forms.items()}
 
 
 def models() -> Iterator[tuple[str, Contestants]]:
     """A small Wan at 3,600 tokens: its two MHLA layers, which attend and project, and the whole model."""
     made = {}
-    for name, blocks in (("one block", (1, 1, 1)), ("row order", (3, 4, 4)), ("block order", (3, 4, 4))):
+    for name, blocks in (("one block", (1, 1, 1)), ("row order", BLOCKS), ("block order", BLOCKS)):
         torch.manual_seed(0)
-        made[name] = MHLAWanTransformer3DModel(**WAN, mhla={"blocks": blocks, "grid": (9, 20, 20)}).eval()
+        made[name] = MHLAWanTransformer3DModel(**WAN, mhla={"blocks": blocks, "grid": GRID}).eval()
         made[name].block_order = name == "block order"
-    inputs = example_inputs(made["row order"], (9, 20, 20), torch.float32, CPU, text=64)
-    layers: dict[str, list[Callable[[], Any]]] = {}
-    for name, model in made.items():
-        # As the model calls them, hooks off.
-        calls = _calls_of([block.attn1 for block in model.blocks], partial(model, **inputs))
-        layers[name] = [partial(_each, calls)]
-    yield "layers, forward", {name: calls[0] for name, calls in layers.items()}
+    inputs = example_inputs(made["row order"], GRID, torch.float32, CPU, text=64)
+    layers = {
+        name: partial(_each, _calls_of(model.blocks[0].attn1.processor, partial(model, **inputs)))
+        for name, model in made.items()
+    }
+    yield "layers, forward", layers
     yield "model, forward", {name: partial(model, **inputs) for name, model in made.items()}
 
 
@@ -85,26 +86,22 @@ def _each(calls: list[Callable[[], Any]]) -> None:
         call()
 
 
-def _calls_of(modules: list[Any], run: Callable[[], Any]) -> list[Callable[[], Any]]:
-    """Calls of modules as a run makes them. Processors see them, since hooks would keep a model from block order."""
+def _calls_of(processor: Any, run: Callable[[], Any]) -> list[Callable[[], Any]]:
+    """Calls of MHLA layers that a run makes. Their processors see them: hooks would keep a model from block order."""
     calls: list[Callable[[], Any]] = []
-    original = type(modules[0].processor).__call__
 
-    def record(processor: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(partial(original, processor, *args, **kwargs))
-        return original(processor, *args, **kwargs)
+    def record(own: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(partial(original, own, *args, **kwargs))
+        return original(own, *args, **kwargs)
 
-    type(modules[0].processor).__call__ = record
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        type(modules[0].processor).__call__ = original
+    original = type(processor).__call__
+    with patch.object(type(processor), "__call__", record), torch.no_grad():
+        run()
     return calls
 
 
 def measure(contestants: Contestants, seconds: float) -> dict[str, list[float]]:
-    """Seconds of each call; softmax, which takes long, is called a few times alone."""
+    """Processor time of each call in seconds; softmax, which takes long, is called a few times alone."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     end = time.perf_counter() + seconds
     turn = -2
@@ -112,10 +109,10 @@ def measure(contestants: Contestants, seconds: float) -> dict[str, list[float]]:
         for name, call in contestants.items():
             if name == "softmax" and turn > 2:
                 continue
-            start = time.perf_counter()
+            start = time.process_time()
             call()
             if turn >= 0:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.process_time() - start)
         turn += 1
     return times
 

@@ -125,6 +125,7 @@ class MHLAFluxTransformer2DModel(_FluxMixin, FluxTransformer2DModel):
         """
         given, layout = self._with_grid_and_order(joint_attention_kwargs, img_ids, kwargs)
         if layout is not None:
+            assert img_ids is not None
             hidden_states, img_ids = layout.to_block_order(hidden_states), layout.to_block_order(img_ids, -2)
         # By name: upstream takes the scale of adapters out of keyword arguments alone.
         output = super().forward(
@@ -156,6 +157,7 @@ class MHLAChromaTransformer2DModel(_FluxMixin, ChromaTransformer2DModel):
         """As upstream; the grid is read as in `MHLAFluxTransformer2DModel`."""
         model, (given, layout) = self, self._with_grid_and_order(joint_attention_kwargs, img_ids, kwargs)
         if layout is not None:
+            assert img_ids is not None
             hidden_states, img_ids = layout.to_block_order(hidden_states), layout.to_block_order(img_ids, -2)
             if attention_mask is not None:
                 text, image = attention_mask.split([attention_mask.shape[1] - layout.num_tokens, layout.num_tokens], 1)

@@ -594,8 +594,9 @@ class MHLA(nn.Module):
             if sequence is None:
                 assert isinstance(call.layout, BlockLayout)
                 layout = call.layout
-                rows = _in_rows(layout, *tokens)
-                output = grid_window_attention(*rows, window, size, layout.in_rows(), scale=call.scaling)
+                query, key, value = _in_rows(layout, *tokens)
+                rows = layout.in_rows()
+                output = grid_window_attention(query, key, value, window, size, rows, scale=call.scaling)
                 return _from_rows(layout, output), None
             if state is None:
                 return sequence_window_attention(*tokens, window, size[0], sequence, scale=call.scaling), None

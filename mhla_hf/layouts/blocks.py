@@ -230,14 +230,15 @@ class BlockLayout:
         return padded.index_select(1, index).unflatten(1, (self.num_blocks, self.max_block_tokens))
 
     def to_head_blocks(self, tokens: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Groups tokens by head and block and converts them, in one copy.
+        """Groups tokens by head and block and converts them, in one copy; in block order even blocks are a view.
 
         Args:
             tokens: `[B, T, H, D]`.
             dtype: Type of the result; the dtype of `tokens` if not given.
 
         Returns:
-            `[B, H, M, N, D]`, zero where a block has fewer than N tokens, with dense blocks as matrix products want.
+            `[B, H, M, N, D]`, zero where a block has fewer than N tokens. Copies have dense blocks, as matrix products
+            want them.
 
         Raises:
             ValueError: If axis 1 does not have T entries.
@@ -247,6 +248,8 @@ class BlockLayout:
         dtype = tokens.dtype if dtype is None else dtype
         if self.is_uniform:
             grouped = self._by_block(by_head, 2)
+            if self.block_order and dtype == tokens.dtype:
+                return grouped
             if dtype != tokens.dtype:
                 grouped = grouped.to(dtype, memory_format=torch.contiguous_format)
             return grouped.reshape(*by_head.shape[:2], self.num_blocks, self.max_block_tokens, by_head.shape[3])
@@ -259,7 +262,8 @@ class BlockLayout:
     def _by_block(self, tokens: torch.Tensor, axis: int) -> torch.Tensor:
         """A view with the token axis split by blocks and positions: `[..., *blocks, *positions, ...]`."""
         if self.block_order:
-            return tokens.unflatten(axis, (self.num_blocks, self.max_block_tokens))
+            # Not unflatten, which goes through more of Python.
+            return tokens.view(*tokens.shape[:axis], self.num_blocks, -1, *tokens.shape[axis + 1 :])
         axes = len(self.grid)
         split = [entry for count, lengths in zip(self.blocks, self.tile_lengths) for entry in (count, lengths[0])]
         order = [*range(axis), *range(axis, axis + 2 * axes, 2), *range(axis + 1, axis + 2 * axes, 2)]

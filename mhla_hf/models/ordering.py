@@ -62,10 +62,12 @@ def order_of(model: Any, grid: Sequence[int]) -> BlockLayout | None:
     first = layers[0]
     blocks = [block for child in model.children() if isinstance(child, nn.ModuleList) for block in child]
     # A softmax window needs rows, and would bring them back in every layer.
-    if first.window_bias is not None or any(x.config is not first.config or x.blocks != first.blocks for x in layers):
+    if first.window_bias is not None or any(
+        x.blocks != first.blocks or (x.config is not first.config and x.config != first.config) for x in layers
+    ):
         return None
-    attentions = [getattr(block, name, None) for block in blocks for name in _ATTENTIONS]
-    attentions = [attention for attention in attentions if attention is not None]
+    parts: list[Any] = [getattr(block, name, None) for block in blocks for name in _ATTENTIONS]
+    attentions = [part for part in parts if part is not None]
     # Hooks may read tokens by their places, and so may the attention of others.
     if any(has_hooks(module) for module in (*model.children(), *blocks, *attentions, *layers)):
         return None
@@ -111,7 +113,7 @@ def latents_in_block_order(upstream: Any, *latents: str) -> Callable[..., Any]:
             return upstream.forward(self, *args, **kwargs)
         patch = _patch_of(self)
         carried = {"layout": layout, "is_taken": False}
-        given = {name: _ordered(x, layout, patch) if name in latents else x for name, x in given.items()}
+        given |= {name: _ordered(given[name], layout, patch) for name in latents}
         setattr(given[latents[0]], _CARRIED, carried)
         if given["timestep"].ndim == 2:
             given["timestep"] = layout.to_block_order(given["timestep"])
@@ -138,8 +140,9 @@ def only_shared(given: Mapping[str, Any], *known: str) -> bool:
 
 def _layout_for_call(model: Any, given: Mapping[str, Any], latents: Sequence[str]) -> BlockLayout | None:
     """The layout in whose order the tokens of a call may come."""
-    sizes, patch = [given[name].shape[2:] for name in latents if name in given], _patch_of(model)
-    if not sizes or any(size != sizes[0] for size in sizes) or len(sizes[0]) != len(patch):
+    tensors, patch = [given.get(name) for name in latents], _patch_of(model)
+    sizes = [x.shape[2:] for x in tensors if x is not None]
+    if len(sizes) < len(latents) or any(size != sizes[0] for size in sizes) or len(sizes[0]) != len(patch):
         return None
     timestep, grid = given.get("timestep"), [size // side for size, side in zip(sizes[0], patch)]
     if not only_shared(given, *latents, "timestep") or not isinstance(timestep, torch.Tensor):

@@ -39,7 +39,7 @@ from .sums import BlockMixing, mix_summaries, repeat_heads
 
 
 # Numbers of a head that are computed apart on a CPU: below, calls from Python cost more than copies.
-_MIN_HEAD = 2**16
+_MIN_HEAD = 3 * 2**16
 
 
 def mhla_attention(
@@ -261,7 +261,7 @@ def attend_by_block(
         tokens = [[None] * count if x is None else x.chunk(count, 2) for x in (*operands.tokens, *operands.pair)]
         weights = mixing.chunk(count) if mixing.dim() > 2 and len(mixing) > 1 else [mixing] * count
         heads = [
-            _attend_by_block(Operands(*head, operands.normalizer, operands.eps), own, layout)
+            _attend_by_block(Operands(*head, operands.normalizer, operands.eps), own, layout)  # type: ignore[call-arg]
             for *head, own in zip(*tokens, weights)
         ]
         return torch.cat(heads, dim=2)

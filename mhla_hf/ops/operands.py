@@ -202,13 +202,15 @@ def divide(
     Returns:
         `[B, T, H, V]`.
     """
-    output = from_head_blocks(output, layout)
-    if product is None:
-        return output
-    # Token by token: the empty slots of ragged blocks have no denominator. A product has a cheaper gradient than a
-    # quotient.
-    factor = operands.entry.divisor(from_head_blocks(product, layout), operands.eps).reciprocal()
-    return output * factor if output.requires_grad else output.mul_(factor)
+    if not layout.is_uniform:
+        # The empty slots of ragged blocks have no denominator.
+        output = from_head_blocks(output, layout)
+        product = None if product is None else from_head_blocks(product, layout)
+    if product is not None:
+        # A product has a cheaper gradient than a quotient.
+        factor = operands.entry.divisor(product, operands.eps).reciprocal()
+        output = output * factor if output.requires_grad else output.mul_(factor)
+    return from_head_blocks(output, layout) if layout.is_uniform else output
 
 
 def finite_tokens(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:

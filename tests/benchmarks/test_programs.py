@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from benchmarks import decode, plots, training
+from benchmarks import block_order, decode, plots, training
 from benchmarks.decode import DecodeOptions, measure_decoding
 from benchmarks.plots import plot_report
 from benchmarks.quality_dit import __main__ as quality_dit
 from benchmarks.training import measure_training
-from mhla_hf.bench import BenchOptions
+from mhla_hf.bench import BenchOptions, OperatorShape
 from tests import ROOT
 
 
@@ -66,6 +66,14 @@ def test_a_training_step(tmp_path):
     assert rows["mhla-torch"]["milliseconds"] > 0 and rows["mhla-torch"]["peak_memory_bytes"] > 0
     plot_report(report, tmp_path / "train.png")
     assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_block_order(monkeypatch):
+    monkeypatch.setattr(block_order, "SHAPES", {"tiny": OperatorShape(1, 2, 8, (2, 4, 6), (1, 2, 3))})
+    monkeypatch.setattr(block_order, "GRID", (2, 4, 6))
+    monkeypatch.setattr(block_order, "BLOCKS", (1, 2, 3))
+    rows = block_order.run(seconds=0.01)["results"]
+    assert len(rows) == 16 and all(row["ms"] > 0 and row["ratio"] > 0 for row in rows)
 
 
 def test_stored_results_can_be_plotted(tmp_path):

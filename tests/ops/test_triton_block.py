@@ -35,6 +35,7 @@ LAYOUTS = [
     pytest.param(BlockLayout((7, 11), blocks=(2, 3)), id="7x11-over-2x3"),
     pytest.param(BlockLayout((3, 5, 7), blocks=(2, 1, 2)), id="3x5x7-over-2x1x2"),
     pytest.param(BlockLayout((3, 4), blocks=(2, 2), num_prefix_tokens=2), id="prefix"),
+    pytest.param(BlockLayout((5, 7), blocks=(2, 3), num_prefix_tokens=2, block_order=True), id="block-order"),
 ]
 
 
