@@ -342,7 +342,7 @@ class MHLA(nn.Module):
         kind: Any = None
         tensors: tuple[torch.Tensor | None, ...] = call.tensors
         can_gate = self.gate is None or hidden_states is not None
-        if not identity and can_gate and is_plain(tensors) and has_plans(query):
+        if not identity and can_gate and not torch.compiler.is_compiling() and has_plans(query):
             kind, tensors = self._kind_of(call, grid, block_order, attended_alone)
         if self.gate is not None and kind is not None:
             gate = self.gate(hidden_states)

@@ -336,6 +336,8 @@ class Recording(TorchDispatchMode):
             if source is not None and tensor not in self.places:
                 self.places[tensor] = self.place(source)[0]
         if operation in _ALLOCATIONS:
+            if result.device != self.device:
+                raise _Unplannable
             name = f"made{len(self.statements)}"
             self.add(name, result, made=len(self.statements))
             self.statements.append(_Statement(makes=name))
@@ -519,12 +521,15 @@ def _pack(temporaries: dict[str, _Memory]) -> tuple[dict[str, int], int]:
 class Plan:
     """What a call of one kind does, as a function of its tensors."""
 
-    __slots__ = ("device", "has_tables", "index", "make", "run", "watched")
+    __slots__ = ("device", "has_tables", "index", "make", "run", "runtime", "watched")
 
     def __init__(self, recording: Recording, last: str) -> None:
         index = recording.device.index
         self.device, self.index = recording.device.type, -1 if index is None else index
         self.has_tables = recording.has_tables
+        from triton import knobs
+
+        self.runtime: Any = knobs.runtime
         grids = [(kernel, (programs, 1, 1)) for kernel, programs in recording.kernels]
         names = {"empty": torch.empty, "empty_strided": torch.empty_strided, "uint8": torch.uint8}
         names |= {"device": recording.device, **recording.values}
@@ -548,7 +553,7 @@ class Plan:
 
     def __call__(self, *tensors: Tensor | None) -> Any:
         run, index = self.run, self.index
-        if _launches_are_watched():
+        if _is_watched(self.runtime):
             run = self.watched = self.watched or self.make(True)
         elsewhere = index >= 0 and torch._C._cuda_getDevice() != index
         if elsewhere or torch.is_autocast_enabled(self.device):
@@ -566,9 +571,9 @@ def current_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
 
 
-def _launches_are_watched() -> bool:
+def _is_watched(runtime: Any) -> bool:
     """Whether hooks of a profiler want to know of launches. Releases have none, a function, or a list of them."""
-    from triton import knobs
-
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
