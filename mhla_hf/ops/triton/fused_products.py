@@ -272,9 +272,9 @@ def fused_outer_kernel(
     """The sums of the head of this file; zeros for empty blocks.
 
     heads is the number of heads of `products`, for a group of lines from `first_line` on `[lines, M', WIDTH, VALUE]`,
-    which are to be multiplied with powers of two, `matrix_scales` `[lines, M']`, if these are given; each sums REPEATS heads
-    of the rows. `scale` and `weight` are `[B, T, heads · REPEATS]`, or None for 1; `sums` are `[lines, M', WIDTH]`, or
-    None for none.
+    which are to be multiplied with powers of two, `matrix_scales` `[lines, M']`, if these are given; each sums
+    REPEATS heads of the rows. `scale` and `weight` are `[B, T, heads · REPEATS]`, or None for 1; `sums` are
+    `[lines, M', WIDTH]`, or None for none.
     """
     batch, head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, heads, 1)
     column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
