@@ -169,17 +169,20 @@ def table_sizes(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, int]:
 def product_precision(tokens: torch.dtype, summaries: torch.dtype) -> str:
     """PRECISION of matrix products between token rows and summaries, see `device_functions`.
 
-    bfloat16 where both are. Otherwise float32, see [`multiplies_exactly`].
+    bfloat16 beside bfloat16 tokens where summaries have no more bits than float16. Otherwise float32, see
+    [`multiplies_exactly`].
     """
-    if tokens == summaries == torch.bfloat16:
+    if tokens == torch.bfloat16 and summaries.itemsize == 2:
         return "bf16"
     return "tf32x3" if multiplies_exactly(tokens) else "tf32"
 
 
 def row_precision(rows: torch.dtype, matrices: torch.dtype, exact: bool) -> str:
-    """PRECISION of products of rows as tokens have them with float32 or bfloat16 matrices."""
+    """PRECISION of products of rows as tokens have them with matrices of a type."""
     if rows == torch.bfloat16:
-        return "bf16" if matrices == torch.bfloat16 else "bf16x2"
+        return "bf16x2" if matrices == torch.float32 else "bf16"
+    if rows == matrices == torch.float16:
+        return "fp16"
     return "tf32x3" if exact else "tf32"
 
 
@@ -210,7 +213,7 @@ def stages(precision: str, from_shared_memory: bool, width: int) -> int:
     """
     if not from_shared_memory or precision not in ("bf16", "fp16"):
         return 2
-    return 1 if padded(width) > 128 else 2 if is_padded(width) else 3
+    return 2 if is_padded(width) or padded(width) > 128 else 3
 
 
 def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
@@ -239,13 +242,13 @@ def multiplies_exactly(tokens: torch.dtype) -> bool:
     return tokens == torch.float16 or (tokens == torch.float32 and not tf32_is_allowed())
 
 
-def summary_dtype(tokens: torch.dtype) -> torch.dtype:
-    """Dtype of summaries: float32, or bfloat16 for bfloat16 tokens.
+def summary_dtype(tokens: torch.dtype, *, in_backward: bool = False) -> torch.dtype:
+    """Dtype of summaries: float16, over powers of two, except beside tokens of which more bits count.
 
-    Sums of float16 would leave its range. Summaries in bfloat16 take half the memory traffic; outputs keep the error
-    of their own rounding, but gradients, where terms cancel, would have up to three times theirs.
+    These are float32 tokens that are multiplied exactly, and in the backward pass, where terms cancel, float16 ones.
     """
-    return torch.bfloat16 if tokens == torch.bfloat16 else torch.float32
+    exact = multiplies_exactly(tokens) and (in_backward or tokens == torch.float32)
+    return torch.float32 if exact else torch.float16
 
 
 def row_count(blocks: int) -> int:
@@ -280,15 +283,6 @@ class _TF32:
 
 
 _tf32 = _TF32()
-
-
-def empty_summaries(tokens: torch.Tensor, lines: int, blocks: int, *widths: int, dtype: torch.dtype) -> torch.Tensor:
-    """Summaries `[lines, M', *widths]` to write for M blocks, of which those beyond these are zero."""
-    rows = row_count(blocks)
-    summaries = tokens.new_empty(lines, rows, *widths, dtype=dtype)
-    if rows > blocks:
-        summaries[:, blocks:].zero_()
-    return summaries
 
 
 @contextmanager
@@ -364,22 +358,23 @@ def matrix_tiles(
     """
     batch, _, heads, width = rows.shape
     sizes = table_sizes(table, rows)
-    exact, from_shared_memory = multiplies_exactly(rows.dtype), multiplies_from_shared_memory(rows.device)
+    from_shared_memory = multiplies_from_shared_memory(rows.device)
     columns_tile, tokens_tile = column_tile(width, columns), token_tile(sizes["slots"], width)
-    precision = row_precision(rows.dtype, matrices, exact)
+    precision = row_precision(rows.dtype, matrices, multiplies_exactly(rows.dtype))
+    exact, in_half = precision == "tf32x3", precision in ("bf16", "fp16")
     halves = precision == "bf16x2" and from_shared_memory
     wide_rows = halves and padded(columns) <= 128 < padded(width)
     if exact:
         # Both halves of the factors have to find room.
         columns_tile = columns_tile if from_shared_memory else min(columns_tile, MAX_TILE // 2 // padded(width))
         tokens_tile = min(tokens_tile, max(16, 2048 // padded(width)))
-    elif matrices == torch.float32 and not from_shared_memory:
+    elif not in_half and not from_shared_memory:
         # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
         fewest = 16 if rows.dtype == torch.float32 else 32
         tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
     elif wide_rows:
         tokens_tile = token_tile(sizes["slots"], 128)
-    elif matrices == torch.bfloat16 and from_shared_memory and padded(width) > 128:
+    elif in_half and from_shared_memory and padded(width) > 128:
         # One program then has all registers of a multiprocessor, but reads the rows once.
         columns_tile = min(padded(columns), 2 * MAX_TILE // padded(width))
     programs = heads // groups * sizes["num_blocks"] * ceil_divide(columns, columns_tile)
