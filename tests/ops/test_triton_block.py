@@ -296,7 +296,7 @@ def test_operators_are_what_torch_expects(rotated, device):
     for divides in (True, False):
         pair = [inputs.get(name) if divides else None for name in ("normalizer_query", "normalizer_key")]
         divisor = None if divides else (torch.rand(2, 12, 3, device=device) + 1).requires_grad_()
-        torch.library.opcheck(block_attention, (*tokens, *pair, divisor, mixing, table, divides, 1e-6))
+        torch.library.opcheck(block_attention.overload, (*tokens, *pair, divisor, mixing, table, divides, 1e-6))
 
 
 @pytest.mark.slow

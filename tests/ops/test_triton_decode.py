@@ -194,7 +194,7 @@ def test_operator_is_what_torch_expects(device):
     inputs, mixing = make_inputs(device, 1, heads=1)
     state = start(inputs, mixing, 2)
     tensors = mixing[None], torch.ones(1, device=device), *(getattr(state, name) for name in STATE)
-    torch.library.opcheck(kernels.decode_token, (*inputs.values(), None, *tensors, 2, True, 1e-6))
+    torch.library.opcheck(kernels.decode_token.overload, (*inputs.values(), None, *tensors, 2, True, 1e-6))
 
 
 def test_unsupported_cases_run_in_torch():

@@ -46,7 +46,7 @@ def make_arguments(device, dtype, everything, *, per_head=False):
 def test_operator_is_what_torch_expects(dtype, everything, device):
     from mhla_hf.ops.triton import fused
 
-    torch.library.opcheck(fused.fused_attention, make_arguments(device, dtype, everything))
+    torch.library.opcheck(fused.fused_attention.overload, make_arguments(device, dtype, everything))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -208,8 +208,8 @@ def test_operators_are_what_torch_expects(device):
     angles = angles_of(layout, 8).to(device)
     turns = torch.stack((angles.cos(), angles.sin()), -1).flatten(1)
     tokens = leaves["query"], leaves["query_weight"]
-    torch.library.opcheck(hedgehog.compute_features, (*tokens, leaves["query_norm"], turns, 0.5, 1e-3, 1e-6))
-    torch.library.opcheck(hedgehog.compute_features, (*tokens, None, None, 1.0, 0.0, 0.0))
+    torch.library.opcheck(hedgehog.compute_features.overload, (*tokens, leaves["query_norm"], turns, 0.5, 1e-3, 1e-6))
+    torch.library.opcheck(hedgehog.compute_features.overload, (*tokens, None, None, 1.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("device", DEVICES)

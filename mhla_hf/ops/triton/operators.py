@@ -34,8 +34,8 @@ def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = Tr
             without either have a derivative of zero.
 
     Returns:
-        A decorator, which turns the function into one that is called like the operator. Its `register_autograd` is
-        that of `torch.library`, for an operator that is differentiable.
+        A decorator, which turns the function into one that is called like the operator, its `overload`. Its
+        `register_autograd` is that of `torch.library`, for an operator that is differentiable.
     """
 
     def define(run: Callable) -> Any:
@@ -68,7 +68,7 @@ def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = Tr
             torch.library.register_autograd(name, backward, setup_context=setup_context)
             functions.append(_differentiable(run_planned, backward, setup_context))
 
-        call.register_autograd = register_autograd  # type: ignore[attr-defined]
+        call.register_autograd, call.overload = register_autograd, overload  # type: ignore[attr-defined]
         return call
 
     return define
