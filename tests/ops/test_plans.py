@@ -45,7 +45,7 @@ class Compiled:
             count = len(self.types)
             tensors = [_tensor(value, kind) for value, kind in zip(arguments, self.types)]
             names = self.kernel.arg_names[count:]
-            options = {name: self.keywords[name] for name in ("num_warps", "num_stages")}
+            options = {name: self.keywords[name] for name in ("num_warps", "num_stages") if name in self.keywords}
             self.kernel[grid](*tensors, **dict(zip(names, arguments[count:], strict=True)), **options)
 
         return start
