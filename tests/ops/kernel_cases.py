@@ -70,10 +70,10 @@ def attend(
     heads: int,
     width: int,
     *,
-    normalizer: str,
-    causal: bool,
-    trains: bool,
-    dtype: torch.dtype,
+    normalizer: str = "query",
+    causal: bool = False,
+    trains: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
     key_heads: int | None = None,
     per_head: bool = False,
     has_pair: bool = False,
@@ -216,6 +216,13 @@ CASES: dict[str, Callable[[], Stages]] = {
     "wan-hedgehog": partial(both, partial(hedgehog, _WAN.layout(), 1, _WAN.heads, _WAN.width)),
     "720p-24-heads": partial(both, partial(attention, "wan-720p", heads=24)),
     "dit": partial(both, partial(attention, "dit-512")),
+    **{
+        f"dit-{blocks[0] * blocks[1]}-blocks-{width}": partial(
+            both, partial(attend, BlockLayout((32, 32), blocks=blocks), 16, 16, width)
+        )
+        for blocks in ((4, 4), (8, 4))
+        for width in (64, 72)
+    },
     "dit-fused": partial(both, partial(fused, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width)),
     "dit-hedgehog": partial(both, partial(hedgehog, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width, normed=False)),
     "minilm-hedgehog": partial(both, partial(hedgehog, BlockLayout((256,), block_size=(8,)), 8, 12, 32, normed=False)),

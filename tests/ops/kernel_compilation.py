@@ -99,6 +99,8 @@ class Usage:
         overtaken: Buffers of shared memory that copies may overwrite while wgmma still reads them.
         loads: Number of instructions that load from global memory, by the bytes that each moves.
         stores: The same of stores.
+        loops: Number of instructions of each innermost loop that multiplies by tensor cores, and how many of them copy
+            to shared memory while it runs.
     """
 
     registers: int
@@ -108,6 +110,7 @@ class Usage:
     overtaken: int
     loads: dict[int, int]
     stores: dict[int, int]
+    loops: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -227,15 +230,35 @@ def inspect(compiled: Any) -> Usage:
         resources = run_tool("cuobjdump", "-res-usage", file.name)
         code = run_tool("nvdisasm", "-c", file.name)
     used = [int(re.search(rf"{name}:(\d+)", resources).group(1)) for name in ("REG", "STACK", "LOCAL")]
-    overtaken = overtaken_buffers(compiled.asm["ttgir"], compiled.metadata.num_stages)
+    overtaken = overtaken_buffers(compiled.asm["ttgir"])
     loads, stores = moved_bytes(code, "LDG", "LDGSTS"), moved_bytes(code, "STG")
-    return Usage(*used, compiled.metadata.shared, overtaken, loads, stores)
+    return Usage(*used, compiled.metadata.shared, overtaken, loads, stores, product_loops(code))
 
 
-def overtaken_buffers(code: str, stages: int) -> int:
+def product_loops(code: str) -> list[tuple[int, int]]:
+    """`Usage.loops` of machine code."""
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line.strip()):
+            labels[label[1]] = len(names)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)(.*)", line):
+            target = re.search(r"\.L_x_\d+", instruction[2])
+            if instruction[1] == "BRA" and target and target[0] in labels:
+                loops.append((labels[target[0]], len(names)))
+            names.append(instruction[1])
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    bodies = [names[first : last + 1] for first, last in sorted(inner)]
+    products = {"HGMMA", "UTCHMMA", "HMMA"}
+    return [(len(body), body.count("LDGSTS")) for body in bodies if products & set(body)]
+
+
+def overtaken_buffers(code: str) -> int:
     """Number of buffers that copies of a pipelined loop may overwrite while products before them still run.
 
-    Products that the loop does not wait for in the same round read the buffers of one round more: as many as stages.
+    A loop that copies n rounds ahead has n copies before it and one within. Products that it does not wait for in the
+    same round read a buffer of one round more: it needs a place for each of these copies.
     """
     products = re.findall(r"warp_group_dot_wait .*pendings = (\d+)", code)
     if not any(map(int, products)):
@@ -245,13 +268,14 @@ def overtaken_buffers(code: str, stages: int) -> int:
     }
     views = dict(re.findall(r"(%\w+) = ttg\.memdesc_(?:index|subview) (%\w+)\[", code))
     views |= dict(re.findall(r"(%\w+) = ttg\.memdesc_trans (%\w+) ", code))
+
+    def buffer_of(operand: str) -> str:
+        return buffer_of(views[operand]) if operand in views else operand
+
+    copies = Counter(map(buffer_of, re.findall(r"ttg\.async_copy_global_to_local %\w+, (%\w+)", code)))
     found = set()
-    for name in re.findall(r"ttng\.warp_group_dot (%\w+), (%\w+),.*isAsync = true", code):
-        for operand in name:
-            while operand in views:
-                operand = views[operand]
-            if sizes.get(operand, stages) < stages:
-                found.add(operand)
+    for names in re.findall(r"ttng\.warp_group_dot (%\w+), (%\w+),.*isAsync = true", code):
+        found |= {buffer for buffer in map(buffer_of, names) if sizes.get(buffer, 0) < copies[buffer]}
     return len(found)
 
 
@@ -304,7 +328,7 @@ def print_table(launches: list[Launch]) -> None:
         if launch.case != case:
             case = launch.case
             print(f"\n{case}")
-            print(f"  {'stage':<19} {'kernel':<25} programs wps regs stack shared /SM  waves  loads; stores")
+            print(f"  {'stage':<19} {'kernel':<25} programs wps regs stack shared /SM  waves  loads; stores; loops")
         usage = launch.usage
         loads, stores = (
             " ".join(f"{count}x{size}" for size, count in counts.items()) for counts in (usage.loads, usage.stores)
@@ -312,7 +336,7 @@ def print_table(launches: list[Launch]) -> None:
         print(
             f"  {launch.stage:<19} {launch.kernel:<25} {launch.programs:>8} {launch.warps:>3} {usage.registers:>4} "
             f"{usage.stack + usage.local:>5} {usage.shared:>6} {launch.programs_at_a_time:>3} {launch.waves:>6.2f}  "
-            f"{loads}; {stores}"
+            f"{loads}; {stores}; " + " ".join(f"{size} ({copies} copies)" for size, copies in usage.loops)
         )
 
 

@@ -34,13 +34,30 @@ SPILLING = {(90, "query_gradient_kernel")}
 CAUSAL = {"causal_attend_kernel", "query_gradient_kernel", "key_gradient_kernel"}
 # Loads of two bytes that a kernel may have: a vector has fewer numbers than there are threads.
 VECTORS = 2
-# Kernels that load or store one number of two bytes at a time. A row of the recurrent state is V + 1 numbers.
-NARROW = {"decode_kernel"}
+# Kernels that load or store one number of two bytes at a time. A row of the recurrent state is V + 1 numbers, and rows
+# of mixing weights are few.
+NARROW = {"decode_kernel", "weigh_kernel"}
 # A case whose rows start at no multiple of 16 bytes, and cannot be loaded by them.
 UNALIGNED = "width-20"
+# Kernels whose rows are on their way to shared memory while others are multiplied.
+PIPELINED = {"outer_kernel", "attend_kernel"}
+# Instructions that a warp may take at most for a tile of tokens, compiled for 9.0 by a tuned Triton.
+INSTRUCTIONS = {
+    ("wan", "outer_kernel"): 340,
+    ("wan", "attend_kernel"): 460,
+    ("dit-16-blocks-64", "outer_kernel"): 200,
+    ("dit-16-blocks-64", "attend_kernel"): 440,
+    ("dit-32-blocks-64", "outer_kernel"): 130,
+    ("dit-32-blocks-64", "attend_kernel"): 270,
+    ("dit-16-blocks-72", "outer_kernel"): 200,
+    ("dit-16-blocks-72", "attend_kernel"): 480,
+    ("dit-32-blocks-72", "outer_kernel"): 200,
+    ("dit-32-blocks-72", "attend_kernel"): 300,
+}
 # Programs that a multiprocessor of an H200 holds at least, in inference and in training; 1 for kernels not here.
 PROGRAMS = {
     "outer_kernel": (2, 2),
+    "weigh_kernel": (3, 3),
     "attend_kernel": (2, 2),
     "apply_kernel": (2, 2),
     "fused_outer_kernel": (2, 2),
@@ -82,6 +99,13 @@ def complaints(capability: int, launch: dict[str, Any], *, measured: bool) -> li
         found.append("overwrites rows while they are multiplied")
     if usage["shared"] > PROCESSORS[capability].shared_of_program:
         found.append(f"takes {usage['shared']} bytes of shared memory")
+    loops = usage["loops"]
+    if "forward" in launch["stage"]:
+        if measured and kernel in PIPELINED and not (loops and all(copies for _, copies in loops)):
+            found.append("waits for rows in every round")
+        most = INSTRUCTIONS.get((launch["case"], kernel))
+        if most and IS_TUNED and capability == 90 and max(size for size, _ in loops) > most:
+            found.append(f"takes {loops} instructions a round, not {most}")
     may_be_narrow = kernel in NARROW or launch["case"] == UNALIGNED
     if usage["loads"].get("2", 0) + usage["stores"].get("2", 0) > VECTORS and not may_be_narrow:
         found.append("moves two bytes at a time")
@@ -102,7 +126,7 @@ def test_kernels_use_a_gpu_well(capability, cases):
     """No spills, wide loads, enough programs, no rows overwritten: in half precision, and float32 through TF32."""
     launches = compilations(capability, "--json", *cases)
     names = {launch["kernel"] for launch in launches}
-    assert names >= {"outer_kernel", "attend_kernel", "apply_kernel", "decode_kernel", *CAUSAL}
+    assert names >= {"outer_kernel", "weigh_kernel", "attend_kernel", "apply_kernel", "decode_kernel", *CAUSAL}
     found = [line for launch in launches for line in complaints(capability, launch, measured=cases is SIZES)]
     assert not found, "\n".join(found)
 

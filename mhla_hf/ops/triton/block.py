@@ -7,7 +7,7 @@
 
 One custom operator does all of it; where the summaries would take too much memory, for one group of lines (heads of
 batch entries) after the other. Summaries are not kept for the backward pass, and are the same with and without
-gradients: bfloat16 for bfloat16 tokens, otherwise float32.
+gradients: float16 with a power of two each, or float32 beside float32 tokens that are multiplied exactly.
 
 Shape letters: B batch, T tokens, H heads, G heads of the summaries (H or a divisor), K and V widths, P width of the
 normaliser's pair, M blocks, N slots of a block, L lines of a group.
@@ -30,11 +30,10 @@ from .device_functions import (
     COUNTS,
     denominators,
     dense_head_rows,
-    divide,
     factors,
     head_rows,
-    load_matrix,
     load_rows,
+    matrix_of_block,
     place_of_program,
     row_product,
     slot_tokens,
@@ -45,21 +44,19 @@ from .launching import (
     launch,
     line_groups,
     matrix_tiles,
+    multiplies_exactly,
     padded,
     repeated,
     row_count,
-    summary_dtype,
     token_tensor,
 )
-from .mixing import Mixing
+from .mixing import count_mixed_heads, mix
 from .operators import operator
 from .outer import outer
 
 
 def triton_block_mhla_attention(operands: Operands, mixing: Tensor, layout: BlockLayout | SequenceLayout) -> Tensor:
     """Non-causal MHLA by Triton kernels, without checks.
-
-    Summaries are float32, but bfloat16 for bfloat16 tokens; sums always run in float32.
 
     Args:
         operands: The tokens and the normaliser.
@@ -89,16 +86,17 @@ def triton_block_mhla_attention(operands: Operands, mixing: Tensor, layout: Bloc
 
 @triton.jit(do_not_specialize=COUNTS)
 def attend_kernel(
-    query, plain, summary, key_sum, divisor, table, output, denominator,
-    first_line, lines, factor, eps, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
+    query, plain, summary, scales, key_sum, divisor, table, output, denominator,
+    first_line, lines, eps, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
     heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """output_t = factor · query_tᵀ summary_b(t), divided by plain_t · key_sum_b(t) + eps.
+    """output_t = query_tᵀ summary_b(t), divided by plain_t · key_sum_b(t) + eps.
 
     heads is the number of heads of `summary`, REPEATS the query heads that share one; for a group of lines from
-    `first_line` on, `summary` is `[lines, M', WIDTH, COLUMNS]` and `key_sum` `[lines, M', PLAIN]`. With `key_sum`, the
+    `first_line` on, `summary` is `[tiles, lines, M', WIDTH, STORED]`, to be multiplied with `scales` `[lines, M']` if
+    they are given, and `key_sum` `[lines, M', PLAIN]`. With `key_sum`, the
     divisor is written to `denominator`, and `plain` is the query where it is None. Without it, the divisor is
     `divisor` + eps, `[B, T, H]`, or 1 where that is None.
     """
@@ -110,8 +108,18 @@ def attend_kernel(
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     plain_column = tl.arange(0, BLOCK_PLAIN)
-    weights = load_matrix(summary + matrix * (WIDTH * COLUMNS), row_column, column, COLUMNS, 1, WIDTH, COLUMNS)
+    start = summary + matrix * (WIDTH * STORED)
+    if STORED < COLUMNS:
+        # Wide summaries lie in tiles of columns.
+        tile_lines = (column // STORED).to(tl.int64) * lines
+        start += matrix_of_block(tile_lines, 0, num_blocks)[None, :] * (WIDTH * STORED)
+    stored = column % STORED if STORED < COLUMNS else column
+    pointers = start + row_column[:, None] * STORED + stored[None, :]
+    weights = tl.load(pointers, mask=(row_column < WIDTH)[:, None] & (column < COLUMNS)[None, :], other=0.0)
     weights = factors(weights, PRECISION)
+    factor = 1.0
+    if scales is not None:
+        factor = tl.load(scales + matrix)
     if key_sum is not None:
         sums = tl.load(key_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
     queries = head_rows(query, batch, row_head)
@@ -120,14 +128,11 @@ def attend_kernel(
     first = split * split_slots
     stop = tl.minimum(first + split_slots, slots)
     tile_slot = tl.arange(0, BLOCK_TOKENS)
-    following, following_present = slot_tokens(block_table, first + tile_slot, stop, num_tokens)
     for offset in range(first, stop, BLOCK_TOKENS):
-        # Known one tile ahead, tokens let the compiler load the next rows before it multiplies these.
-        tokens, present = following, following_present
-        next_slot = offset + BLOCK_TOKENS + tile_slot
-        following, following_present = slot_tokens(block_table, next_slot, stop, num_tokens)
+        tokens, present = slot_tokens(block_table, offset + tile_slot, stop, num_tokens)
         rows = load_rows(queries, tokens, present, row_column, WIDTH)
-        result = row_product(rows, weights, PRECISION) * factor
+        result = row_product(rows, weights, PRECISION)
+        row_factor = tl.full((BLOCK_TOKENS,), 1.0, tl.float32) * factor
         per_token = (batch * num_tokens + tokens) * (heads * REPEATS) + row_head
         if key_sum is not None:
             plain_rows = rows
@@ -136,11 +141,10 @@ def attend_kernel(
             divisors = denominators(plain_rows, sums, eps)
             if column_tile == 0:
                 tl.store(denominator + per_token, divisors, mask=present)
-            result = divide(result, divisors, present)
+            row_factor /= tl.where(present, divisors, 1.0)
         elif divisor is not None:
-            divisors = tl.load(divisor + per_token, mask=present, other=1.0) + eps
-            result = divide(result, divisors, present)
-        store_rows(outputs, tokens, present, column, result, COLUMNS)
+            row_factor /= tl.where(present, tl.load(divisor + per_token, mask=present, other=1.0) + eps, 1.0)
+        store_rows(outputs, tokens, present, column, result * row_factor[:, None], COLUMNS)
 
 
 @operator("mhla_hf::block_attention")
@@ -167,26 +171,28 @@ def block_attention(
         are empty unless `divides`.
     """
     batch, _, heads, width = query.shape
-    groups, columns, (blocks, slots) = key.shape[2], value.shape[-1], table.shape[-2:]
-    dtype = summary_dtype(query.dtype)
-    weights = Mixing(mixing, batch, groups, query.dtype)
-    repeats = weights.repeats
+    groups, columns, blocks = key.shape[2], value.shape[-1], table.shape[-2]
+    exact = query.dtype == torch.float32 and multiplies_exactly(query.dtype)
+    dtype = torch.float32 if exact else torch.float16
+    mixed_heads, mixing = count_mixed_heads(mixing.shape, heads, groups), mixing.contiguous()
+    repeats = mixed_heads // groups
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
     plain_width = width if normalizer_query is None else normalizer_query.shape[-1]
-    programs, _, options = matrix_tiles(query, groups * repeats, columns, table, dtype)
+    programs, _, options = matrix_tiles(query, mixed_heads, columns, table, dtype)
     divisor = None if divisor is None else divisor.contiguous()
     for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * dtype.itemsize):
-        # Summaries are means over the slots: their size does not grow with the blocks'.
-        summaries, sums, _ = outer(
-            key, value, table, groups, lines, factor=1 / slots, dtype=dtype, total=divides, plain=normalizer_key
+        summaries = outer(
+            key, value, table, groups, lines, factor=1.0, dtype=dtype, total=divides, plain=normalizer_key
         )
-        mixed, mixed_sums = weights(summaries, sums, lines)
+        mixed, scales, mixed_sums = mix(
+            summaries, mixing, groups, mixed_heads, lines, twice=query.dtype == torch.float16
+        )
         row_lines = repeated(lines, repeats)
         launch(
-            attend_kernel, row_lines[1] * programs, as_rows(query), as_rows(normalizer_query), mixed, mixed_sums,
-            divisor, table, output, denominator,
-            lines=row_lines, factor=float(slots), eps=eps, PLAIN=plain_width, BLOCK_PLAIN=padded(plain_width),
+            attend_kernel, row_lines[1] * programs, as_rows(query), as_rows(normalizer_query), mixed, scales,
+            mixed_sums, divisor, table, output, denominator,
+            lines=row_lines, eps=eps, PLAIN=plain_width, BLOCK_PLAIN=padded(plain_width), STORED=mixed.shape[3],
             **options,
         )  # fmt: skip
     return output, denominator

@@ -212,7 +212,7 @@ def block_attention_backward(
     assert grad_query is not None and grad_key is not None and grad_value is not None
     for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * 4):
         row_lines = repeated(lines, repeats)
-        summaries, sums, _ = outer(
+        summaries, _, sums, _ = outer(
             key, value, table, groups, lines, factor=1 / slots, dtype=torch.float32, total=divides,
             plain=normalizer_key,
         )  # fmt: skip
@@ -222,7 +222,7 @@ def block_attention_backward(
             vectors=mixed_sums, second=grad_normalizer_query, outputs=output, queries=query, weight=weight,
         )  # fmt: skip
         del mixed
-        grad_mixed, grad_mixed_sums, _ = outer(
+        grad_mixed, _, grad_mixed_sums, _ = outer(
             query, gradient, table, mixed_heads, row_lines, factor=many, dtype=torch.float32, scale=scale,
             total=divides, plain=normalizer_query, weight=weight if divides else None,
         )  # fmt: skip

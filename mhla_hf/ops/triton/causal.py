@@ -213,7 +213,7 @@ def causal_attention(
     """
     (batch, _, heads, width), groups, columns = query.shape, key.shape[2], value.shape[-1]
     blocks, slots = table.shape[-2:]
-    summary, key_sum, first_bad = outer(
+    summary, _, key_sum, first_bad = outer(
         key, value, table, groups,
         factor=1 / slots, dtype=torch.float32, total=divides, plain=normalizer_key, finite=True,
     )  # fmt: skip

@@ -380,7 +380,7 @@ def causal_attention_backward(
     scale, weight = denominator.reciprocal() if divides else None, torch.empty_like(denominator)
     shared = {"own": own, "limit": limit, "table": table}
     # In float32, and not those of the forward pass: the terms of gradients cancel.
-    summary, key_sum, _ = outer(
+    summary, _, key_sum, _ = outer(
         key, value, table, groups,
         factor=1 / slots, dtype=torch.float32, total=divides, plain=normalizer_key, finite=True,
     )  # fmt: skip
@@ -391,7 +391,7 @@ def causal_attention_backward(
         weight=weight, **shared,
     )  # fmt: skip
     del prefix
-    grad_prefix, grad_prefix_sum, _ = outer(
+    grad_prefix, _, grad_prefix_sum, _ = outer(
         query, gradient, table, heads if is_per_head(own) else groups, factor=float(slots), dtype=torch.float32,
         scale=scale, total=divides, plain=normalizer_query, weight=weight if divides else None, limit=limit,
     )  # fmt: skip

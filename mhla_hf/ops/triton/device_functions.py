@@ -16,9 +16,9 @@ import triton.language as tl
 # Arguments that change with the tokens given. Kernels are not recompiled where one happens to be 1 or a multiple of
 # 16; strides of rows stay out of this, since wide loads need to know of them.
 COUNTS = (
-    "heads", "num_tokens", "num_blocks", "slots", "splits", "split_slots", "split_stride", "first_line", "lines",
-    "count", "share", "table_stride_batch", "valid_stride_batch", "mixing_stride_batch", "mixing_stride_head",
-    "mixing_stride_diagonal",
+    "heads", "num_tokens", "num_blocks", "slots", "splits", "split_slots", "first_line", "lines",
+    "count", "share", "shares", "tiles", "table_stride_batch", "valid_stride_batch", "mixing_stride_batch",
+    "mixing_stride_head", "mixing_stride_diagonal",
 )  # fmt: skip
 
 
@@ -110,6 +110,24 @@ def load_matrix(start, row, column, stride_row, stride_column, ROWS: tl.constexp
 
 
 @triton.jit
+def power_of_two(size):
+    """The largest power of two that is not above a size, from 2^-100 to 2^126, and one over it."""
+    bits = tl.minimum(tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 27 << 23), 253 << 23)
+    return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tile_scale(tile):
+    """[`power_of_two`] of the largest number of a tile. One that is not finite takes no scale from the others."""
+    size = tl.abs(tile)
+    largest = tl.max(tl.max(size, axis=1), axis=0)
+    # NaN is lost on the way or is not: either is found.
+    if (largest < float("inf")) == 0:
+        largest = tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), axis=1), axis=0)
+    return power_of_two(largest)
+
+
+@triton.jit
 def to_tf32(values):
     """float32 rounded to the nearest number of TF32. Tensor cores would cut the last 13 bits off, towards zero."""
     bits = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
@@ -125,11 +143,14 @@ def halves(values):
 
 @triton.jit
 def factors(matrix, PRECISION: tl.constexpr):
-    """A matrix as [`row_product`] takes it, prepared for all rows: two halves for `"bf16x2"`, rounded for TF32."""
+    """A matrix as [`row_product`] takes it, prepared for all rows: two halves for `"bf16x2"`, rounded for others."""
     if PRECISION == "bf16x2":
         pair = halves(matrix)
     elif PRECISION == "tf32":
-        rounded = to_tf32(matrix)
+        rounded = to_tf32(matrix.to(tl.float32))
+        pair = (rounded, rounded)
+    elif PRECISION == "bf16":
+        rounded = matrix.to(tl.bfloat16)
         pair = (rounded, rounded)
     else:
         pair = (matrix, matrix)

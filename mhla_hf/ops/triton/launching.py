@@ -199,9 +199,11 @@ def product_precision(tokens: torch.dtype, summaries: torch.dtype) -> str:
 
 
 def row_precision(rows: torch.dtype, matrices: torch.dtype, exact: bool) -> str:
-    """PRECISION of products of rows as tokens have them with float32 or bfloat16 matrices."""
+    """PRECISION of products of rows as tokens have them with matrices of a type."""
     if rows == torch.bfloat16:
-        return "bf16" if matrices == torch.bfloat16 else "bf16x2"
+        return "bf16x2" if matrices == torch.float32 else "bf16"
+    if rows == matrices == torch.float16:
+        return "fp16"
     return "tf32x3" if exact else "tf32"
 
 
@@ -380,22 +382,23 @@ def matrix_tiles(
     """
     batch, _, heads, width = rows.shape
     sizes = table_sizes(table, rows)
-    exact, from_shared_memory = multiplies_exactly(rows.dtype), multiplies_from_shared_memory(rows.device)
+    from_shared_memory = multiplies_from_shared_memory(rows.device)
     columns_tile, tokens_tile = column_tile(width, columns), token_tile(sizes["slots"], width)
-    precision = row_precision(rows.dtype, matrices, exact)
+    precision = row_precision(rows.dtype, matrices, multiplies_exactly(rows.dtype))
+    exact, in_half = precision == "tf32x3", precision in ("bf16", "fp16")
     halves = precision == "bf16x2" and from_shared_memory
     wide_rows = halves and padded(columns) <= 128 < padded(width)
     if exact:
         # Both halves of the factors have to find room.
         columns_tile = columns_tile if from_shared_memory else min(columns_tile, MAX_TILE // 2 // padded(width))
         tokens_tile = min(tokens_tile, max(16, 2048 // padded(width)))
-    elif matrices == torch.float32 and not from_shared_memory:
+    elif not in_half and not from_shared_memory:
         # These GPUs have less shared memory, too: a tile of the matrices takes two thirds of it.
         fewest = 16 if rows.dtype == torch.float32 else 32
         tokens_tile = min(tokens_tile, max(fewest, 4096 // padded(width)))
     elif wide_rows:
         tokens_tile = token_tile(sizes["slots"], 128)
-    elif matrices == torch.bfloat16 and from_shared_memory and padded(width) > 128:
+    elif in_half and from_shared_memory and padded(width) > 128:
         # One program then has all registers of a multiprocessor, but reads the rows once.
         columns_tile = min(padded(columns), 2 * MAX_TILE // padded(width))
     programs = heads // groups * sizes["num_blocks"] * ceil_divide(columns, columns_tile)

@@ -3,6 +3,10 @@
 
     S̃_i = Σ_b m_ib S_b          dS_b = Σ_i m_ib dS̃_i          dm_ib = Σ dS̃_i · S_b
 
+Summaries in float16 have a power of two each, s_b. It goes into the weights that they meet, of which each row is over
+a power of two of its own, r_i: S̃_i = r_i Σ_b (m_ib s_b / r_i) (S_b / s_b), one product of float16 by cuBLAS, which
+takes a quarter of the time of a kernel of Triton's. A small kernel makes these weights, and mixes sums of keys.
+
 A line is a head of a batch entry. Where the weights differ from query head to query head and R of these share the
 summaries of a line, their weights are rows of one matrix below each other, `[R · M', M']`: one product mixes for all
 of them.
@@ -11,15 +15,19 @@ Shape letters: B batch, H heads, G heads of the summaries (H or a divisor), R mi
 or 1 where the heads share the weights), M blocks, M' of them with empty ones, K and V widths, L lines of a group.
 """
 
-from __future__ import annotations
+# No postponed annotations here: Triton reads `tl.constexpr` from the functions themselves.
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from .launching import multiplied_for, row_count
+from .device_functions import COUNTS, ROW_UNIT, load_matrix, place_of_program, power_of_two
+from .launching import ceil_divide, launch, multiplied_for, padded, row_count
+from .outer import Sums
 
 
 def count_mixed_heads(mixing: Sequence[int], heads: int, groups: int) -> int:
@@ -31,6 +39,116 @@ def count_mixed_heads(mixing: Sequence[int], heads: int, groups: int) -> int:
         groups: G.
     """
     return heads if len(mixing) > 2 and mixing[-3] != 1 else groups
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def weigh_kernel(
+    mixing, scales, sums, weights, lower, mixed_scales, mixed_sums,
+    first_line, lines, mixing_stride_batch, mixing_stride_head, num_blocks, shares, tiles, heads,
+    REPEATS: tl.constexpr, PLAIN: tl.constexpr, BLOCK_PLAIN: tl.constexpr,
+):  # fmt: skip
+    """16 rows of the weights of a line that summaries are multiplied with, and of its mixed sums of keys.
+
+    For a group of lines from `first_line` on, of which heads make a batch entry: `weights` `[tiles, lines, REPEATS,
+    M', shares]` are m, or m_ib s_b / r_i for `scales` s `[tiles, lines, shares]` and `mixed_scales` r `[lines,
+    REPEATS, M']`; what rounding takes from them goes to `lower`. `shares` are M' times the number of shares of a
+    block's slots. `sums` are `[lines, shares, PLAIN]`, `mixed_sums` `[lines, REPEATS, M', PLAIN]`.
+    """
+    rows = (num_blocks + ROW_UNIT - 1) // ROW_UNIT * ROW_UNIT
+    batch, head, start, _, _ = place_of_program(1, num_blocks, first_line, lines, heads, REPEATS)
+    row_line = (tl.program_id(0) % (lines * REPEATS)).to(tl.int64)
+    line = row_line // REPEATS
+    mixing += batch * mixing_stride_batch + head * mixing_stride_head
+    place, column = start.to(tl.int32) * 16 + tl.arange(0, 16), tl.arange(0, BLOCK_PLAIN)
+    factor = tl.full((16,), 1.0, tl.float32)
+    if scales is not None:
+        largest = tl.zeros((16, 32), tl.float32)
+        for tile in range(tiles):
+            for first in range(0, shares, 32):
+                share = first + tl.arange(0, 32)
+                scaled = load_weights(mixing, place, share, num_blocks, rows, shares)
+                scale = tl.load(scales + (tile * lines + line) * shares + share, mask=share < shares, other=0.0)
+                size = tl.abs(scaled * scale[None, :])
+                largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+        power, factor = power_of_two(tl.max(largest, axis=1))
+        tl.store(mixed_scales + row_line * rows + place, power, mask=place < rows)
+    total = tl.zeros((16, BLOCK_PLAIN), tl.float32)
+    for first in range(0, shares, 32):
+        share = first + tl.arange(0, 32)
+        loaded = load_weights(mixing, place, share, num_blocks, rows, shares)
+        inside = (place < rows)[:, None] & (share < shares)[None, :]
+        for tile in range(tiles):
+            tile_line = tile * lines + line
+            result = loaded
+            if scales is not None:
+                result *= tl.load(scales + tile_line * shares + share, mask=share < shares, other=0.0)[None, :]
+                result *= factor[:, None]
+            start_row = ((tile_line * REPEATS + row_line % REPEATS) * rows + place) * shares
+            places = start_row[:, None] + share[None, :]
+            rounded = result.to(weights.dtype.element_ty)
+            tl.store(weights + places, rounded, mask=inside)
+            if lower is not None:
+                tl.store(lower + places, (result - rounded.to(tl.float32)).to(tl.float16), mask=inside)
+        if sums is not None:
+            part = load_matrix(sums + line * shares * PLAIN, share, column, PLAIN, 1, shares, PLAIN)
+            total = tl.dot(loaded, part, total, input_precision="tf32x3")
+    if sums is not None:
+        pointers = mixed_sums + (row_line * rows + place)[:, None] * PLAIN + column[None, :]
+        tl.store(pointers, total, mask=(place < rows)[:, None] & (column < PLAIN)[None, :])
+
+
+@triton.jit
+def load_weights(mixing, row, share, num_blocks, rows, shares):
+    """Weights m of some rows and shares of blocks, zero for empty ones."""
+    block = share % rows
+    inside = (row < num_blocks)[:, None] & ((share < shares) & (block < num_blocks))[None, :]
+    return tl.load(mixing + row[:, None] * num_blocks + block[None, :], mask=inside, other=0.0)
+
+
+def mix(
+    summaries: Sums, mixing: Tensor, groups: int, heads: int, lines: tuple[int, int], *, twice: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Mixed summaries and mixed sums of keys of a group of L lines.
+
+    Args:
+        summaries: Float16 with scales, or float32.
+        mixing: float32 `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`, dense.
+        groups: G.
+        heads: Mixed summaries of a batch entry, G · R; see [`count_mixed_heads`].
+        lines: The first line of the group and its number of lines, L.
+        twice: Multiply with weights of 22 bits, the sum of two float16 numbers: beside float16 tokens, where 11 would
+            show in the outputs.
+
+    Returns:
+        Mixed summaries `[tiles · L · R, M', K, W]` in the dtype of the summaries, powers of two that float16 ones are
+        to be multiplied with, float32 `[L · R, M']`, and mixed sums, float32 `[L · R, M', P]`.
+    """
+    products, scales, sums, _ = summaries
+    repeats, rows, shares = heads // groups, row_count(mixing.shape[-1]), products.shape[1]
+    tiles = len(products) // lines[1]
+    row_lines = lines[1] * repeats
+    weights = products.new_empty(len(products), repeats * rows, shares)
+    lower = torch.empty_like(weights) if twice else None
+    mixed_scales = None if scales is None else scales.new_empty(row_lines, rows)
+    mixed_sums, plain = None, 16
+    if sums is not None:
+        plain = sums.shape[2]
+        mixed_sums = sums.new_empty(row_lines, rows, plain)
+    strides = [0 if size == 1 else stride for size, stride in zip(mixing.shape[:-2], mixing.stride())]
+    batch_stride, head_stride = [0] * (2 - len(strides)) + strides
+    launch(
+        weigh_kernel, row_lines * ceil_divide(rows, 16), mixing, scales, sums, weights, lower, mixed_scales,
+        mixed_sums, lines=lines, mixing_stride_batch=batch_stride, mixing_stride_head=head_stride,
+        num_blocks=mixing.shape[-1], shares=shares, tiles=tiles, heads=groups, REPEATS=repeats, PLAIN=plain,
+        BLOCK_PLAIN=padded(plain), num_warps=4,
+    )  # fmt: skip
+    mixed = products.new_empty(len(products), repeats * rows, products.shape[2] * products.shape[3])
+    columns = products.flatten(2)
+    # Autocast does not touch products that are told where to write.
+    torch.bmm(weights if lower is None else lower, columns, out=mixed)
+    if lower is not None:
+        mixed.baddbmm_(weights, columns)
+    return mixed.view(-1, rows, *products.shape[2:]), mixed_scales, mixed_sums
 
 
 class Mixing:

@@ -4,6 +4,9 @@
     products_b = factor Σ_{t in b} left_t ⊗ (scale_t right_t)      [K, V]
     sums_b     = Σ_{t in b} weight_t plain_t                       [P]
 
+Products in float16 are below 2 and come with a power of two each, so that tokens of any size keep 11 bits, as float32
+keeps through TF32.
+
 Tokens are read where they lie: a table gives the token of every slot of every block, so blocks need neither be
 contiguous nor of one size. Sums are in float32. Widths that are no power of two are padded with zeros inside the
 kernel only.
@@ -28,20 +31,22 @@ from .device_functions import (
     first_bad_slot,
     head_rows,
     load_rows,
+    matrix_of_block,
     place_of_program,
     slot_tokens,
+    tile_scale,
     to_tf32,
 )
 from .launching import (
     as_rows,
     ceil_divide,
     column_tile,
-    empty_summaries,
     is_padded,
     launch,
     multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
+    row_count,
     row_precision,
     split_slots,
     stages,
@@ -51,50 +56,69 @@ from .launching import (
 )
 
 
+@triton.jit
+def add_sums(total, rows, weight, per_token, present, BLOCK_TOKENS: tl.constexpr):
+    """total + Σ weight_t rows_t, in each of 16 columns: a product, by tensor cores and without barriers.
+
+    Rows then enter it as they enter the product beside it. Were they read into registers there, Triton 3.6 would give
+    them one buffer too few, and overwrite what wgmma still reads.
+    """
+    if weight is None:
+        EXACT: tl.constexpr = rows.dtype == tl.float32
+        factor = tl.full((BLOCK_TOKENS, 16), 1.0, tl.float32).to(rows.dtype)
+        total = tl.dot(tl.trans(rows), factor, total, input_precision="tf32x3" if EXACT else "tf32")
+    else:
+        factor = tl.load(weight + per_token, mask=present, other=0.0)[:, None] + tl.zeros((1, 16), tl.float32)
+        total = add_product(total, tl.trans(rows), factor, "bf16x2" if rows.dtype == tl.bfloat16 else "tf32x3")
+    return total
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def outer_kernel(
-    left, right, plain, scale, weight, limit, table, products, sums, first_bad,
-    first_line, lines, factor, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots, split_stride,
+    left, right, plain, scale, weight, limit, table, products, scales, sums, first_bad,
+    first_line, lines, factor, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
     heads, REPEATS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     LIMIT_REPEATS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums above over one share of a block's slots.
+    """The sums above over one share of a block's slots; zeros for empty blocks.
 
     heads is the number of heads of the products; each sums REPEATS heads of the rows. For a group of lines from
-    `first_line` on, `products` is `[splits, lines, M', LEFT, RIGHT]`, with `split_stride` = lines · M' matrices in a
-    split. `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left` where it is None, and nothing is
-    summed where `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of which LIMIT_REPEATS heads of the
-    rows share one. With `first_bad` `[parts, lines, M']`, a part for each share and column tile, numbers that are not
-    finite count as zero and the first slot that has one is written there, or `slots`.
+    `first_line` on, `products` are `[lines, splits, M', LEFT, RIGHT]`. With `scales` `[tiles, lines, splits, M']`, for
+    each column tile, they are `[tiles, lines, splits, M', LEFT, BLOCK_RIGHT]` (RIGHT where that is less), and to be
+    multiplied with these and not with `factor`. `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left`
+    where it is None, and nothing is summed where `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of
+    which LIMIT_REPEATS heads of the rows share one. With `first_bad` `[tiles, lines, splits, M']`, numbers that are
+    not finite count as zero and the first slot that has one is written there, or `slots`.
     """
     COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
-    batch, head, block, part, matrix = place_of_program(splits * COLUMN_TILES, num_blocks, first_line, lines, heads, 1)
+    batch, head, block, part, _ = place_of_program(splits * COLUMN_TILES, num_blocks, first_line, lines, heads, 1)
     split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
+    line = (tl.program_id(0) % lines).to(tl.int64)
+    matrix = matrix_of_block(line * splits + split, block, num_blocks)
+    tile_matrix = matrix_of_block((column_tile * lines + line) * splits + split, block, num_blocks)
     left_column = tl.arange(0, BLOCK_LEFT)
     right_column = column_tile * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
     plain_column = tl.arange(0, BLOCK_PLAIN)
     tile_slot = tl.arange(0, BLOCK_TOKENS)
     accumulator = tl.zeros((BLOCK_LEFT, BLOCK_RIGHT), tl.float32)
-    # One sum for each 16th token: adding them up takes a barrier, which is left for the end.
-    total = tl.zeros((16, BLOCK_PLAIN), tl.float32)
+    total = tl.zeros((BLOCK_PLAIN, 16), tl.float32)
     block_table = table + batch * table_stride_batch + block * slots
     first = split * split_slots
-    stop = tl.minimum(first + split_slots, slots)
+    # Empty blocks after the others have no row in the table.
+    end = tl.where(block < num_blocks, tl.minimum(first + split_slots, slots), 0)
+    stop = end
     found_bad = tl.full((), slots, tl.int32)
     for repeat in range(REPEATS):
         row_head = head * REPEATS + repeat
         if limit is not None:
             limit_heads = heads * REPEATS // LIMIT_REPEATS
             limit_matrix = (batch * limit_heads + row_head // LIMIT_REPEATS) * num_blocks + block
-            stop = tl.minimum(tl.minimum(first + split_slots, slots), tl.load(limit + limit_matrix))
+            stop = tl.minimum(end, tl.load(limit + limit_matrix, mask=block < num_blocks, other=0))
         left_head, right_head = head_rows(left, batch, row_head), head_rows(right, batch, row_head)
-        following, following_present = slot_tokens(block_table, first + tile_slot, stop, num_tokens)
         for offset in range(first, stop, BLOCK_TOKENS):
             slot = offset + tile_slot
-            # Known one tile ahead, tokens let the compiler load the next rows before it multiplies these.
-            tokens, present = following, following_present
-            following, following_present = slot_tokens(block_table, slot + BLOCK_TOKENS, stop, num_tokens)
+            tokens, present = slot_tokens(block_table, slot, stop, num_tokens)
             per_token = (batch * num_tokens + tokens) * (heads * REPEATS) + row_head
             left_rows = load_rows(left_head, tokens, present, left_column, LEFT)
             right_rows = load_rows(right_head, tokens, present, right_column, RIGHT)
@@ -116,33 +140,40 @@ def outer_kernel(
                         plain_rows = finite_or_zero(plain_rows)
                 else:
                     plain_rows = left_rows
-                plain_rows = plain_rows.to(tl.float32)
-                if weight is not None:
-                    row_weight = tl.load(weight + per_token, mask=present, other=0.0)
-                    plain_rows *= row_weight[:, None]
-                total += tl.sum(tl.reshape(plain_rows, (BLOCK_TOKENS // 16, 16, BLOCK_PLAIN)), axis=0)
-    split_matrix = split.to(tl.int64) * split_stride + matrix
+                total = add_sums(total, plain_rows, weight, per_token, present, BLOCK_TOKENS)
     inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
-    pointers = products + split_matrix * (LEFT * RIGHT) + left_column[:, None] * RIGHT + right_column[None, :]
-    tl.store(pointers, (accumulator * factor).to(products.dtype.element_ty), mask=inside)
+    if scales is None:
+        pointers = products + matrix * (LEFT * RIGHT) + left_column[:, None] * RIGHT + right_column[None, :]
+        tl.store(pointers, accumulator * factor, mask=inside)
+    else:
+        STORED: tl.constexpr = BLOCK_RIGHT if BLOCK_RIGHT < RIGHT else RIGHT
+        power, inverse = tile_scale(accumulator)
+        tl.store(scales + tile_matrix, power)
+        stored_column = right_column - column_tile * BLOCK_RIGHT
+        pointers = products + tile_matrix * (LEFT * STORED) + left_column[:, None] * STORED + stored_column[None, :]
+        tl.store(pointers, (accumulator * inverse).to(tl.float16), mask=inside)
     if sums is not None:
         if column_tile == 0:
-            tl.store(sums + split_matrix * PLAIN + plain_column, tl.sum(total, axis=0), mask=plain_column < PLAIN)
+            # The 16 columns are the same.
+            tl.store(sums + matrix * PLAIN + plain_column, tl.max(total, axis=1), mask=plain_column < PLAIN)
     if first_bad is not None:
-        tl.store(first_bad + part.to(tl.int64) * split_stride + matrix, found_bad)
+        tl.store(first_bad + tile_matrix, found_bad)
 
 
 class Sums(NamedTuple):
-    """Sums over the tokens of each block of a group of L lines.
+    """Sums over the tokens of each block of a group of L lines, zero for empty blocks.
 
     Attributes:
-        products: `[L, M', K, V]`, zero for empty blocks.
-        sums: float32 `[L, M', P]`, likewise; None if they are not wanted.
+        products: `[L, M', K, V]`; float16 ones `[tiles · L, splits · M', K, W]`, for tiles of W columns and shares of
+            the blocks' slots, to be multiplied with the scales.
+        scales: Powers of two, float32 `[tiles, L, splits · M']`; None except for float16.
+        sums: float32 `[L, M', P]`, beside float16 products `[L, splits · M', P]`; None if they are not wanted.
         first_bad: The first slot of each block whose rows are not all finite, int32 `[L, M]`, N where all are; None
             if it is not wanted.
     """
 
     products: Tensor
+    scales: Tensor | None
     sums: Tensor | None
     first_bad: Tensor | None
 
@@ -160,7 +191,7 @@ def outer(
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
         num_heads: G; H / G heads in a row are summed.
         lines: The first line of a group and its number of lines, of B · G; all of them if not given.
-        factor: Factor of the products.
+        factor: Factor of the products; 1 for float16.
         dtype: Dtype of the products.
         scale: float32 `[B, T, H]`; 1 if not given.
         total: Whether to sum `plain` too.
@@ -180,8 +211,6 @@ def outer(
     from_shared_memory = multiplies_from_shared_memory(left.device)
     # Without a scale the rows enter unchanged for every type of the products.
     precision = row_precision(left.dtype, left.dtype if scale is None else dtype, multiplies_exactly(left.dtype))
-    if scale is None and left.dtype == torch.float16:
-        precision = "fp16"
     exact, halves = precision == "tf32x3", precision == "bf16x2"
     sizes = table_sizes(table, left)
     value_tile, tile = column_tile(width, value), token_tile(sizes["slots"], max(width, value))
@@ -192,10 +221,6 @@ def outer(
     if any(limits):
         tile = min(tile, 16 if sum(limits) > 1 else 32)
     num_stages = 3 if halves and from_shared_memory and narrowed else stages(precision, from_shared_memory, width)
-    if total and plain is None and scale is None and from_shared_memory:
-        # Triton 3.6 gives rows that are both multiplied and summed one buffer too few, and overwrites them while wgmma
-        # still reads them.
-        num_stages = 1
     # The search for numbers that are not finite takes registers, too.
     takes_four_warps = from_shared_memory and precision in ("bf16", "fp16", "bf16x2") and not finite
     tiles = ceil_divide(value, value_tile)
@@ -203,22 +228,26 @@ def outer(
     splits, share = 1, sizes["slots"]
     if lines[1] == all_lines:
         splits, share = split_slots(sizes["slots"], tile, tiles * all_lines * blocks)
+    rows, shares, scaled = row_count(blocks), splits * row_count(blocks), dtype == torch.float16
+    width_stored = (
+        (tiles * lines[1], shares, width, min(value_tile, value)) if scaled else (lines[1], shares, width, value)
+    )
     # The same type avoids a recompilation: bfloat16 shares together err less than a rounded sum.
-    products = empty_summaries(left, splits * lines[1], blocks, width, value, dtype=dtype)
-    sums = empty_summaries(left, splits * lines[1], blocks, plain_width, dtype=torch.float32) if total else None
-    first_bad = left.new_empty(splits * tiles, lines[1], products.shape[1], dtype=torch.int32) if finite else None
+    products = left.new_empty(width_stored, dtype=dtype)
+    scales = left.new_empty(tiles, lines[1], shares, dtype=torch.float32) if scaled else None
+    sums = left.new_empty(lines[1], shares, plain_width, dtype=torch.float32) if total else None
+    first_bad = left.new_empty(tiles, lines[1], splits, rows, dtype=torch.int32) if finite else None
     launch(
-        outer_kernel, lines[1] * blocks * splits * tiles,
-        as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table, products, sums, first_bad,
-        lines=lines, **sizes, factor=factor, splits=splits, split_slots=share,
-        split_stride=lines[1] * products.shape[1], heads=num_heads, REPEATS=heads // num_heads, LEFT=width,
-        RIGHT=value, PLAIN=plain_width, BLOCK_LEFT=padded(width), BLOCK_RIGHT=value_tile,
-        BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
+        outer_kernel, lines[1] * rows * splits * tiles,
+        as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table, products, scales, sums, first_bad,
+        lines=lines, **sizes, factor=factor, splits=splits, split_slots=share, heads=num_heads,
+        REPEATS=heads // num_heads, LEFT=width, RIGHT=value, PLAIN=plain_width, BLOCK_LEFT=padded(width),
+        BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
         LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
         num_warps=4 if takes_four_warps else warps(width, value_tile),
         num_stages=num_stages,
     )  # fmt: skip
-    if splits > 1:
-        products = products.unflatten(0, (splits, -1)).sum(0)
-        sums = None if sums is None else sums.unflatten(0, (splits, -1)).sum(0)
-    return Sums(products, sums, None if first_bad is None else first_bad[..., :blocks].amin(0))
+    if splits > 1 and not scaled:
+        products = products.unflatten(1, (splits, -1)).sum(1)
+        sums = None if sums is None else sums.unflatten(1, (splits, -1)).sum(1)
+    return Sums(products, scales, sums, None if first_bad is None else first_bad[..., :blocks].amin((0, 2)))
