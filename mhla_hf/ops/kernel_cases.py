@@ -183,7 +183,10 @@ def _fits(family: str, width: int, value_width: int, dtype: torch.dtype) -> bool
     """Whether a family has kernels for widths K and V and a type."""
     # Imported here alone: Triton need not be installed.
     from .triton import fits_fused_kernels, fits_hedgehog_kernels
+    from .triton.small import MAX_WIDTH
 
+    if family == "small":
+        return max(width, value_width) <= MAX_WIDTH
     if family == "fused":
         return fits_fused_kernels(width, value_width, True, dtype)
     return family != "hedgehog" or fits_hedgehog_kernels(width, True, dtype)
@@ -275,6 +278,48 @@ def _attention(causal: bool) -> Case:
         return compute
 
     return Case(inputs, on("triton"), on("torch"), has_gradients=True)
+
+
+# The kernels that take a whole head at a time, which have no pair of the normaliser's.
+
+
+def _small_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+    tokens = _tokens(generator, sizes, _layout(sizes, causal=False).num_tokens, width, value_width)
+    pair = {name: tokens.pop(f"normalizer_{name}", tokens[name]) for name in ("query", "key")}
+    blocks = [layout.num_blocks for layout in _small_layouts(sizes)]
+    return {
+        **tokens,
+        **pair,
+        "mixing": _draw(generator, blocks[0], blocks[0], positive=True),
+        "mixing_per_head": _draw(generator, sizes.heads, blocks[1], blocks[1], positive=True),
+    }
+
+
+def _small_layouts(sizes: Sizes) -> tuple[BlockLayout, BlockLayout]:
+    """Blocks of several tiles of tokens, and blocks of one."""
+    rows, columns = sizes.grid
+    return _layout(sizes, causal=False), BlockLayout(sizes.grid, (min(rows, 4), min(columns, 4)))
+
+
+def _by_small_kernels(inputs: Results, sizes: Sizes) -> Results:
+    from .triton.small import small_attention
+
+    tokens = [inputs[name] for name in ("query", "key", "value")]
+    device, divides = tokens[0].device, sizes.normalizer != "none"
+    outputs = [
+        small_attention(*tokens, inputs[name], layout.token_table(device), divides, 1e-6)[0]
+        for name, layout in zip(("mixing", "mixing_per_head"), _small_layouts(sizes))
+    ]
+    return {"output": torch.cat(outputs)}
+
+
+def _like_small_kernels(inputs: Results, sizes: Sizes) -> Results:
+    operands = Operands(inputs["query"], inputs["key"], inputs["value"], normalizer=sizes.normalizer)
+    outputs = [
+        attend_by_block(operands, inputs[name], layout)
+        for name, layout in zip(("mixing", "mixing_per_head"), _small_layouts(sizes))
+    ]
+    return {"output": torch.cat(outputs)}
 
 
 def _documents(sizes: Sizes, operands: Operands) -> SequenceLayout:
@@ -416,6 +461,7 @@ def _like_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
 
 FAMILIES: dict[str, Case] = {
     "block": _attention(causal=False),
+    "small": Case(_small_inputs, _by_small_kernels, _like_small_kernels, has_gradients=True),
     "fused": Case(_fused_inputs, _by_fused_kernels, _like_fused_kernels, has_gradients=True),
     "hedgehog": Case(_hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True),
     "causal": _attention(causal=True),
