@@ -72,6 +72,7 @@ PROGRAMS = {
     "query_gradient_kernel": (2, 2),
     "key_gradient_kernel": (2, 2),
     "decode_kernel": (2, 2),
+    "small_attend_kernel": (2, 2),
 }
 # Kernels that hold one program where hedgehog features make rows twice as wide.
 HALVED = {"outer_kernel", "apply_kernel"}

@@ -30,7 +30,6 @@ TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 3e-3, torch.float16: 1.2e-3}
 LAYOUTS = {
     "ragged": BlockLayout((7, 11), blocks=(2, 3)),
     "prefix": BlockLayout((3, 4), blocks=(2, 2), num_prefix_tokens=2),
-    "one token": BlockLayout((1,), blocks=(1,)),
     "tiles": BlockLayout((140,), blocks=(2,)),
 }
 
@@ -88,8 +87,15 @@ def check(layout, dtype, device, *, normalizer="query", **options):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("normalizer", ["query", "none"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, normalizer",
+    [
+        *(pytest.param(layout, "query", id=name) for name, layout in LAYOUTS.items()),
+        *(pytest.param(layout, "none", id=f"{name}, not divided") for name, layout in LAYOUTS.items()),
+        # Divided, its output is its value, and gradients of all else are rounding alone.
+        pytest.param(BlockLayout((1,), blocks=(1,)), "none", id="one token"),
+    ],
+)
 def test_outputs_and_gradients_match_naive(layout, normalizer, dtype, device):
     check(layout, dtype, device, normalizer=normalizer, per_head=normalizer == "none")
 
@@ -110,8 +116,10 @@ def test_queries_that_share_a_key_head(dtype, repeats, per_head, device):
 @pytest.mark.parametrize("blocks", [(1, 1), (3, 4), (8, 4)])
 def test_widths_of_heads_and_numbers_of_blocks(blocks, key_width, value_width, dtype, device):
     layout = BlockLayout((9, 13), blocks=blocks)
-    for seed in range(2):
-        check(layout, dtype, device, key_width=key_width, value_width=value_width, seed=seed, repeats=1 + seed)
+    seed = TYPES.index(dtype)
+    # Divided, outputs of a single block do not depend on its weight, whose gradient is rounding alone.
+    options = {"normalizer": "none" if blocks == (1, 1) else "query", "repeats": 1 + seed % 2}
+    check(layout, dtype, device, key_width=key_width, value_width=value_width, seed=seed, **options)
 
 
 @pytest.mark.slow

@@ -155,16 +155,17 @@ def mixed_summaries(
     place, row_place = tl.arange(0, BLOCKS), tl.arange(0, ROWS)
     row, column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_COLUMNS), tl.arange(0, BLOCK_TOKENS)
     scales = tl.zeros((BLOCKS,), tl.float32)
-    for block in range(0, num_blocks):
+    for block in range(num_blocks):
         total, key_sum = tl.zeros((BLOCK_WIDTH, BLOCK_COLUMNS), tl.float32), tl.zeros((BLOCK_WIDTH, 16), tl.float32)
-        for tile in range(0, 1 if ONE_TILE else tiles):
+        for tile in range(1 if ONE_TILE else tiles):
             tokens, present = slot_tokens(block_table + block * slots, tile * BLOCK_TOKENS + slot, slots, num_tokens)
             keys = load_rows(key_rows, tokens, present, row, WIDTH)
             values = load_rows(value_rows, tokens, present, column, COLUMNS)
             total = tl.dot(tl.trans(keys), values, total, input_precision="tf32")
             if DIVIDES:
-                # A product with ones in 16 equal columns. Keys enter it as they enter the other product: read into
-                # registers, they would get one buffer too few from Triton 3.6, which overwrites what wgmma still reads.
+                # A product with ones, in 16 equal columns, which keys enter as they enter the other product: read into
+                # registers, they would get one buffer too few from Triton 3.6, which overwrites what wgmma still
+                # reads.
                 ones = tl.full((BLOCK_TOKENS, 16), 1.0, tl.float32).to(keys.dtype)
                 key_sum = tl.dot(tl.trans(keys), ones, key_sum, input_precision="tf32")
         scale = store_summary(summary + block * (WIDTH * COLUMNS), total, WIDTH, COLUMNS)
@@ -217,12 +218,12 @@ def small_attend_kernel(
     weights = mixing + batch * mixing_stride_batch + head * mixing_stride_head
     _, mixed_scales = mixed_summaries(
         head_rows(key, batch, head), head_rows(value, batch, head), weights, block_table, summary, mixed, sums,
-        mixed_sums, num_tokens, num_blocks, slots, rows, tiles, WIDTH, COLUMNS, BLOCK_WIDTH, BLOCK_COLUMNS, ROWS, BLOCKS,
-        BLOCK_TOKENS, MIXED_COLUMNS, ONE_TILE, DIVIDES,
+        mixed_sums, num_tokens, num_blocks, slots, rows, tiles, WIDTH, COLUMNS, BLOCK_WIDTH, BLOCK_COLUMNS, ROWS,
+        BLOCKS, BLOCK_TOKENS, MIXED_COLUMNS, ONE_TILE, DIVIDES,
     )  # fmt: skip
     row, column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_COLUMNS), tl.arange(0, BLOCK_TOKENS)
     query_heads = heads * (REPEATS * SHARES)
-    for mixed_row in range(0, rows):
+    for mixed_row in range(rows):
         matrix = load_matrix(mixed + mixed_row * (WIDTH * COLUMNS), row, column, COLUMNS, 1, WIDTH, COLUMNS)
         factor = element(mixed_scales, tl.arange(0, ROWS), mixed_row)
         key_sum = tl.zeros((BLOCK_WIDTH,), tl.float32)
@@ -231,7 +232,7 @@ def small_attend_kernel(
         block, row_head = mixed_row, head * (REPEATS * SHARES)
         if REPEATS > 1:
             block, row_head = mixed_row % num_blocks, row_head + mixed_row // num_blocks * SHARES
-        for part in range(0, 1 if ONE_TILE else tiles * SHARES):
+        for part in range(1 if ONE_TILE else tiles * SHARES):
             part_head, start = row_head + part // tiles, part % tiles * BLOCK_TOKENS
             tokens, present = slot_tokens(block_table + block * slots, start + slot, slots, num_tokens)
             queries = load_rows(head_rows(query, batch, part_head), tokens, present, row, WIDTH)
@@ -257,8 +258,8 @@ def small_gradient_kernel(
 ):  # fmt: skip
     """Gradients of one line; arguments as of [`small_attend_kernel`].
 
-    A line's part of `grad_mixing` is `[rows, M]`. D and then dS take the place of S̃ in `mixed`, and dz̃ and then dz that
-    of z̃ in `mixed_sums`.
+    A line's part of `grad_mixing` is `[rows, M]`. D and then dS take the place of S̃ in `mixed`, dz̃ and then dz that of
+    z̃ in `mixed_sums`.
     """
     line = tl.program_id(0).to(tl.int64)
     batch, head = line // heads, line % heads
@@ -281,7 +282,7 @@ def small_gradient_kernel(
     row, column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_COLUMNS), tl.arange(0, BLOCK_TOKENS)
     query_heads = heads * (REPEATS * SHARES)
     grad_scales = tl.zeros((ROWS,), tl.float32)
-    for mixed_row in range(0, rows):
+    for mixed_row in range(rows):
         matrix = load_matrix(mixed + mixed_row * SIZE, row, column, COLUMNS, 1, WIDTH, COLUMNS)
         factor = element(mixed_scales, row_place, mixed_row)
         key_sum, grad_sum = tl.zeros((BLOCK_WIDTH,), tl.float32), tl.zeros((BLOCK_WIDTH,), tl.float32)
@@ -292,7 +293,7 @@ def small_gradient_kernel(
             block, row_head = mixed_row % num_blocks, row_head + mixed_row // num_blocks * SHARES
         total = tl.zeros((BLOCK_WIDTH, BLOCK_COLUMNS), tl.float32)
         top, _ = power_of_two(0.0 * factor)
-        for part in range(0, 1 if ONE_TILE else tiles * SHARES):
+        for part in range(1 if ONE_TILE else tiles * SHARES):
             part_head, start = row_head + part // tiles, part % tiles * BLOCK_TOKENS
             tokens, present = slot_tokens(block_table + block * slots, start + slot, slots, num_tokens)
             gradients, scale = half_rows(
@@ -342,13 +343,13 @@ def small_gradient_kernel(
             store_matrix(mixed_sums, place, sums_column, of_sums, num_blocks, WIDTH)
     store_matrix(grad_mixing, row_place, place, products, rows, num_blocks)
     barrier()
-    for block in range(0, num_blocks):
+    for block in range(num_blocks):
         matrix = load_matrix(mixed + block * SIZE, row, column, COLUMNS, 1, WIDTH, COLUMNS)
         factor = element(block_scales, place, block)
         grad_sum = tl.zeros((BLOCK_WIDTH,), tl.float32)
         if DIVIDES:
             grad_sum = tl.load(mixed_sums + block * WIDTH + row, mask=row < WIDTH, other=0.0)
-        for tile in range(0, 1 if ONE_TILE else tiles):
+        for tile in range(1 if ONE_TILE else tiles):
             tokens, present = slot_tokens(block_table + block * slots, tile * BLOCK_TOKENS + slot, slots, num_tokens)
             values, scale = half_rows(load_rows(value_rows, tokens, present, column, COLUMNS))
             result = tl.dot(values, tl.trans(matrix)) * (scale * factor)[:, None] + grad_sum[None, :]
@@ -364,7 +365,7 @@ def _options(
     query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, table: Tensor, divides: bool, *, backward: bool
 ) -> dict:
     """Arguments that both kernels share."""
-    (batch, _, heads, width), groups, columns = query.shape, key.shape[2], value.shape[3]
+    heads, width, groups, columns = *query.shape[2:], *value.shape[2:]
     sizes = table_sizes(table, query)
     blocks = sizes["num_blocks"]
     repeats = count_mixed_heads(mixing.shape, heads, groups) // groups
@@ -400,7 +401,7 @@ def _options(
 def small_attention(
     query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, table: Tensor, divides: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Block-parallel MHLA of tokens that [`serves_by_small_kernels`] accepts; arguments and results as of `block_attention`."""
+    """Block-parallel MHLA of tokens that [`serves_by_small_kernels`]; see `block_attention`."""
     mixing = mixing.contiguous()
     options = _options(query, key, value, mixing, table, divides, backward=False)
     lines, blocks, repeats = query.shape[0] * key.shape[2], options["num_blocks"], options["REPEATS"]
