@@ -242,6 +242,31 @@ def test_half_precision_is_no_more_than_twice_as_wrong_as_torch(dtype, normalize
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e6])
+@pytest.mark.parametrize("divides", [True, False])
+def test_summaries_in_shares_and_tiles_of_any_size(divides, size, device, monkeypatch):
+    """Slots that are shared out, heads wider than a tile, grouped queries with weights of their own."""
+    monkeypatch.setattr(launching, "MAX_TILE", 32 * 16)
+    monkeypatch.setattr("mhla_hf.ops.triton.block.needs_output", lambda *_: True)
+    layout, generator = BlockLayout((130,), blocks=(3,)), torch.Generator().manual_seed(0)
+    inputs = {
+        "query": torch.rand(1, 130, 4, 32, generator=generator),
+        "key": torch.rand(1, 130, 2, 32, generator=generator),
+        "value": torch.randn(1, 130, 2, 24, generator=generator) * size,
+        "mixing": torch.rand(4, 3, 3, generator=generator),
+    }
+    inputs = {name: part.to(torch.float32 if name == "mixing" else torch.bfloat16) for name, part in inputs.items()}
+    options = {"normalizer": "query" if divides else "none"}
+    exact = cast(inputs, "cpu", torch.float64)
+    expected = output_and_gradients(exact, layout, backend="naive", **options)
+    inputs = {name: tensor.to(device).requires_grad_() for name, tensor in inputs.items()}
+    actual = on("cpu", output_and_gradients(inputs, layout, backend="triton", **options))
+    for name, reference in expected.items():
+        error = (actual[name].double() - reference).norm() / reference.norm()
+        assert error < 4e-3, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_float16_does_not_overflow(device):
     """Summaries of 4,000 tokens of size 20 leave float16's range; outputs do not."""
     layout = BlockLayout((4000,), blocks=(1,))

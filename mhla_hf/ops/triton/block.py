@@ -33,7 +33,7 @@ from .device_functions import (
     factors,
     head_rows,
     load_rows,
-    matrix_of_block,
+    load_summary,
     place_of_program,
     row_product,
     slot_tokens,
@@ -44,10 +44,10 @@ from .launching import (
     launch,
     line_groups,
     matrix_tiles,
-    multiplies_exactly,
     padded,
     repeated,
     row_count,
+    summary_dtype,
     token_tensor,
 )
 from .mixing import count_mixed_heads, mix
@@ -109,14 +109,9 @@ def attend_kernel(
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     plain_column = tl.arange(0, BLOCK_PLAIN)
-    start = summary + matrix * (WIDTH * STORED)
-    if STORED < COLUMNS:
-        # Wide summaries lie in tiles of columns.
-        tile_lines = (column // STORED).to(tl.int64) * lines
-        start += matrix_of_block(tile_lines, 0, num_blocks)[None, :] * (WIDTH * STORED)
-    stored = column % STORED if STORED < COLUMNS else column
-    pointers = start + row_column[:, None] * STORED + stored[None, :]
-    weights = tl.load(pointers, mask=(row_column < WIDTH)[:, None] & (column < COLUMNS)[None, :], other=0.0)
+    weights = load_summary(
+        summary, matrix, lines, num_blocks, row_column, column, WIDTH, COLUMNS, STORED, False
+    )  # fmt: skip
     weights = factors(weights, PRECISION)
     factor = 1.0
     if scales is not None:
@@ -173,8 +168,7 @@ def block_attention(
     """
     batch, _, heads, width = query.shape
     groups, columns, blocks = key.shape[2], value.shape[-1], table.shape[-2]
-    exact = query.dtype == torch.float32 and multiplies_exactly(query.dtype)
-    dtype = torch.float32 if exact else torch.float16
+    dtype = summary_dtype(query.dtype)
     mixed_heads, mixing = count_mixed_heads(mixing.shape, heads, groups), mixing.contiguous()
     repeats = mixed_heads // groups
     output = token_tensor(query, table, columns)
@@ -183,12 +177,8 @@ def block_attention(
     programs, _, options = matrix_tiles(query, mixed_heads, columns, table, dtype)
     divisor = None if divisor is None else divisor.contiguous()
     for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * dtype.itemsize):
-        summaries = outer(
-            key, value, table, groups, lines, factor=1.0, dtype=dtype, total=divides, plain=normalizer_key
-        )
-        mixed, scales, mixed_sums = mix(
-            summaries, mixing, groups, mixed_heads, lines, twice=query.dtype == torch.float16
-        )
+        summaries = outer(key, value, table, groups, lines, dtype=dtype, total=divides, plain=normalizer_key)
+        mixed, scales, mixed_sums = mix(summaries, mixing, groups, lines, twice=query.dtype == torch.float16)
         row_lines = repeated(lines, repeats)
         launch(
             attend_kernel, row_lines[1] * programs, as_rows(query), as_rows(normalizer_query), mixed, scales,

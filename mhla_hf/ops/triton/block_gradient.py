@@ -8,8 +8,9 @@
 with g' = g / d for the denominator d = φ(q)·z̃ + eps, and its gradient δ = -g'·o = -q·(S̃ g') / d. For a normaliser's
 pair p other than query and key, dz_b and δ_t z̃_b are gradients of p.
 
-Summaries S and S̃ are computed again, in float32, since gradients are sums whose terms cancel: bfloat16 would triple
-their error. As in the forward pass, one group of lines comes after the other.
+Summaries S and S̃ are computed again. Gradients are sums whose terms cancel: they need all 11 bits of float16
+summaries, which is why their matrices meet bfloat16 rows as two halves. As in the forward pass, one group of lines
+comes after the other.
 Shape letters are those of `block`.
 """
 
@@ -27,8 +28,8 @@ from .device_functions import (
     dense_head_rows,
     factors,
     head_rows,
-    load_matrix,
     load_rows,
+    load_summary,
     place_of_program,
     row_product,
     slot_tokens,
@@ -45,26 +46,28 @@ from .launching import (
     product_flops,
     repeated,
     row_count,
+    summary_dtype,
     token_tensor,
 )
-from .mixing import Mixing, count_mixed_heads
+from .mixing import count_mixed_heads, mix, mixing_gradient, sum_gradients
 from .operators import operator
 from .outer import outer
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def apply_kernel(
-    rows, outputs, queries, matrices, vectors, scale, table, result, second, weight,
-    first_line, lines, factor, num_tokens, num_blocks, table_stride_batch,
+    rows, outputs, queries, matrices, scales, vectors, scale, table, result, second, weight,
+    first_line, lines, num_tokens, num_blocks, table_stride_batch,
     slots, splits, split_slots,
     heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_VECTOR: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    TRANSPOSE: tl.constexpr, PRECISION: tl.constexpr,
+    TRANSPOSE: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """result_t = factor · scale_t · rows_tᵀ matrix_b(t), plus weight_t · vector_b(t).
+    """result_t = scale_t · rows_tᵀ matrix_b(t), plus weight_t · vector_b(t).
 
-    Matrices `[lines, M', ...]` and `vectors` `[lines, M', VECTOR]` are those of a group of lines from `first_line` on.
-    TRANSPOSE: matrices are COLUMNS × WIDTH. With `vectors`, the weighted vector is added to the result,
+    Matrices `[tiles, lines, M', ..., STORED]`, to be multiplied with `scales` `[lines, M']` if they are given, and
+    `vectors` `[lines, M', VECTOR]` are those of a group of lines from `first_line` on. TRANSPOSE: matrices are COLUMNS
+    × WIDTH. With `vectors`, the weighted vector is added to the result,
     or written to `second` if that is given. weight_t is 1 without `weight`. Otherwise it is the gradient of a
     denominator, written to `weight` `[B, T, H]`, where rows are output gradients and `scale` is one over the
     denominator: -scale_t rows_t · output_t from `outputs`, or the same from the products just made,
@@ -77,12 +80,13 @@ def apply_kernel(
     split, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    start = matrices + matrix * (WIDTH * COLUMNS)
-    if TRANSPOSE:
-        weights = load_matrix(start, row_column, column, 1, WIDTH, WIDTH, COLUMNS)
-    else:
-        weights = load_matrix(start, row_column, column, COLUMNS, 1, WIDTH, COLUMNS)
+    weights = load_summary(
+        matrices, matrix, lines, num_blocks, row_column, column, WIDTH, COLUMNS, STORED, TRANSPOSE
+    )  # fmt: skip
     weights = factors(weights, PRECISION)
+    factor = 1.0
+    if scales is not None:
+        factor = tl.load(scales + matrix)
     if vectors is not None:
         vector_column = column if second is None else tl.arange(0, BLOCK_VECTOR)
         vector = tl.load(vectors + matrix * VECTOR + vector_column, mask=vector_column < VECTOR, other=0.0)
@@ -129,22 +133,23 @@ def apply_kernel(
 
 
 def apply(
-    rows: Tensor, matrices: Tensor, table: Tensor, groups: int, lines: tuple[int, int], result: Tensor, *,
-    transpose: bool = False, factor: float, scale: Tensor | None = None, vectors: Tensor | None = None,
+    rows: Tensor, matrices: Tensor, scales: Tensor | None, table: Tensor, groups: int, lines: tuple[int, int],
+    result: Tensor, *, transpose: bool = False, scale: Tensor | None = None, vectors: Tensor | None = None,
     second: Tensor | None = None, outputs: Tensor | None = None, queries: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Computes factor · scale_t · rows_tᵀ matrix_b(t) + weight_t · vector_b(t) for a group of lines.
+    """Computes scale_t · rows_tᵀ matrix_b(t) + weight_t · vector_b(t) for a group of lines.
 
     Args:
         rows: `[B, T, H, D]`.
-        matrices: The group's matrices, float32 `[L, M', D, E]`, dense; with `transpose`, `[L, M', E, D]`.
+        matrices: The group's matrices, `[tiles · L, M', D, W]` in tiles of W of E columns, dense; with `transpose`,
+            `[tiles · L, M', E, W]` in tiles of D columns.
+        scales: What float16 matrices are to be multiplied with, float32 `[L, M']`.
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
         groups: Heads of the matrices in a batch entry, a divisor of H.
         lines: The first line of the group and its number of lines, L.
         result: To be written, `[B, T, H, E]`, dense.
         transpose: Multiply with the transposed matrices.
-        factor: Factor of the products.
         scale: float32 `[B, T, H]`; 1 if not given.
         vectors: The group's vectors, float32 `[L, M', P]`, dense.
         second: To be written if given, `[B, T, H, P]`, dense: the weighted vectors, which otherwise are added to the
@@ -155,15 +160,15 @@ def apply(
             products, free of the outputs' rounding.
         weight: To be written, float32 `[B, T, H]`, dense; without it, weights are 1.
     """
-    columns = matrices.shape[-2 if transpose else -1]
+    columns = result.shape[-1]
     vector_width = columns if vectors is None else vectors.shape[-1]
-    programs, tile, options = matrix_tiles(rows, groups, columns, table, matrices.dtype)
+    programs, tile, options = matrix_tiles(rows, groups, columns, table, torch.float32)
     from_products = weight is not None and columns <= tile
     launch(
         apply_kernel, lines[1] * programs, as_rows(rows), None if from_products else as_rows(outputs),
-        as_rows(queries) if from_products else None, matrices, vectors, scale, table, result, second, weight,
-        lines=lines, factor=factor, TRANSPOSE=transpose, VECTOR=vector_width, BLOCK_VECTOR=padded(vector_width),
-        **options,
+        as_rows(queries) if from_products else None, matrices, scales, vectors, scale, table, result, second, weight,
+        lines=lines, TRANSPOSE=transpose, STORED=matrices.shape[-1], VECTOR=vector_width,
+        BLOCK_VECTOR=padded(vector_width), **options,
     )  # fmt: skip
 
 
@@ -194,10 +199,11 @@ def block_attention_backward(
         denominator: The denominators with eps, float32 `[B, T, H]`; empty unless `divides`.
     """
     batch, _, heads, width = query.shape
-    groups, columns, (blocks, slots) = key.shape[2], value.shape[-1], table.shape[-2:]
-    weights = Mixing(mixing, batch, groups, query.dtype)
-    repeats = weights.repeats
-    mixed_heads, many = groups * repeats, float(slots)
+    groups, columns, blocks = key.shape[2], value.shape[-1], table.shape[-2]
+    mixed_heads, mixing = count_mixed_heads(mixing.shape, heads, groups), mixing.contiguous()
+    repeats = mixed_heads // groups
+    dtype = summary_dtype(query.dtype, in_backward=True)
+    grad_mixing = []
     scale = None
     if divides:
         scale = denominator.reciprocal()
@@ -210,34 +216,31 @@ def block_attention_backward(
         for tokens in (query, key, value, normalizer_query, normalizer_key)
     )
     assert grad_query is not None and grad_key is not None and grad_value is not None
-    for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * 4):
+    for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * dtype.itemsize):
         row_lines = repeated(lines, repeats)
-        summaries, _, sums, _ = outer(
-            key, value, table, groups, lines, factor=1 / slots, dtype=torch.float32, total=divides,
-            plain=normalizer_key,
-        )  # fmt: skip
-        mixed, mixed_sums = weights(summaries, sums, lines)
+        summaries = outer(key, value, table, groups, lines, dtype=dtype, total=divides, plain=normalizer_key)
+        mixed, scales, mixed_sums = mix(summaries, mixing, groups, lines)
         apply(
-            gradient, mixed, table, mixed_heads, row_lines, grad_query, transpose=True, factor=many, scale=scale,
+            gradient, mixed, scales, table, mixed_heads, row_lines, grad_query, transpose=True, scale=scale,
             vectors=mixed_sums, second=grad_normalizer_query, outputs=output, queries=query, weight=weight,
         )  # fmt: skip
         del mixed
-        grad_mixed, _, grad_mixed_sums, _ = outer(
-            query, gradient, table, mixed_heads, row_lines, factor=many, dtype=torch.float32, scale=scale,
-            total=divides, plain=normalizer_query, weight=weight if divides else None,
+        grad_mixed = outer(
+            query, gradient, table, mixed_heads, row_lines, dtype=dtype, scale=scale, total=divides,
+            plain=normalizer_query, weight=weight if divides else None,
         )  # fmt: skip
-        weights.add_gradient(grad_mixed, summaries, grad_mixed_sums, sums)
+        grad_mixing.append(mixing_gradient(grad_mixed, summaries, mixing, lines, query.dtype))
         del summaries
-        grad_summaries, grad_sums = weights.transposed(grad_mixed, grad_mixed_sums, lines)
+        grad_summaries, scales, grad_sums = mix(grad_mixed, mixing, groups, lines, transpose=True)
         del grad_mixed
         apply(
-            value, grad_summaries, table, groups, lines, grad_key, transpose=True, factor=1 / slots,
-            vectors=grad_sums, second=grad_normalizer_key,
+            value, grad_summaries, scales, table, groups, lines, grad_key, transpose=True, vectors=grad_sums,
+            second=grad_normalizer_key,
         )  # fmt: skip
-        apply(key, grad_summaries, table, groups, lines, grad_value, factor=1 / slots)
+        apply(key, grad_summaries, scales, table, groups, lines, grad_value)
     pair = or_empty(query, grad_normalizer_query, grad_normalizer_key)
     grad_divisor = or_empty(query, None if divisor is None else weight)
-    return grad_query, grad_key, grad_value, *pair, *grad_divisor, weights.gradient()
+    return grad_query, grad_key, grad_value, *pair, *grad_divisor, sum_gradients(grad_mixing, mixing, batch)
 
 
 @torch.library.register_fake("mhla_hf::block_attention_backward")

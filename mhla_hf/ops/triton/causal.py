@@ -52,7 +52,7 @@ from .device_functions import (
     store_rows,
     token_product,
 )
-from .launching import as_rows, launch, padded, row_count, summary_dtype, token_tensor
+from .launching import as_rows, launch, padded, row_count, token_tensor
 from .operators import operator
 from .outer import outer
 
@@ -219,7 +219,9 @@ def causal_attention(
     )  # fmt: skip
     assert first_bad is not None
     limit = limits(first_bad.unflatten(0, (batch, groups)), starts, slots)
-    prefix = mixed_prefix(summary, window, carry, batch, heads, value.dtype).to(summary_dtype(value.dtype))
+    prefix = mixed_prefix(summary, window, carry, batch, heads, value.dtype)
+    if value.dtype == torch.bfloat16:
+        prefix = prefix.bfloat16()
     prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads, value.dtype)
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)

@@ -18,7 +18,8 @@ import triton.language as tl
 COUNTS = (
     "heads", "num_tokens", "num_blocks", "slots", "splits", "split_slots", "first_line", "lines",
     "count", "share", "shares", "tiles", "table_stride_batch", "valid_stride_batch", "mixing_stride_batch",
-    "mixing_stride_head", "mixing_stride_diagonal",
+    "mixing_stride_head", "mixing_stride_diagonal", "mixing_stride_repeat", "mixing_stride_row",
+    "mixing_stride_column",
 )  # fmt: skip
 
 
@@ -110,6 +111,26 @@ def load_matrix(start, row, column, stride_row, stride_column, ROWS: tl.constexp
 
 
 @triton.jit
+def load_summary(
+    summaries, matrix, lines, num_blocks, row, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr, TRANSPOSE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the matrix of a block, or with TRANSPOSE of its transpose, zero outside of its ROWS × COLUMNS.
+
+    `summaries` are `[tiles, lines, M', K, STORED]`: matrices `[K, V]` in tiles of columns, see [`outer.Sums`].
+    """
+    key, value = (column, row) if TRANSPOSE else (row, column)
+    tile_start = matrix_of_block((value // STORED).to(tl.int64) * lines, matrix, num_blocks)
+    K: tl.constexpr = COLUMNS if TRANSPOSE else ROWS
+    start = summaries + tile_start * (K * STORED) + value % STORED
+    if TRANSPOSE:
+        pointers = start[:, None] + key[None, :] * STORED
+    else:
+        pointers = start[None, :] + key[:, None] * STORED
+    return tl.load(pointers, mask=(row < ROWS)[:, None] & (column < COLUMNS)[None, :], other=0.0)
+
+
+@triton.jit
 def power_of_two(size):
     """The largest power of two that is not above a size, from 2^-100 to 2^126, and one over it."""
     bits = tl.minimum(tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 27 << 23), 253 << 23)
@@ -145,7 +166,7 @@ def halves(values):
 def factors(matrix, PRECISION: tl.constexpr):
     """A matrix as [`row_product`] takes it, prepared for all rows: two halves for `"bf16x2"`, rounded for others."""
     if PRECISION == "bf16x2":
-        pair = halves(matrix)
+        pair = halves(matrix.to(tl.float32))
     elif PRECISION == "tf32":
         rounded = to_tf32(matrix.to(tl.float32))
         pair = (rounded, rounded)

@@ -20,7 +20,7 @@ from .block_gradient import block_flops
 from .fused_gradient import fused_attention_backward
 from .fused_products import Features, fused_attend, fused_outer, inverse_norm, rotary_table
 from .launching import line_groups, repeated, row_count, summary_dtype
-from .mixing import Mixing
+from .mixing import count_mixed_heads, mix
 from .operators import operator
 
 
@@ -31,8 +31,6 @@ def fused_mhla_attention(
     output_norm: tuple[Tensor, float] | None = None, gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Non-causal MHLA from projections on, with everything between them and the output inside of the kernels.
-
-    Summaries are float32, but bfloat16 for bfloat16 tokens; sums always run in float32.
 
     Args:
         query: Projected queries `[B, T, H, K]`, before any norm.
@@ -114,24 +112,22 @@ def fused_attention(
         keys, see [`inverse_norm`].
     """
     batch, num_tokens, heads, width = query.shape
-    groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
-    dtype = summary_dtype(query.dtype)
-    weights = Mixing(mixing, batch, groups, query.dtype)
-    repeats = weights.repeats
+    groups, columns, blocks = key.shape[2], value.shape[3], len(table)
+    dtype, mixing = summary_dtype(query.dtype), mixing.contiguous()
+    repeats = count_mixed_heads(mixing.shape, heads, groups) // groups
     query_inverse = inverse_norm(query, None if query_norm is None else query_eps)
     key_inverse = inverse_norm(key, None if key_norm is None else key_eps)
     key_features = Features(key_norm, key_inverse, rotary, scaling, feature_eps)
     query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)
     output = query.new_empty(batch, num_tokens, heads, columns)
     for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * dtype.itemsize):
-        # Summaries are means over the slots: their size does not grow with the blocks'.
         summaries = fused_outer(
-            key, value, key_features, feature_map, table, groups, lines, factor=1 / slots, dtype=dtype, total=divides
+            key, value, key_features, feature_map, table, groups, lines, dtype=dtype, total=divides
         )
-        mixed, mixed_sums = weights(*summaries, lines)
+        mixed, scales, mixed_sums = mix(summaries, mixing, groups, lines, twice=query.dtype == torch.float16)
         fused_attend(
-            query, mixed, mixed_sums, query_features, feature_map, table, groups * repeats, repeated(lines, repeats),
-            output, factor=float(slots), eps=eps, gate=gate, output_weight=output_norm, output_eps=output_eps,
+            query, mixed, scales, mixed_sums, query_features, feature_map, table, groups * repeats,
+            repeated(lines, repeats), output, eps=eps, gate=gate, output_weight=output_norm, output_eps=output_eps,
         )  # fmt: skip
     return output, query_inverse, key_inverse
 

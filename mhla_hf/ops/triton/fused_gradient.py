@@ -3,7 +3,7 @@
 
 With dψ_t the gradient of ψ(x_t), dφ_t that of φ(x_t) and R the rotation,
 
-    dψ_t = factor · scale_t · matrix_{b(t)} output_t
+    dψ_t = scale_t · matrix_{b(t)} output_t
     dφ_t = R⁻¹ dψ_t + weight_t vector_{b(t)}
     dx_t through the feature map, scaling, and norm(x) = w r x with r = 1 / rms(x):
            dx = w r g - x r³ mean(w g x)
@@ -56,22 +56,34 @@ from .fused_products import (
     row_warps,
     slot_entries,
 )
-from .launching import as_rows, ceil_divide, dense_like, launch, line_groups, or_empty, padded, repeated, row_count
-from .mixing import Mixing
+from .launching import (
+    as_rows,
+    ceil_divide,
+    dense_like,
+    launch,
+    line_groups,
+    or_empty,
+    padded,
+    repeated,
+    row_count,
+    summary_dtype,
+)
+from .mixing import count_mixed_heads, mix, mixing_gradient, sum_gradients
 from .operators import operator
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def fused_gradient_kernel(
-    rows, outputs, features, table, matrices, vectors, result, scale, weight,
-    first_line, lines, factor, eps, num_tokens, num_blocks, slots,
+    rows, outputs, features, table, matrices, matrix_scales, vectors, result, scale, weight,
+    first_line, lines, eps, num_tokens, num_blocks, slots,
     heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of norm(x_t) where that of ψ(x_t) is factor · scale_t · matrix_b(t) outputs_t.
+    """The gradient of norm(x_t) where that of ψ(x_t) is scale_t · matrix_b(t) outputs_t.
 
-    For a group of lines from `first_line` on, `matrices` are `[lines, M', WIDTH, VALUE]` and `vectors` `[lines, M',
-    WIDTH]`; REPEATS heads of the rows share one.
+    For a group of lines from `first_line` on, `matrices` are `[lines, M', WIDTH, VALUE]`, to be multiplied with
+    `matrix_scales` `[lines, M']` if these are given, and `vectors` `[lines, M', WIDTH]`; REPEATS heads of the rows
+    share one.
 
     Without `scale`, scale_t and the weight of vector_b(t) are 1, and there may be no vectors. With it, rows are
     queries whose results are divided by d_t = φ(x_t)·vector_b(t) + eps: scale_t = 1 / d_t, and weight_t is the
@@ -86,6 +98,9 @@ def fused_gradient_kernel(
     transposed = load_matrix(matrices + matrix * (WIDTH * VALUE), value_column, column, 1, VALUE, VALUE, WIDTH)
     transposed = factors(transposed, PRECISION)
     scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
+    factor = 1.0
+    if matrix_scales is not None:
+        factor = tl.load(matrix_scales + matrix)
     if vectors is not None:
         vector = tl.load(vectors + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
     head_of_rows, head_of_outputs = head_rows(rows, batch, row_head), head_rows(outputs, batch, row_head)
@@ -95,7 +110,7 @@ def fused_gradient_kernel(
         entries = slot_entries(block_table, offset + BLOCK_TOKENS + slot, slots, num_tokens)
         normed = normed_rows(head_of_rows, features, scales, batch, tokens, present, num_tokens, column, WIDTH)
         rotary = rotary_rows(features, tokens, present, column, WIDTH)
-        row_factor = tl.full((BLOCK_TOKENS,), factor, tl.float32)
+        row_factor = tl.full((BLOCK_TOKENS,), 1.0, tl.float32) * factor
         if scale is not None:
             mapped = features_of(normed, features, present, column, WIDTH, FEATURE_MAP)
             inverse = 1.0 / tl.where(present, denominators(mapped, vector, eps), 1.0)
@@ -117,9 +132,9 @@ def fused_gradient_kernel(
 
 
 def feature_gradient(
-    rows: Tensor, outputs: Tensor, matrices: Tensor, vectors: Tensor | None, features: Features, map_name: str,
-    table: Tensor, heads: int, lines: tuple[int, int], result: Tensor, scale: Tensor | None = None,
-    weight: Tensor | None = None, *, factor: float, eps: float = 0.0,
+    rows: Tensor, outputs: Tensor, matrices: Tensor, scales: Tensor | None, vectors: Tensor | None, features: Features,
+    map_name: str, table: Tensor, heads: int, lines: tuple[int, int], result: Tensor, scale: Tensor | None = None,
+    weight: Tensor | None = None, *, eps: float = 0.0,
 ) -> None:  # fmt: skip
     """The gradient of norm(x_t) for a group of lines, see [`fused_gradient_kernel`].
 
@@ -127,6 +142,7 @@ def feature_gradient(
         rows: Projected queries or keys x, `[B, T, H, K]`.
         outputs: Values, or gradients of outputs, `[B, T, H, V]`.
         matrices: Gradients of summaries, or mixed summaries, `[L, M', K, V]`, dense.
+        scales: What float16 matrices are to be multiplied with, float32 `[L, M']`.
         vectors: float32 `[L, M', K]`, dense: added to the gradient of φ(x_t), or see `scale`.
         features: See [`Features`].
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
@@ -137,15 +153,13 @@ def feature_gradient(
         scale: To be written where rows are queries whose results are divided by φ(x_t)·vector_b(t) + eps, of which it
             is one over, float32 `[B, T, H]`, dense. Otherwise scale_t is 1.
         weight: To be written together with it: the gradient of the divisors, float32 `[B, T, H]`, dense.
-        factor: Factor of the products.
         eps: Added to the divisors.
     """
     columns = matrices.shape[3]
     launch(
         fused_gradient_kernel, lines[1] * table.shape[0] * rows.shape[2] // heads,
-        as_rows(rows), as_rows(outputs), features, table, matrices, vectors, result, scale, weight,
-        lines=lines, factor=factor, eps=eps,
-        **fused_options(rows, columns, table, map_name, heads, padded(columns), matrices.dtype),
+        as_rows(rows), as_rows(outputs), features, table, matrices, scales, vectors, result, scale, weight,
+        lines=lines, eps=eps, **fused_options(rows, columns, table, map_name, heads, padded(columns), torch.float32),
     )  # fmt: skip
 
 
@@ -206,14 +220,14 @@ def norm_gradient_(rows: Tensor, gradient: Tensor, norm_weight: Tensor | None, i
 
 @triton.jit(do_not_specialize=COUNTS)
 def output_gradient_kernel(
-    query, gradients, gate, output_weight, features, table, matrices, vectors, result, gate_gradient, weight_gradient,
-    first_line, lines, factor, eps, output_eps, num_tokens, num_blocks, slots,
+    query, gradients, gate, output_weight, features, table, matrices, matrix_scales, vectors, result, gate_gradient,
+    weight_gradient, first_line, lines, eps, output_eps, num_tokens, num_blocks, slots,
     heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients through norm(x) · silu(gate) of x, which are written to `result`, and of gate and norm's weight.
 
-    x is factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps), recomputed as in [`fused_attend_kernel`]. Norm, gate or
+    x is ψ(q)ᵀ matrix / (φ(q)·vector + eps), recomputed as in [`fused_attend_kernel`]. Norm, gate or
     divisor are left out where their tensors are None. `gradients` are those of the output; the weight's are
     `[B · heads · REPEATS, M, VALUE]`, one row a program.
     """
@@ -225,6 +239,9 @@ def output_gradient_kernel(
     weights = load_matrix(matrices + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
     weights = factors(weights, PRECISION)
     scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
+    factor = 1.0
+    if matrix_scales is not None:
+        factor = tl.load(matrix_scales + matrix)
     if vectors is not None:
         sums = tl.load(vectors + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
     if output_weight is not None:
@@ -242,7 +259,7 @@ def output_gradient_kernel(
         rotary = rotary_rows(features, tokens, present, column, WIDTH)
         mapped = features_of(normed, features, present, column, WIDTH, FEATURE_MAP)
         values = row_product(rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH), weights, PRECISION)
-        row_factor = tl.full((BLOCK_TOKENS,), factor, tl.float32)
+        row_factor = tl.full((BLOCK_TOKENS,), 1.0, tl.float32) * factor
         if vectors is not None:
             row_factor /= tl.where(present, denominators(mapped, sums, eps), 1.0)
         if output_weight is not None:
@@ -284,10 +301,10 @@ def fused_attention_backward(
         key_inverse: The same.
     """
     batch, num_tokens, heads, width = query.shape
-    groups, columns, (blocks, slots) = key.shape[2], value.shape[3], table.shape
-    weights = Mixing(mixing, batch, groups, query.dtype)
-    repeats = weights.repeats
-    mixed_heads, many = groups * repeats, float(slots)
+    groups, columns, blocks = key.shape[2], value.shape[3], len(table)
+    mixed_heads, mixing = count_mixed_heads(mixing.shape, heads, groups), mixing.contiguous()
+    repeats, summary_type = mixed_heads // groups, summary_dtype(query.dtype, in_backward=True)
+    grad_mixing = []
     query_features = Features(query_norm, query_inverse, rotary, scaling, feature_eps)
     key_features = Features(key_norm, key_inverse, rotary, scaling, feature_eps)
     grad_query, grad_key, grad_value = (dense_like(tokens) for tokens in (query, key, value))
@@ -302,41 +319,40 @@ def fused_attention_backward(
         grad_gate = None if gate is None else dense_like(gate)
         if output_norm is not None:
             shares = query.new_empty(batch * heads * blocks, columns, dtype=torch.float32)
-    for lines in line_groups(batch * groups, (1 + repeats) * row_count(blocks) * width * columns * 4):
+    line_bytes = (1 + repeats) * row_count(blocks) * width * columns * summary_type.itemsize
+    for lines in line_groups(batch * groups, line_bytes):
         row_lines = repeated(lines, repeats)
-        summaries, sums = fused_outer(
-            key, value, key_features, feature_map, table, groups, lines,
-            factor=1 / slots, dtype=torch.float32, total=divides,
-        )  # fmt: skip
-        mixed, mixed_sums = weights(summaries, sums, lines)
+        summaries = fused_outer(
+            key, value, key_features, feature_map, table, groups, lines, dtype=summary_type, total=divides
+        )
+        mixed, scales, mixed_sums = mix(summaries, mixing, groups, lines)
         if inner_gradient is not gradient:
             launch(
                 output_gradient_kernel, row_lines[1] * blocks * heads // mixed_heads,
-                as_rows(query), as_rows(gradient), as_rows(gate), output_norm, query_features, table, mixed,
-                mixed_sums, inner_gradient, grad_gate, shares,
-                lines=row_lines, factor=many, eps=eps, output_eps=output_eps,
-                **fused_options(query, columns, table, feature_map, mixed_heads, padded(columns), mixed.dtype),
+                as_rows(query), as_rows(gradient), as_rows(gate), output_norm, query_features, table, mixed, scales,
+                mixed_sums, inner_gradient, grad_gate, shares, lines=row_lines, eps=eps, output_eps=output_eps,
+                **fused_options(query, columns, table, feature_map, mixed_heads, padded(columns), torch.float32),
             )  # fmt: skip
         feature_gradient(
-            query, inner_gradient, mixed, mixed_sums, query_features, feature_map, table, mixed_heads, row_lines,
-            grad_query, scale, weight, factor=many, eps=eps,
+            query, inner_gradient, mixed, scales, mixed_sums, query_features, feature_map, table, mixed_heads,
+            row_lines, grad_query, scale, weight, eps=eps,
         )  # fmt: skip
         del mixed
-        grad_mixed, grad_mixed_sums = fused_outer(
-            query, inner_gradient, query_features, feature_map, table, mixed_heads, row_lines,
-            factor=many, dtype=torch.float32, total=divides, scale=scale, weight=weight,
+        grad_mixed = fused_outer(
+            query, inner_gradient, query_features, feature_map, table, mixed_heads, row_lines, dtype=summary_type,
+            total=divides, scale=scale, weight=weight,
         )  # fmt: skip
-        weights.add_gradient(grad_mixed, summaries, grad_mixed_sums, sums)
+        grad_mixing.append(mixing_gradient(grad_mixed, summaries, mixing, lines, query.dtype))
         del summaries
-        grad_summaries, grad_sums = weights.transposed(grad_mixed, grad_mixed_sums, lines)
+        grad_summaries, scales, grad_sums = mix(grad_mixed, mixing, groups, lines, transpose=True)
         del grad_mixed
         feature_gradient(
-            key, value, grad_summaries, grad_sums, key_features, feature_map, table, groups, lines, grad_key,
-            factor=1 / slots,
-        )  # fmt: skip
-        fused_attend(
-            key, grad_summaries, None, key_features, feature_map, table, groups, lines, grad_value, factor=1 / slots
+            key, value, grad_summaries, scales, grad_sums, key_features, feature_map, table, groups, lines, grad_key
         )
+        fused_attend(
+            key, grad_summaries, scales, None, key_features, feature_map, table, groups, lines, grad_value,
+            is_gradient=True,
+        )  # fmt: skip
     grad_gate, *grad_norms = or_empty(
         query,
         grad_gate,
@@ -344,7 +360,7 @@ def fused_attention_backward(
         norm_gradient_(key, grad_key, key_norm, key_inverse),
         None if output_norm is None or shares is None else shares.sum(0).to(output_norm.dtype),
     )
-    return grad_query, grad_key, grad_value, grad_gate, weights.gradient(), *grad_norms
+    return grad_query, grad_key, grad_value, grad_gate, sum_gradients(grad_mixing, mixing, batch), *grad_norms
 
 
 @torch.library.register_fake("mhla_hf::fused_attention_backward")

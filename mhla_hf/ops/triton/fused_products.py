@@ -2,8 +2,8 @@
 """Sums and products of projected rows, whose features are computed inside of the kernels; both directions use them.
 
     φ(x) = feature map of scaling · norm(x), plus feature_eps;  ψ(x) = φ(x), rotated
-    products_b = factor Σ_{t in b} ψ(x_t) (scale_t v_t)ᵀ,  sums_b = Σ_{t in b} weight_t φ(x_t)
-    output_t   = norm(factor · ψ(x_t)ᵀ matrix_{b(t)} / (φ(x_t)·vector_{b(t)} + eps)) · silu(gate_t)
+    products_b = Σ_{t in b} ψ(x_t) (scale_t v_t)ᵀ,  sums_b = Σ_{t in b} weight_t φ(x_t)
+    output_t   = norm(ψ(x_t)ᵀ matrix_{b(t)} / (φ(x_t)·vector_{b(t)} + eps)) · silu(gate_t)
 
 Everything that `block` leaves to torch runs inside: RMSNorm across heads, scaling, feature map, rotary embedding;
 output norm and gate. Nothing but projections, the gate and the output passes through memory, once each.
@@ -45,22 +45,22 @@ from .device_functions import (
     place_of_program,
     row_product,
     store_rows,
+    tile_scale,
     to_tf32,
 )
 from .feature_maps import feature_map
 from .launching import (
     MAX_TILE,
     as_rows,
-    ceil_divide,
-    column_tile,
-    empty_summaries,
     launch,
     multiplies_from_shared_memory,
     padded,
     product_precision,
+    row_count,
     row_precision,
     warps,
 )
+from .outer import Sums
 
 
 class Features(NamedTuple):
@@ -264,21 +264,23 @@ def rotate(values, rotary, SIGN: tl.constexpr, TOKENS: tl.constexpr, BLOCK_WIDTH
 
 @triton.jit(do_not_specialize=COUNTS)
 def fused_outer_kernel(
-    rows, value, scale, weight, features, table, products, sums,
-    first_line, lines, factor, num_tokens, num_blocks, slots,
+    rows, value, scale, weight, features, table, products, matrix_scales, sums,
+    first_line, lines, num_tokens, num_blocks, slots,
     heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the head of this file.
+    """The sums of the head of this file; zeros for empty blocks.
 
-    heads is the number of heads of `products`, for a group of lines from `first_line` on `[lines, M', WIDTH, VALUE]`;
-    each sums REPEATS heads of the rows. `scale` and `weight` are `[B, T, heads · REPEATS]`, or None for 1; `sums` are
+    heads is the number of heads of `products`, for a group of lines from `first_line` on `[lines, M', WIDTH, VALUE]`,
+    which are to be multiplied with powers of two, `matrix_scales` `[lines, M']`, if these are given; each sums
+    REPEATS heads of the rows. `scale` and `weight` are `[B, T, heads · REPEATS]`, or None for 1; `sums` are
     `[lines, M', WIDTH]`, or None for none.
     """
-    COLUMN_TILES: tl.constexpr = (VALUE + BLOCK_VALUE - 1) // BLOCK_VALUE
-    batch, head, block, column_tile, matrix = place_of_program(COLUMN_TILES, num_blocks, first_line, lines, heads, 1)
+    batch, head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, heads, 1)
     column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
-    value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
+    value_column = tl.arange(0, BLOCK_VALUE)
+    # Empty blocks after the others have no row in the table.
+    stop = tl.where(block < num_blocks, slots, 0)
     result = tl.zeros((BLOCK_WIDTH, BLOCK_VALUE), tl.float32)
     # One sum for each 16th token: adding them up takes a barrier, which is left for the end.
     total = tl.zeros((16, BLOCK_WIDTH), tl.float32)
@@ -287,10 +289,10 @@ def fused_outer_kernel(
         row_head = head * REPEATS + repeat
         head_of_rows, head_of_values = head_rows(rows, batch, row_head), head_rows(value, batch, row_head)
         scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
-        entries = slot_entries(block_table, slot, slots, num_tokens)
-        for offset in range(0, slots, BLOCK_TOKENS):
+        entries = slot_entries(block_table, slot, stop, num_tokens)
+        for offset in range(0, stop, BLOCK_TOKENS):
             tokens, present = entry_tokens(entries, num_tokens)
-            entries = slot_entries(block_table, offset + BLOCK_TOKENS + slot, slots, num_tokens)
+            entries = slot_entries(block_table, offset + BLOCK_TOKENS + slot, stop, num_tokens)
             per_token = (batch * num_tokens + tokens) * (heads * REPEATS) + row_head
             normed = normed_rows(head_of_rows, features, scales, batch, tokens, present, num_tokens, column, WIDTH)
             rotary = rotary_rows(features, tokens, present, column, WIDTH)
@@ -308,18 +310,20 @@ def fused_outer_kernel(
             turned = rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH)
             result = add_product(result, tl.trans(turned), values, PRECISION)
     pointers = products + matrix * (WIDTH * VALUE) + column[:, None] * VALUE + value_column[None, :]
-    result = (result * factor).to(products.dtype.element_ty)
+    if matrix_scales is not None:
+        power, inverse = tile_scale(result)
+        tl.store(matrix_scales + matrix, power)
+        result = (result * inverse).to(tl.float16)
     tl.store(pointers, result, mask=(column < WIDTH)[:, None] & (value_column < VALUE)[None, :])
     if sums is not None:
-        if column_tile == 0:
-            tl.store(sums + matrix * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
+        tl.store(sums + matrix * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
 def fused_outer(
     rows: Tensor, value: Tensor, features: Features, map_name: str, table: Tensor, heads: int, lines: tuple[int, int],
-    *, factor: float, dtype: torch.dtype, total: bool, scale: Tensor | None = None, weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """factor Σ ψ(x_t) (scale_t value_t)ᵀ and Σ weight_t φ(x_t) over the tokens of each block of a group of lines.
+    *, dtype: torch.dtype, total: bool, scale: Tensor | None = None, weight: Tensor | None = None,
+) -> Sums:  # fmt: skip
+    """Σ ψ(x_t) (scale_t value_t)ᵀ and Σ weight_t φ(x_t) over the tokens of each block of a group of lines.
 
     Args:
         rows: Projected queries or keys x, `[B, T, H, K]`.
@@ -329,39 +333,39 @@ def fused_outer(
         table: Token of each slot, int32 `[M, N]`.
         heads: G; H / G heads in a row are summed.
         lines: The first line of the group and its number of lines, L.
-        factor: Factor of the products.
-        dtype: Dtype of the products.
+        dtype: Dtype of the products, see [`outer.Sums`].
         total: Whether to sum features too.
         scale: float32 `[B, T, H]`; 1 if not given.
         weight: float32 `[B, T, H]`; 1 if not given.
 
     Returns:
-        The products `[L, M', K, V]`, and the sums, float32 `[L, M', K]`, zero for empty blocks; None if not `total`.
+        The products `[L, M', K, V]` and the sums, see [`outer.Sums`].
     """
-    width, columns = rows.shape[3], value.shape[3]
-    tile = column_tile(width, columns)
-    products = empty_summaries(rows, lines[1], table.shape[0], width, columns, dtype=dtype)
-    sums = empty_summaries(rows, lines[1], table.shape[0], width, dtype=torch.float32) if total else None
+    width, columns, blocks = rows.shape[3], value.shape[3], row_count(table.shape[0])
+    products = rows.new_empty(lines[1], blocks, width, columns, dtype=dtype)
+    scales = rows.new_empty(1, lines[1], blocks, dtype=torch.float32) if dtype == torch.float16 else None
+    sums = rows.new_empty(lines[1], blocks, width, dtype=torch.float32) if total else None
+    right_type = rows.dtype if scale is None else torch.float32
     launch(
-        fused_outer_kernel, lines[1] * table.shape[0] * ceil_divide(columns, tile),
-        as_rows(rows), as_rows(value), scale, weight, features, table, products, sums,
-        lines=lines, factor=factor,
-        **fused_options(rows, columns, table, map_name, heads, tile, rows.dtype if scale is None else dtype),
+        fused_outer_kernel, lines[1] * blocks, as_rows(rows), as_rows(value), scale, weight, features, table,
+        products, scales, sums, lines=lines,
+        **fused_options(rows, columns, table, map_name, heads, padded(columns), right_type),
     )  # fmt: skip
-    return products, sums
+    return Sums(products, scales, sums, None)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def fused_attend_kernel(
-    query, gate, output_weight, features, table, matrices, vectors, output,
-    first_line, lines, factor, eps, output_eps, num_tokens, num_blocks, slots,
+    query, gate, output_weight, features, table, matrices, matrix_scales, vectors, output,
+    first_line, lines, eps, output_eps, num_tokens, num_blocks, slots,
     heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, FEATURE_MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output of the head of this file, without norm, divisor or gate where its tensor is None.
 
-    heads is the number of heads of `matrices`, for a group of lines from `first_line` on `[lines, M', WIDTH, VALUE]`;
-    REPEATS heads of the rows share one. One program holds all columns of a head's output, for its norm.
+    heads is the number of heads of `matrices`, for a group of lines from `first_line` on `[lines, M', WIDTH, VALUE]`,
+    to be multiplied with `matrix_scales` `[lines, M']` if these are given; REPEATS heads of the rows share one. One
+    program holds all columns of a head's output, for its norm.
     """
     batch, row_head, block, _, matrix = place_of_program(1, num_blocks, first_line, lines, heads, REPEATS)
     column, slot = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_TOKENS)
@@ -370,6 +374,9 @@ def fused_attend_kernel(
     entries = slot_entries(block_table, slot, slots, num_tokens)
     weights = load_matrix(matrices + matrix * (WIDTH * VALUE), column, value_column, VALUE, 1, WIDTH, VALUE)
     weights = factors(weights, PRECISION)
+    factor = 1.0
+    if matrix_scales is not None:
+        factor = tl.load(matrix_scales + matrix)
     scales = channel_scales(features, row_head, column, WIDTH, BLOCK_WIDTH)
     if vectors is not None:
         sums = tl.load(vectors + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
@@ -393,7 +400,7 @@ def fused_attend_kernel(
         mapped = features_of(normed, features, present, column, WIDTH, FEATURE_MAP)
         turned = rotate(mapped, rotary, 1, BLOCK_TOKENS, BLOCK_WIDTH)
         result = row_product(turned, weights, PRECISION)
-        row_factor = tl.full((BLOCK_TOKENS,), factor, tl.float32)
+        row_factor = tl.full((BLOCK_TOKENS,), 1.0, tl.float32) * factor
         if vectors is not None:
             row_factor /= tl.where(present, denominators(mapped, sums, eps), 1.0)
         result *= row_factor[:, None]
@@ -406,15 +413,16 @@ def fused_attend_kernel(
 
 
 def fused_attend(
-    query: Tensor, matrices: Tensor, vectors: Tensor | None, features: Features, map_name: str, table: Tensor,
-    heads: int, lines: tuple[int, int], output: Tensor, *, factor: float, eps: float = 0.0, gate: Tensor | None = None,
-    output_weight: Tensor | None = None, output_eps: float = 0.0,
+    query: Tensor, matrices: Tensor, scales: Tensor | None, vectors: Tensor | None, features: Features, map_name: str,
+    table: Tensor, heads: int, lines: tuple[int, int], output: Tensor, *, eps: float = 0.0, gate: Tensor | None = None,
+    output_weight: Tensor | None = None, output_eps: float = 0.0, is_gradient: bool = False,
 ) -> None:  # fmt: skip
-    """Computes norm(factor · ψ(q)ᵀ matrix / (φ(q)·vector + eps)) · silu(gate) for a group of lines.
+    """Computes norm(ψ(q)ᵀ matrix / (φ(q)·vector + eps)) · silu(gate) for a group of lines.
 
     Args:
         query: Projected rows, `[B, T, H, K]`.
         matrices: Mixed summaries, or gradients of summaries, `[L, M', K, V]`, dense.
+        scales: What float16 matrices are to be multiplied with, float32 `[L, M']`.
         vectors: Mixed sums, float32 `[L, M', K]`, dense; None does not divide.
         features: See [`Features`].
         map_name: `kernel` of an entry of [`mhla_hf.ops.FEATURE_MAPS`].
@@ -422,16 +430,16 @@ def fused_attend(
         heads: Heads of the matrices; H / heads of the rows share one.
         lines: The first line of the group and its number of lines, L.
         output: To be written, `[B, T, H, V]`, dense.
-        factor: Factor of the products.
         eps: Added to the denominator.
         gate: `[B, T, H, V]`; None for no gate.
         output_weight: Weight of the RMSNorm of each head's output, `[V]`; None for no norm.
         output_eps: Epsilon of that norm.
+        is_gradient: Whether all bits of float16 matrices count beside bfloat16 rows.
     """
-    columns = matrices.shape[3]
+    columns, matrix_type = matrices.shape[3], torch.float32 if is_gradient else matrices.dtype
     launch(
         fused_attend_kernel, lines[1] * table.shape[0] * query.shape[2] // heads,
-        as_rows(query), as_rows(gate), output_weight, features, table, matrices, vectors, output,
-        lines=lines, factor=factor, eps=eps, output_eps=output_eps,
-        **fused_options(query, columns, table, map_name, heads, padded(columns), matrices.dtype),
+        as_rows(query), as_rows(gate), output_weight, features, table, matrices, scales,
+        vectors, output, lines=lines, eps=eps, output_eps=output_eps,
+        **fused_options(query, columns, table, map_name, heads, padded(columns), matrix_type),
     )  # fmt: skip

@@ -191,9 +191,10 @@ def table_sizes(table: torch.Tensor, tokens: torch.Tensor) -> dict[str, int]:
 def product_precision(tokens: torch.dtype, summaries: torch.dtype) -> str:
     """PRECISION of matrix products between token rows and summaries, see `device_functions`.
 
-    bfloat16 where both are. Otherwise float32, see [`multiplies_exactly`].
+    bfloat16 beside bfloat16 tokens where summaries have no more bits than float16. Otherwise float32, see
+    [`multiplies_exactly`].
     """
-    if tokens == summaries == torch.bfloat16:
+    if tokens == torch.bfloat16 and summaries.itemsize == 2:
         return "bf16"
     return "tf32x3" if multiplies_exactly(tokens) else "tf32"
 
@@ -234,7 +235,7 @@ def stages(precision: str, from_shared_memory: bool, width: int) -> int:
     """
     if not from_shared_memory or precision not in ("bf16", "fp16"):
         return 2
-    return 1 if padded(width) > 128 else 2 if is_padded(width) else 3
+    return 2 if is_padded(width) or padded(width) > 128 else 3
 
 
 def split_slots(slots: int, tile: int, programs: int) -> tuple[int, int]:
@@ -263,13 +264,13 @@ def multiplies_exactly(tokens: torch.dtype) -> bool:
     return tokens == torch.float16 or (tokens == torch.float32 and not tf32_is_allowed())
 
 
-def summary_dtype(tokens: torch.dtype) -> torch.dtype:
-    """Dtype of summaries: float32, or bfloat16 for bfloat16 tokens.
+def summary_dtype(tokens: torch.dtype, *, in_backward: bool = False) -> torch.dtype:
+    """Dtype of summaries: float16, over powers of two, except beside tokens of which more bits count.
 
-    Sums of float16 would leave its range. Summaries in bfloat16 take half the memory traffic; outputs keep the error
-    of their own rounding, but gradients, where terms cancel, would have up to three times theirs.
+    These are float32 tokens that are multiplied exactly, and in the backward pass, where terms cancel, float16 ones.
     """
-    return torch.bfloat16 if tokens == torch.bfloat16 else torch.float32
+    exact = multiplies_exactly(tokens) and (in_backward or tokens == torch.float32)
+    return torch.float32 if exact else torch.float16
 
 
 def row_count(blocks: int) -> int:
@@ -304,15 +305,6 @@ class _TF32:
 
 
 _tf32 = _TF32()
-
-
-def empty_summaries(tokens: torch.Tensor, lines: int, blocks: int, *widths: int, dtype: torch.dtype) -> torch.Tensor:
-    """Summaries `[lines, M', *widths]` to write for M blocks, of which those beyond these are zero."""
-    rows = row_count(blocks)
-    summaries = tokens.new_empty(lines, rows, *widths, dtype=dtype)
-    if rows > blocks:
-        summaries[:, blocks:] = 0
-    return summaries
 
 
 @contextmanager

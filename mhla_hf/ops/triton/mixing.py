@@ -20,7 +20,6 @@ or 1 where the heads share the weights), M blocks, M' of them with empty ones, K
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,106 +43,105 @@ def count_mixed_heads(mixing: Sequence[int], heads: int, groups: int) -> int:
 @triton.jit(do_not_specialize=COUNTS)
 def weigh_kernel(
     mixing, scales, sums, weights, lower, mixed_scales, mixed_sums,
-    first_line, lines, mixing_stride_batch, mixing_stride_head, num_blocks, shares, tiles, heads,
+    first_line, lines, mixing_stride_batch, mixing_stride_head, mixing_stride_repeat, mixing_stride_row,
+    mixing_stride_column, num_blocks, share, shares, tiles, heads,
     REPEATS: tl.constexpr, PLAIN: tl.constexpr, BLOCK_PLAIN: tl.constexpr,
 ):  # fmt: skip
     """16 rows of the weights of a line that summaries are multiplied with, and of its mixed sums of keys.
 
     For a group of lines from `first_line` on, of which heads make a batch entry: `weights` `[tiles, lines, REPEATS,
     M', shares]` are m, or m_ib s_b / r_i for `scales` s `[tiles, lines, shares]` and `mixed_scales` r `[lines,
-    REPEATS, M']`; what rounding takes from them goes to `lower`. `shares` are M' times the number of shares of a
-    block's slots. `sums` are `[lines, shares, PLAIN]`, `mixed_sums` `[lines, REPEATS, M', PLAIN]`.
+    REPEATS, M']`; what rounding takes from them goes to `lower`. `shares` are the blocks M' as often as their slots
+    are shared out, and every `share` of them for another head of the weights. `sums` are `[lines, shares, PLAIN]`,
+    `mixed_sums` `[lines, REPEATS, M', PLAIN]`.
     """
     rows = (num_blocks + ROW_UNIT - 1) // ROW_UNIT * ROW_UNIT
     batch, head, start, _, _ = place_of_program(1, num_blocks, first_line, lines, heads, REPEATS)
     row_line = (tl.program_id(0) % (lines * REPEATS)).to(tl.int64)
     line = row_line // REPEATS
-    mixing += batch * mixing_stride_batch + head * mixing_stride_head
     place, column = start.to(tl.int32) * 16 + tl.arange(0, 16), tl.arange(0, BLOCK_PLAIN)
+    own = mixing + batch * mixing_stride_batch + head * mixing_stride_head + place * mixing_stride_row
     factor = tl.full((16,), 1.0, tl.float32)
     if scales is not None:
         largest = tl.zeros((16, 32), tl.float32)
         for tile in range(tiles):
             for first in range(0, shares, 32):
-                share = first + tl.arange(0, 32)
-                scaled = load_weights(mixing, place, share, num_blocks, rows, shares)
-                scale = tl.load(scales + (tile * lines + line) * shares + share, mask=share < shares, other=0.0)
-                size = tl.abs(scaled * scale[None, :])
+                places = first + tl.arange(0, 32)
+                block = mixing_stride_repeat * (places // share) + mixing_stride_column * (places % rows)
+                inside = (place < num_blocks)[:, None] & ((places < shares) & (places % rows < num_blocks))[None, :]
+                loaded = tl.load(own[:, None] + block[None, :], mask=inside, other=0.0)
+                scale = tl.load(scales + (tile * lines + line) * shares + places, mask=places < shares, other=0.0)
+                size = tl.abs(loaded * scale[None, :])
                 largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
         power, factor = power_of_two(tl.max(largest, axis=1))
         tl.store(mixed_scales + row_line * rows + place, power, mask=place < rows)
     total = tl.zeros((16, BLOCK_PLAIN), tl.float32)
     for first in range(0, shares, 32):
-        share = first + tl.arange(0, 32)
-        loaded = load_weights(mixing, place, share, num_blocks, rows, shares)
-        inside = (place < rows)[:, None] & (share < shares)[None, :]
+        places = first + tl.arange(0, 32)
+        block = mixing_stride_repeat * (places // share) + mixing_stride_column * (places % rows)
+        inside = (place < num_blocks)[:, None] & ((places < shares) & (places % rows < num_blocks))[None, :]
+        loaded = tl.load(own[:, None] + block[None, :], mask=inside, other=0.0)
         for tile in range(tiles):
             tile_line = tile * lines + line
             result = loaded
             if scales is not None:
-                result *= tl.load(scales + tile_line * shares + share, mask=share < shares, other=0.0)[None, :]
-                result *= factor[:, None]
-            start_row = ((tile_line * REPEATS + row_line % REPEATS) * rows + place) * shares
-            places = start_row[:, None] + share[None, :]
+                scale = tl.load(scales + tile_line * shares + places, mask=places < shares, other=0.0)
+                result *= scale[None, :] * factor[:, None]
             rounded = result.to(weights.dtype.element_ty)
-            tl.store(weights + places, rounded, mask=inside)
+            targets = ((tile_line * REPEATS + row_line % REPEATS) * rows + place)[:, None] * shares + places[None, :]
+            written = (place < rows)[:, None] & (places < shares)[None, :]
+            tl.store(weights + targets, rounded, mask=written)
             if lower is not None:
-                tl.store(lower + places, (result - rounded.to(tl.float32)).to(tl.float16), mask=inside)
+                tl.store(lower + targets, (result - rounded.to(tl.float32)).to(tl.float16), mask=written)
         if sums is not None:
-            part = load_matrix(sums + line * shares * PLAIN, share, column, PLAIN, 1, shares, PLAIN)
+            part = load_matrix(sums + line * shares * PLAIN, places, column, PLAIN, 1, shares, PLAIN)
             total = tl.dot(loaded, part, total, input_precision="tf32x3")
     if sums is not None:
         pointers = mixed_sums + (row_line * rows + place)[:, None] * PLAIN + column[None, :]
         tl.store(pointers, total, mask=(place < rows)[:, None] & (column < PLAIN)[None, :])
 
 
-@triton.jit
-def load_weights(mixing, row, share, num_blocks, rows, shares):
-    """Weights m of some rows and shares of blocks, zero for empty ones."""
-    block = share % rows
-    inside = (row < num_blocks)[:, None] & ((share < shares) & (block < num_blocks))[None, :]
-    return tl.load(mixing + row[:, None] * num_blocks + block[None, :], mask=inside, other=0.0)
-
-
 def mix(
-    summaries: Sums, mixing: Tensor, groups: int, heads: int, lines: tuple[int, int], *, twice: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Mixed summaries and mixed sums of keys of a group of L lines.
+    summaries: Sums, mixing: Tensor, groups: int, lines: tuple[int, int], *, transpose: bool = False,
+    twice: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Mixed summaries and mixed sums of keys of a group of L lines; gradients of both are mixed by mᵀ.
 
     Args:
-        summaries: Float16 with scales, or float32.
+        summaries: Float16 with scales, or float32, of the group's L lines, or L · R for gradients.
         mixing: float32 `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`, dense.
         groups: G.
-        heads: Mixed summaries of a batch entry, G · R; see [`count_mixed_heads`].
         lines: The first line of the group and its number of lines, L.
+        transpose: Mix gradients of mixed summaries.
         twice: Multiply with weights of 22 bits, the sum of two float16 numbers: beside float16 tokens, where 11 would
             show in the outputs.
 
     Returns:
-        Mixed summaries `[tiles · L · R, M', K, W]` in the dtype of the summaries, powers of two that float16 ones are
-        to be multiplied with, float32 `[L · R, M']`, and mixed sums, float32 `[L · R, M', P]`.
+        Mixed summaries `[tiles · L · R, M', K, W]` in the dtype of the summaries; powers of two that float16 ones are
+        to be multiplied with, float32 `[L · R, M']`; and mixed sums, float32 `[L · R, M', P]`. Without R for
+        gradients.
     """
     products, scales, sums, _ = summaries
-    repeats, rows, shares = heads // groups, row_count(mixing.shape[-1]), products.shape[1]
-    tiles = len(products) // lines[1]
-    row_lines = lines[1] * repeats
-    weights = products.new_empty(len(products), repeats * rows, shares)
+    batches, heads = (1,) * (4 - mixing.dim()) + tuple(mixing.shape[:-2])
+    repeats, blocks, share = max(1, heads // groups), mixing.shape[-1], products.shape[1]
+    mixed_repeats, shares = (1, repeats * share) if transpose else (repeats, share)
+    tiles, rows = 1 if scales is None else len(scales), row_count(blocks)
+    columns = products.view(tiles * lines[1], shares, -1)
+    weights = products.new_empty(len(columns), mixed_repeats * rows, shares)
     lower = torch.empty_like(weights) if twice else None
-    mixed_scales = None if scales is None else scales.new_empty(row_lines, rows)
-    mixed_sums, plain = None, 16
-    if sums is not None:
-        plain = sums.shape[2]
-        mixed_sums = sums.new_empty(row_lines, rows, plain)
-    strides = [0 if size == 1 else stride for size, stride in zip(mixing.shape[:-2], mixing.stride())]
-    batch_stride, head_stride = [0] * (2 - len(strides)) + strides
+    mixed_scales = None if scales is None else scales.new_empty(lines[1] * mixed_repeats, rows)
+    plain = 16 if sums is None else sums.shape[-1]
+    mixed_sums = None if sums is None else sums.new_empty(lines[1] * mixed_repeats, rows, plain)
+    head_stride = 0 if heads == 1 else blocks**2
     launch(
-        weigh_kernel, row_lines * ceil_divide(rows, 16), mixing, scales, sums, weights, lower, mixed_scales,
-        mixed_sums, lines=lines, mixing_stride_batch=batch_stride, mixing_stride_head=head_stride,
-        num_blocks=mixing.shape[-1], shares=shares, tiles=tiles, heads=groups, REPEATS=repeats, PLAIN=plain,
+        weigh_kernel, lines[1] * mixed_repeats * ceil_divide(rows, 16), mixing, scales, sums, weights, lower,
+        mixed_scales, mixed_sums, lines=lines, mixing_stride_batch=0 if batches == 1 else heads * blocks**2,
+        mixing_stride_head=head_stride * repeats // mixed_repeats, mixing_stride_repeat=head_stride,
+        mixing_stride_row=1 if transpose else blocks, mixing_stride_column=blocks if transpose else 1,
+        num_blocks=blocks, share=share, shares=shares, tiles=tiles, heads=groups, REPEATS=mixed_repeats, PLAIN=plain,
         BLOCK_PLAIN=padded(plain), num_warps=4,
     )  # fmt: skip
-    mixed = products.new_empty(len(products), repeats * rows, products.shape[2] * products.shape[3])
-    columns = products.flatten(2)
+    mixed = products.new_empty(len(columns), mixed_repeats * rows, columns.shape[2])
     # Autocast does not touch products that are told where to write.
     torch.bmm(weights if lower is None else lower, columns, out=mixed)
     if lower is not None:
@@ -151,104 +149,45 @@ def mix(
     return mixed.view(-1, rows, *products.shape[2:]), mixed_scales, mixed_sums
 
 
-class Mixing:
-    """Mixing of the summaries of a group of lines.
-
-    Matrices have empty blocks after the M, up to a multiple of `ROW_UNIT`: cuBLAS multiplies by wgmma only where rows
-    start at multiples of 16 bytes, three times as fast. For bfloat16 summaries the weights are the sum of two bfloat16
-    numbers, which keep 16 bits of them. float32 ones are multiplied through TF32 beside bfloat16 tokens, otherwise as
-    torch multiplies float32 matrices.
+def mixing_gradient(
+    gradients: Sums, summaries: Sums, mixing: Tensor, lines: tuple[int, int], tokens: torch.dtype
+) -> Tensor:
+    """The gradient of the weights from a group of L lines, float32 `[L, R, M, M]`, summed over L if they share them.
 
     Args:
-        weights: float32 `[M, M]`, `[1 or H, M, M]` or `[B, 1 or H, M, M]`.
-        batch: B.
-        groups: G.
+        gradients: Gradients of mixed summaries and mixed sums of keys, of L · R lines.
+        summaries: Summaries and sums of keys, of L lines.
+        mixing: The weights, see [`mix`].
+        lines: The first line of the group and its number of lines, L.
         tokens: Dtype of the tokens.
     """
-
-    def __init__(self, weights: Tensor, batch: int, groups: int, tokens: torch.dtype) -> None:
-        self.shape, self.lines, self.tokens = weights.shape, (batch, groups), tokens
-        *leading, blocks, _ = weights.shape
-        batches, heads = (1,) * (2 - len(leading)) + tuple(leading)
-        # [B or 1, G or 1, R, M', M']
-        weights = weights.reshape(batches, groups if heads > 1 else 1, -1, blocks, blocks)
-        empty = row_count(blocks) - blocks
-        self.weights = F.pad(weights, (0, empty, 0, empty)) if empty else weights
-        self.repeats = weights.shape[2]
-        self.is_shared = weights.shape[:2].numel() == 1
-        self.gradients: list[Tensor] = []
-
-    def __call__(self, summaries: Tensor, sums: Tensor | None, lines: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-        """Mixed summaries and mixed sums of keys of a group of lines.
-
-        Args:
-            summaries: bfloat16 or float32 `[L, M', K, V]`, dense.
-            sums: float32 `[L, M', P]`, dense, or None.
-            lines: The first line of the group and its number of lines, L.
-
-        Returns:
-            `[L · R, M', K, V]` and `[L · R, M', P]` in their dtypes.
-        """
-        return self._product(summaries, lines), None if sums is None else self._product(sums, lines)
-
-    def transposed(
-        self, gradients: Tensor, grad_sums: Tensor | None, lines: tuple[int, int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of what [`Mixing.__call__`] takes from gradients of what it returns."""
-        of_sums = None if grad_sums is None else self._product(grad_sums, lines, transpose=True)
-        return self._product(gradients, lines, transpose=True), of_sums
-
-    def _product(self, factors: Tensor, lines: tuple[int, int], *, transpose: bool = False) -> Tensor:
-        parts = [self.weights]
-        if factors.dtype == torch.bfloat16:
-            high = self.weights.bfloat16()
-            # The lower half first: rounded to bfloat16, its product loses nothing that shows in the sum.
-            parts = [(self.weights - high).bfloat16(), high]
-        weights = [self._of_lines(part, lines) for part in parts]
-        if transpose:
-            weights = [part.mT for part in weights]
-        columns = factors.reshape(lines[1], weights[0].shape[2], -1)
-        with multiplied_for(self.tokens, factors.device):
-            result = torch.bmm(weights[0], columns)
-            for part in weights[1:]:
-                result.baddbmm_(part, columns)
-        return result.view(-1, self.weights.shape[-1], *factors.shape[2:])
-
-    def _of_lines(self, weights: Tensor, lines: tuple[int, int]) -> Tensor:
-        """Weights of a group of lines, `[L, R · M', M']`; without a copy where all lines share them."""
-        first, count = lines
-        return weights.flatten(2, 3).expand(*self.lines, -1, -1).flatten(0, 1)[first : first + count]
-
-    def add_gradient(
-        self, gradients: Tensor, summaries: Tensor, grad_sums: Tensor | None = None, sums: Tensor | None = None
-    ) -> None:
-        """Adds the part of the next group of lines to the gradient of the weights.
-
-        Args:
-            gradients: Gradients of mixed summaries, float32 `[L · R, M', ...]`.
-            summaries: float32 `[L, M', ...]`.
-            grad_sums: Gradients of mixed sums of keys, float32 `[L · R, M', ...]`.
-            sums: Sums of keys, float32 `[L, M', ...]`; given together with them.
-        """
-        with multiplied_for(self.tokens, summaries.device):
-            total = torch.bmm(*_factors(gradients, summaries))
-            if grad_sums is not None and sums is not None:
-                total = total.baddbmm_(*_factors(grad_sums, sums))
-        self.gradients.append(total.sum(0, keepdim=True) if self.is_shared else total)
-
-    def gradient(self) -> Tensor:
-        """The gradient of the weights over all groups, float32, in their shape."""
-        blocks = self.shape[-1]
-        total = torch.cat(self.gradients)
-        total = total.unflatten(1, (self.repeats, -1))[..., :blocks, :blocks]
-        if not self.is_shared:
-            total = total.unflatten(0, self.lines).sum_to_size(*self.weights.shape[:3], blocks, blocks)
-        elif len(total) > 1:
-            total = total.sum(0)
-        return total.reshape(self.shape)
+    blocks, tiles = mixing.shape[-1], 1 if summaries.scales is None else len(summaries.scales)
+    left, right = (
+        part.products.reshape(tiles * lines[1], -1, part.products[0, 0].numel()) for part in (gradients, summaries)
+    )
+    with multiplied_for(tokens, left.device):
+        if summaries.scales is None or gradients.scales is None:
+            total = torch.bmm(left, right.mT)
+        elif left.is_cuda:
+            total = torch.bmm(left, right.mT, out_dtype=torch.float32)
+        else:
+            total = torch.bmm(left.float(), right.float().mT)
+        if summaries.scales is not None and gradients.scales is not None:
+            total *= gradients.scales.view(len(total), -1, 1) * summaries.scales.view(len(total), 1, -1)
+            total = total.unflatten(0, (tiles, -1)).sum(0)
+        if gradients.sums is not None and summaries.sums is not None:
+            total.baddbmm_(gradients.sums.view(lines[1], -1, summaries.sums.shape[2]), summaries.sums.mT)
+    rows, repeats = row_count(blocks), len(gradients.products) // len(summaries.products)
+    total = total.view(lines[1], repeats, -1, rows, right.shape[1] // rows, rows).sum((2, 4))[..., :blocks, :blocks]
+    return total.sum(0, keepdim=True) if mixing.numel() == blocks**2 else total
 
 
-def _factors(gradients: Tensor, summaries: Tensor) -> tuple[Tensor, Tensor]:
-    """`[L, R · M', C]` and `[L, C, M']`, whose product is the gradient of weights `[L, R · M', M']`."""
-    columns = summaries.flatten(2)
-    return gradients.reshape(len(columns), -1, columns.shape[2]), columns.mT
+def sum_gradients(parts: list[Tensor], mixing: Tensor, batch: int) -> Tensor:
+    """The gradient of the weights, of their shape, from those of all groups of lines by [`mixing_gradient`]."""
+    total, heads = torch.cat(parts), mixing.shape[-3] if mixing.dim() > 2 else 1
+    if mixing.numel() == total[0, 0].numel():
+        return total.sum((0, 1)).view_as(mixing)
+    total = total.unflatten(0, (batch, -1)).flatten(1, 2)
+    return total.sum_to_size(mixing.numel() // (heads * total[0, 0].numel()), heads, *mixing.shape[-2:]).view_as(
+        mixing
+    )

@@ -141,16 +141,18 @@ def outer_kernel(
                 else:
                     plain_rows = left_rows
                 total = add_sums(total, plain_rows, weight, per_token, present, BLOCK_TOKENS)
-    inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
     if scales is None:
         pointers = products + matrix * (LEFT * RIGHT) + left_column[:, None] * RIGHT + right_column[None, :]
+        inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
         tl.store(pointers, accumulator * factor, mask=inside)
     else:
+        # The last tile of columns has zeros beyond them: gradients of mixing weights are sums over all.
         STORED: tl.constexpr = BLOCK_RIGHT if BLOCK_RIGHT < RIGHT else RIGHT
         power, inverse = tile_scale(accumulator)
         tl.store(scales + tile_matrix, power)
-        stored_column = right_column - column_tile * BLOCK_RIGHT
-        pointers = products + tile_matrix * (LEFT * STORED) + left_column[:, None] * STORED + stored_column[None, :]
+        column = tl.arange(0, BLOCK_RIGHT)
+        pointers = products + tile_matrix * (LEFT * STORED) + left_column[:, None] * STORED + column[None, :]
+        inside = (left_column < LEFT)[:, None] & (column < STORED)[None, :]
         tl.store(pointers, (accumulator * inverse).to(tl.float16), mask=inside)
     if sums is not None:
         if column_tile == 0:
@@ -179,9 +181,9 @@ class Sums(NamedTuple):
 
 
 def outer(
-    left: Tensor, right: Tensor, table: Tensor, num_heads: int, lines: tuple[int, int] | None = None, *, factor: float,
-    dtype: torch.dtype, scale: Tensor | None = None, total: bool = False, plain: Tensor | None = None,
-    weight: Tensor | None = None, limit: Tensor | None = None, finite: bool = False,
+    left: Tensor, right: Tensor, table: Tensor, num_heads: int, lines: tuple[int, int] | None = None, *,
+    dtype: torch.dtype, factor: float = 1.0, scale: Tensor | None = None, total: bool = False,
+    plain: Tensor | None = None, weight: Tensor | None = None, limit: Tensor | None = None, finite: bool = False,
 ) -> Sums:  # fmt: skip
     """factor Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
 
@@ -191,8 +193,8 @@ def outer(
         table: Token of each slot, int32 `[M, N]` or `[B, M, N]`; T where a slot is empty.
         num_heads: G; H / G heads in a row are summed.
         lines: The first line of a group and its number of lines, of B · G; all of them if not given.
-        factor: Factor of the products; 1 for float16.
         dtype: Dtype of the products.
+        factor: Factor of the products; 1 for float16.
         scale: float32 `[B, T, H]`; 1 if not given.
         total: Whether to sum `plain` too.
         plain: `[B, T, H, P]`; `left` if not given.
@@ -210,7 +212,9 @@ def outer(
     lines = lines or (0, all_lines)
     from_shared_memory = multiplies_from_shared_memory(left.device)
     # Without a scale the rows enter unchanged for every type of the products.
-    precision = row_precision(left.dtype, left.dtype if scale is None else dtype, multiplies_exactly(left.dtype))
+    precision = row_precision(
+        left.dtype, left.dtype if scale is None else torch.float32, multiplies_exactly(left.dtype)
+    )
     exact, halves = precision == "tf32x3", precision == "bf16x2"
     sizes = table_sizes(table, left)
     value_tile, tile = column_tile(width, value), token_tile(sizes["slots"], max(width, value))
