@@ -79,7 +79,7 @@ def triton_block_mhla_attention(operands: Operands, mixing: Tensor, layout: Bloc
             divisor, eps = entry.divisor(from_head_blocks(products, layout).squeeze(-1), eps), 0.0
     pair = operands.pair if divides else (None, None)
     tokens, table = (query.to(value.dtype), key.to(value.dtype), value), layout.token_table(query.device)
-    if pair[0] is divisor is None and serves_by_small_kernels(*tokens, mixing, operands.normalizer):
+    if pair[0] is None and divisor is None and serves_by_small_kernels(*tokens, mixing, operands.normalizer):
         return small_attention(*tokens, mixing, table, divides, eps)[0]
     output, _ = block_attention(*tokens, *pair, divisor, mixing, table, divides, eps)
     return output

@@ -53,8 +53,18 @@ from .device_functions import (
     store_rows,
     tile_scale,
 )
-from .launching import as_rows, ceil_divide, dense_like, launch, multiplies_exactly, padded, table_sizes, token_tensor
-from .mixing import count_mixed_heads
+from .launching import (
+    as_rows,
+    ceil_divide,
+    dense_like,
+    launch,
+    line_groups,
+    multiplies_exactly,
+    padded,
+    table_sizes,
+    token_tensor,
+)
+from .mixing import count_mixed_heads, sum_gradients
 from .operators import operator
 
 
@@ -194,26 +204,28 @@ def mixed_summaries(
 @triton.jit(do_not_specialize=COUNTS)
 def small_attend_kernel(
     query, key, value, mixing, table, output, denominator, summary, mixed, sums, mixed_sums,
-    num_tokens, num_blocks, table_stride_batch, slots, mixing_stride_batch, mixing_stride_head, heads, tiles, eps,
+    first_line, lines, num_tokens, num_blocks, table_stride_batch, slots, mixing_stride_batch, mixing_stride_head,
+    heads, tiles, eps,
     REPEATS: tl.constexpr, SHARES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, MIXED_COLUMNS: tl.constexpr, ONE_TILE: tl.constexpr,
     DIVIDES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of the queries of one line, and denominators where DIVIDES.
+    """Outputs of the queries of one line, and denominators where DIVIDES; for a group of lines from `first_line` on.
 
     heads is the number of key heads; REPEATS mixed summaries for each, and SHARES query heads for each of these.
     `mixing_stride_head` is that from one key head to the next. A line's part of `summary` is `[M, WIDTH, COLUMNS]`, of
     `mixed` `[rows, WIDTH, COLUMNS]`, of `sums` `[M, WIDTH]`, of `mixed_sums`
     `[rows, WIDTH]`.
     """
-    line = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    line = first_line + program
     batch, head = line // heads, line % heads
     rows = num_blocks * REPEATS
-    summary += line * num_blocks * (WIDTH * COLUMNS)
-    mixed += line * rows * (WIDTH * COLUMNS)
-    sums += line * num_blocks * WIDTH
-    mixed_sums += line * rows * WIDTH
+    summary += program * num_blocks * (WIDTH * COLUMNS)
+    mixed += program * rows * (WIDTH * COLUMNS)
+    sums += program * num_blocks * WIDTH
+    mixed_sums += program * rows * WIDTH
     block_table = table + batch * table_stride_batch
     weights = mixing + batch * mixing_stride_batch + head * mixing_stride_head
     _, mixed_scales = mixed_summaries(
@@ -250,7 +262,8 @@ def small_attend_kernel(
 def small_gradient_kernel(
     gradient, query, key, value, mixing, table, denominator, grad_query, grad_key, grad_value, grad_mixing,
     summary, mixed, sums, mixed_sums,
-    num_tokens, num_blocks, table_stride_batch, slots, mixing_stride_batch, mixing_stride_head, heads, tiles,
+    first_line, lines, num_tokens, num_blocks, table_stride_batch, slots, mixing_stride_batch, mixing_stride_head,
+    heads, tiles,
     REPEATS: tl.constexpr, SHARES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, MIXED_COLUMNS: tl.constexpr, ONE_TILE: tl.constexpr,
@@ -261,14 +274,15 @@ def small_gradient_kernel(
     A line's part of `grad_mixing` is `[rows, M]`. D and then dS take the place of S̃ in `mixed`, dz̃ and then dz that of
     z̃ in `mixed_sums`.
     """
-    line = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    line = first_line + program
     batch, head = line // heads, line % heads
     rows = num_blocks * REPEATS
     SIZE: tl.constexpr = WIDTH * COLUMNS
-    summary += line * num_blocks * SIZE
-    mixed += line * rows * SIZE
-    sums += line * num_blocks * WIDTH
-    mixed_sums += line * rows * WIDTH
+    summary += program * num_blocks * SIZE
+    mixed += program * rows * SIZE
+    sums += program * num_blocks * WIDTH
+    mixed_sums += program * rows * WIDTH
     grad_mixing += line * rows * num_blocks
     block_table = table + batch * table_stride_batch
     weights = mixing + batch * mixing_stride_batch + head * mixing_stride_head
@@ -404,22 +418,22 @@ def small_attention(
     """Block-parallel MHLA of tokens that [`serves_by_small_kernels`]; see `block_attention`."""
     mixing = mixing.contiguous()
     options = _options(query, key, value, mixing, table, divides, backward=False)
-    lines, blocks, repeats = query.shape[0] * key.shape[2], options["num_blocks"], options["REPEATS"]
-    width, columns = options["WIDTH"], options["COLUMNS"]
+    blocks, repeats, width, columns = (options[name] for name in ("num_blocks", "REPEATS", "WIDTH", "COLUMNS"))
     output = token_tensor(query, table, columns)
     denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
     # Outputs need no more bits of mixed summaries than tokens have.
     half = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float16
-    summary = query.new_empty(lines, blocks, width, columns, dtype=torch.float16)
-    mixed = summary.view(half) if repeats == 1 else query.new_empty(repeats, *summary.shape, dtype=half)
-    sums, mixed_sums = (query.new_empty(count, lines, blocks, width, dtype=torch.float32) for count in (1, repeats))
     # Two programs of a multiprocessor share its registers, except where wide rows of float32 take too many.
     is_large = query.dtype == torch.float32 and max(width, columns) > 64
-    launch(
-        small_attend_kernel, lines, as_rows(query), as_rows(key), as_rows(value), mixing, table, output, denominator,
-        summary, mixed, sums, mixed_sums, eps=eps, MIXED_COLUMNS=FORWARD_COLUMNS, maxnreg=None if is_large else 128,
-        **options,
-    )  # fmt: skip
+    for lines in line_groups(query.shape[0] * key.shape[2], repeats * blocks * width * columns * 2):
+        summary = query.new_empty(lines[1], blocks, width, columns, dtype=torch.float16)
+        mixed = summary.view(half) if repeats == 1 else query.new_empty(repeats, *summary.shape, dtype=half)
+        sums, mixed_sums = (query.new_empty(n, lines[1], blocks, width, dtype=torch.float32) for n in (1, repeats))
+        launch(
+            small_attend_kernel, lines[1], as_rows(query), as_rows(key), as_rows(value), mixing, table, output,
+            denominator, summary, mixed, sums, mixed_sums,
+            lines=lines, eps=eps, MIXED_COLUMNS=FORWARD_COLUMNS, maxnreg=None if is_large else 128, **options,
+        )  # fmt: skip
     return output, denominator
 
 
@@ -435,24 +449,23 @@ def small_attention_backward(
     divides: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value and mixing; arguments as of `block_attention_backward`."""
-    shape, mixing = mixing.shape, mixing.contiguous()
+    mixing = mixing.contiguous()
     options = _options(query, key, value, mixing, table, divides, backward=True)
     (batch, _, groups), blocks, repeats = key.shape[:3], options["num_blocks"], options["REPEATS"]
-    lines, width, columns = batch * groups, options["WIDTH"], options["COLUMNS"]
+    width, columns = options["WIDTH"], options["COLUMNS"]
     grads = [token_tensor(tokens, table, tokens.shape[3]) for tokens in (query, key, value)]
-    grad_mixing = query.new_empty(batch, groups * repeats, blocks, blocks, dtype=torch.float32)
-    summary, mixed = (
-        query.new_empty(count, lines, blocks, width, columns, dtype=torch.float16) for count in (1, repeats)
-    )
-    sums, mixed_sums = (query.new_empty(count, lines, blocks, width, dtype=torch.float32) for count in (1, repeats))
-    launch(
-        small_gradient_kernel, lines, as_rows(gradient), as_rows(query), as_rows(key), as_rows(value), mixing, table,
-        denominator, *grads, grad_mixing, summary, mixed, sums, mixed_sums,
-        MIXED_COLUMNS=BACKWARD_COLUMNS, **options,
-    )  # fmt: skip
-    *batches, heads = (1, 1, *shape[:-2])[-2:]
-    of_mixing = grad_mixing.sum_to_size(*batches, heads, blocks, blocks).reshape(shape)
-    return *grads, of_mixing
+    grad_mixing = query.new_empty(batch * groups, repeats, blocks, blocks, dtype=torch.float32)
+    for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * 2):
+        summary, mixed = (
+            query.new_empty(n, lines[1], blocks, width, columns, dtype=torch.float16) for n in (1, repeats)
+        )
+        sums, mixed_sums = (query.new_empty(n, lines[1], blocks, width, dtype=torch.float32) for n in (1, repeats))
+        launch(
+            small_gradient_kernel, lines[1], as_rows(gradient), as_rows(query), as_rows(key), as_rows(value), mixing,
+            table, denominator, *grads, grad_mixing, summary, mixed, sums, mixed_sums,
+            lines=lines, MIXED_COLUMNS=BACKWARD_COLUMNS, **options,
+        )  # fmt: skip
+    return *grads, sum_gradients([grad_mixing], mixing, batch)
 
 
 @torch.library.register_fake("mhla_hf::small_attention_backward")
