@@ -149,7 +149,7 @@ def _kernel_errors(
 ) -> dict[str, tuple[float, float]]:
     """Errors of whole tensors and of their numbers."""
     case = FAMILIES[family]
-    if (backward and not case.has_gradients) or not _fits(family, width, value_width, dtype):
+    if (backward and not case.has_gradients) or not _fits(family, width, value_width, dtype, device):
         return {}
     inputs = case.inputs(torch.Generator().manual_seed(0), sizes, width, value_width)
     rounded = {name: _rounded(name, tensor, dtype) for name, tensor in inputs.items()}
@@ -179,14 +179,14 @@ def _whole_blocks() -> Iterator[None]:
         launching.FEW_PROGRAMS = before
 
 
-def _fits(family: str, width: int, value_width: int, dtype: torch.dtype) -> bool:
-    """Whether a family has kernels for widths K and V and a type."""
+def _fits(family: str, width: int, value_width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a family has kernels for widths K and V, a type and a device."""
     # Imported here alone: Triton need not be installed.
     from .triton import fits_fused_kernels, fits_hedgehog_kernels
-    from .triton.small import MAX_WIDTH
+    from .triton.small import fits_small_kernels
 
     if family == "small":
-        return max(width, value_width) <= MAX_WIDTH
+        return fits_small_kernels(max(width, value_width), device)
     if family == "fused":
         return fits_fused_kernels(width, value_width, True, dtype)
     return family != "hedgehog" or fits_hedgehog_kernels(width, True, dtype)

@@ -344,6 +344,7 @@ def prepare(capability: int) -> Compilations:
     compilations = Compilations(capability)
     # Before the modules of kernels are imported, which copy this name.
     launching.multiplies_from_shared_memory = lambda device: capability in (90, 100)
+    launching.multiplies_by_wgmma = lambda device: capability == 90
     backends.triton_obstacle = lambda *tokens: None
     os.environ["MHLA_HF_KERNEL_CHECK"] = "0"
     JITFunction.run = lambda kernel, *args, **keywords: compilations.launch(kernel, *args, **keywords)

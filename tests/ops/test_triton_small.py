@@ -246,7 +246,7 @@ def test_a_bad_key_or_value_stays_with_its_head(name, device):
     assert torch.equal(output, clean)
 
 
-def test_shapes_alone_choose_the_kernels(monkeypatch):
+def test_shapes_type_and_device_choose_the_kernels(monkeypatch):
     monkeypatch.setattr(small, "MIN_LINES", 100)
     monkeypatch.setattr(small, "kernels_pass", lambda *arguments, **options: True)
 
@@ -267,6 +267,8 @@ def test_shapes_alone_choose_the_kernels(monkeypatch):
         assert not serves(**other), other
     monkeypatch.setattr(small, "multiplies_exactly", lambda dtype: dtype == torch.float32)
     assert serves() and not serves(dtype=torch.float32)
+    monkeypatch.setattr(small, "multiplies_by_wgmma", lambda device: False)
+    assert not serves()
 
 
 def test_a_pair_of_the_normaliser_takes_other_kernels(monkeypatch):

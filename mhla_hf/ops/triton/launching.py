@@ -323,6 +323,11 @@ def multiplies_from_shared_memory(device: torch.device) -> bool:
     return device.type != "cuda" or compute_capability(device)[0] in (9, 10)
 
 
+def multiplies_by_wgmma(device: torch.device) -> bool:
+    """Whether matrix products read both factors from shared memory, and leave their sums in registers."""
+    return device.type != "cuda" or compute_capability(device)[0] == 9
+
+
 def is_padded(width: int) -> bool:
     """Whether kernels pad rows of this width, and rows are so wide that registers for their masks are short."""
     return 64 < width != padded(width)

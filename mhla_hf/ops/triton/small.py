@@ -59,6 +59,7 @@ from .launching import (
     dense_like,
     launch,
     line_groups,
+    multiplies_by_wgmma,
     multiplies_exactly,
     padded,
     table_sizes,
@@ -79,8 +80,20 @@ MAX_ROWS, MAX_WIDE_ROWS = 64, 32
 FORWARD_COLUMNS, BACKWARD_COLUMNS = 256, 128
 
 
+def fits_small_kernels(width: int, device: torch.device) -> bool:
+    """Returns whether these kernels take heads of some width on a device."""
+    return width <= MAX_WIDTH and _is_suited(device)
+
+
+@torch.compiler.assume_constant_result
+def _is_suited(device: torch.device) -> bool:
+    # Elsewhere registers are too few for all steps in one kernel, or, on compute capability 10, Triton 3.6 does not
+    # compile it.
+    return multiplies_by_wgmma(device)
+
+
 def serves_by_small_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, normalizer: str) -> bool:
-    """Returns whether these kernels serve some tokens, by their shapes and type, and pass their test.
+    """Returns whether these kernels serve some tokens, by their shapes, type and device, and pass their test.
 
     Args:
         query: `[B, T, H, K]`.
@@ -94,7 +107,7 @@ def serves_by_small_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: T
     rows = mixing.shape[-1] * count_mixed_heads(mixing.shape, heads, groups) // groups
     widest = max(width, columns)
     exact = value.dtype == torch.float32 and multiplies_exactly(value.dtype)
-    if batch * groups < MIN_LINES or tokens > MAX_TOKENS or widest > MAX_WIDTH or exact:
+    if batch * groups < MIN_LINES or tokens > MAX_TOKENS or exact or not fits_small_kernels(widest, query.device):
         return False
     return rows <= (MAX_ROWS if widest <= 64 else MAX_WIDE_ROWS) and kernels_pass(
         "small", query, value, normalizer=normalizer
