@@ -301,25 +301,19 @@ def _small_layouts(sizes: Sizes) -> tuple[BlockLayout, BlockLayout]:
     return _layout(sizes, causal=False), BlockLayout(sizes.grid, (min(rows, 4), min(columns, 4)))
 
 
-def _by_small_kernels(inputs: Results, sizes: Sizes) -> Results:
+def _by_small_kernels(operands: Operands, mixing: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     from .triton.small import small_attention
 
-    tokens = [inputs[name] for name in ("query", "key", "value")]
-    device, divides = tokens[0].device, sizes.normalizer != "none"
-    outputs = [
-        small_attention(*tokens, inputs[name], layout.token_table(device), divides, 1e-6)[0]
-        for name, layout in zip(("mixing", "mixing_per_head"), _small_layouts(sizes))
-    ]
-    return {"output": torch.cat(outputs)}
+    table = layout.token_table(operands.query.device)
+    return small_attention(*operands.tokens, mixing, table, bool(operands.entry.kernel), operands.eps)[0]
 
 
-def _like_small_kernels(inputs: Results, sizes: Sizes) -> Results:
-    operands = Operands(inputs["query"], inputs["key"], inputs["value"], normalizer=sizes.normalizer)
-    outputs = [
-        attend_by_block(operands, inputs[name], layout)
-        for name, layout in zip(("mixing", "mixing_per_head"), _small_layouts(sizes))
-    ]
-    return {"output": torch.cat(outputs)}
+def _small_attention(attend: Callable[..., torch.Tensor]) -> Callable[[Results, Sizes], Results]:
+    def compute(inputs: Results, sizes: Sizes) -> Results:
+        operands, mixing = _operands(inputs, sizes), (inputs["mixing"], inputs["mixing_per_head"])
+        return {"output": torch.cat(list(map(attend, (operands, operands), mixing, _small_layouts(sizes))))}
+
+    return compute
 
 
 def _documents(sizes: Sizes, operands: Operands) -> SequenceLayout:
@@ -461,7 +455,9 @@ def _like_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
 
 FAMILIES: dict[str, Case] = {
     "block": _attention(causal=False),
-    "small": Case(_small_inputs, _by_small_kernels, _like_small_kernels, has_gradients=True),
+    "small": Case(
+        _small_inputs, _small_attention(_by_small_kernels), _small_attention(attend_by_block), has_gradients=True
+    ),
     "fused": Case(_fused_inputs, _by_fused_kernels, _like_fused_kernels, has_gradients=True),
     "hedgehog": Case(_hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True),
     "causal": _attention(causal=True),

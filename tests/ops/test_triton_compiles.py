@@ -30,7 +30,7 @@ IS_TUNED = tuple(map(int, version("triton").split(".")[:2])) >= (3, 6)
 # A frame of a few registers on the stack is no spilling to speak of.
 FRAME = 16 if IS_TUNED else 80
 # Kernels that spill up to 40 bytes for now.
-SPILLING = {(90, "query_gradient_kernel"), (90, "small_gradient_kernel")}
+SPILLING = {(90, name) for name in ("query_gradient_kernel", "small_attend_kernel", "small_gradient_kernel")}
 CAUSAL = {"causal_attend_kernel", "query_gradient_kernel", "key_gradient_kernel"}
 # Loads of two bytes that a kernel may have: a vector has fewer numbers than there are threads.
 VECTORS = 2
