@@ -17,11 +17,14 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from ..backends import tf32_is_allowed
 from .device_functions import ROW_UNIT
 
 
+# Before 3.6, Triton gives rows that two products of a pipelined loop read one buffer too few.
+OVERTAKES_ROWS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6)
 # Programs below which the slots of a block are shared out: a few for each multiprocessor of a large GPU.
 FEW_PROGRAMS = 512
 # Elements of a tile that a program accumulates: 128 x 128 in float32 is half of a multiprocessor's registers.

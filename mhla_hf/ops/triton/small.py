@@ -54,6 +54,7 @@ from .device_functions import (
     tile_scale,
 )
 from .launching import (
+    OVERTAKES_ROWS,
     as_rows,
     ceil_divide,
     dense_like,
@@ -401,6 +402,7 @@ def _options(
     is_large = query.dtype == torch.float32 or (backward and (slots > 64 or shares > 1))
     tokens = min(padded(slots), 32 if is_large and max(width, columns) > 64 else 64)
     tiles = ceil_divide(slots, tokens)
+    one_tile = tiles == shares == 1
     per_head = mixing.dim() > 2 and mixing.shape[-3] > 1
     return {
         **sizes,
@@ -417,10 +419,10 @@ def _options(
         "ROWS": padded(repeats * blocks),
         "BLOCKS": padded(blocks),
         "BLOCK_TOKENS": tokens,
-        "ONE_TILE": tiles == shares == 1,
+        "ONE_TILE": one_tile,
         "DIVIDES": divides,
         "num_warps": 8,
-        "num_stages": 2,
+        "num_stages": 1 if OVERTAKES_ROWS and divides and not one_tile else 2,
     }
 
 
