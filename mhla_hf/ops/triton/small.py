@@ -468,7 +468,7 @@ def small_attention_backward(
     options = _options(query, key, value, mixing, table, divides, backward=True)
     (batch, _, groups), blocks, repeats = key.shape[:3], options["num_blocks"], options["REPEATS"]
     width, columns = options["WIDTH"], options["COLUMNS"]
-    grads = [token_tensor(tokens, table, tokens.shape[3]) for tokens in (query, key, value)]
+    grad_query, grad_key, grad_value = (token_tensor(tokens, table, tokens.shape[3]) for tokens in (query, key, value))
     grad_mixing = query.new_empty(batch * groups, repeats, blocks, blocks, dtype=torch.float32)
     for lines in line_groups(batch * groups, (1 + repeats) * blocks * width * columns * 2):
         summary, mixed = (
@@ -477,10 +477,10 @@ def small_attention_backward(
         sums, mixed_sums = (query.new_empty(n, lines[1], blocks, width, dtype=torch.float32) for n in (1, repeats))
         launch(
             small_gradient_kernel, lines[1], as_rows(gradient), as_rows(query), as_rows(key), as_rows(value), mixing,
-            table, denominator, *grads, grad_mixing, summary, mixed, sums, mixed_sums,
+            table, denominator, grad_query, grad_key, grad_value, grad_mixing, summary, mixed, sums, mixed_sums,
             lines=lines, MIXED_COLUMNS=BACKWARD_COLUMNS, **options,
         )  # fmt: skip
-    return *grads, sum_gradients([grad_mixing], mixing, batch)
+    return grad_query, grad_key, grad_value, sum_gradients([grad_mixing], mixing, batch)
 
 
 @torch.library.register_fake("mhla_hf::small_attention_backward")
