@@ -17,6 +17,7 @@ from .reference import assert_same, make_inputs, output_and_gradients
 from .triton_checks import (
     DEVICES,
     buffers_full_of_nan,
+    cast,
     check_compiled_and_checkpointed,
     half_precision_errors,
     on,
@@ -271,10 +272,12 @@ def test_shapes_type_and_device_choose_the_kernels(monkeypatch):
     assert not serves()
 
 
-def test_a_pair_of_the_normaliser_takes_other_kernels(monkeypatch):
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pair_of_the_normaliser_takes_other_kernels(device, monkeypatch):
+    monkeypatch.setattr(small, "multiplies_by_wgmma", lambda device: True)
     layout, calls = BlockLayout((6,), blocks=(2,)), []
     monkeypatch.setattr("mhla_hf.ops.triton.block.small_attention", lambda *inputs: calls.append(inputs) or inputs[2:])
-    inputs = {name: tensor.detach().float() for name, tensor in make_inputs(layout).items()}
+    inputs = {name: x.detach() for name, x in cast(make_inputs(layout), device).items()}
     mhla_attention(**inputs, layout=layout, backend="triton")
     plain = {name: tensor for name, tensor in inputs.items() if not name.startswith("normalizer")}
     mhla_attention(**plain, layout=layout, normalizer="block_query", backend="triton")
@@ -283,7 +286,9 @@ def test_a_pair_of_the_normaliser_takes_other_kernels(monkeypatch):
     assert len(calls) == 1
 
 
-def test_kernels_that_fail_their_test_leave_tokens_to_the_others(monkeypatch):
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_that_fail_their_test_leave_tokens_to_the_others(device, monkeypatch):
+    monkeypatch.setattr(small, "multiplies_by_wgmma", lambda device: True)
     from mhla_hf.ops.operands import Operands
 
     layout, seen = BlockLayout((6,), blocks=(2,)), []
@@ -294,7 +299,7 @@ def test_kernels_that_fail_their_test_leave_tokens_to_the_others(monkeypatch):
 
     monkeypatch.setattr(backends, "kernel_failure", kernel_failure)
     monkeypatch.setattr("mhla_hf.ops.triton.block.small_attention", None)
-    inputs = {name: tensor.detach().float() for name, tensor in make_inputs(layout, rotated=False).items()}
+    inputs = {name: x.detach() for name, x in cast(make_inputs(layout, rotated=False), device).items()}
     mixing = inputs.pop("mixing")
     triton_block_mhla_attention(Operands(**inputs), mixing, layout)
     assert seen == ["small"]
