@@ -149,7 +149,7 @@ def _kernel_errors(
 ) -> dict[str, tuple[float, float]]:
     """Errors of whole tensors and of their numbers."""
     case = FAMILIES[family]
-    if (backward and not case.has_gradients) or not _fits(family, width, value_width, dtype):
+    if (backward and not case.has_gradients) or not _fits(family, width, value_width, dtype, device):
         return {}
     inputs = case.inputs(torch.Generator().manual_seed(0), sizes, width, value_width)
     rounded = {name: _rounded(name, tensor, dtype) for name, tensor in inputs.items()}
@@ -179,11 +179,14 @@ def _whole_blocks() -> Iterator[None]:
         launching.FEW_PROGRAMS = before
 
 
-def _fits(family: str, width: int, value_width: int, dtype: torch.dtype) -> bool:
-    """Whether a family has kernels for widths K and V and a type."""
+def _fits(family: str, width: int, value_width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a family has kernels for widths K and V, a type and a device."""
     # Imported here alone: Triton need not be installed.
     from .triton import fits_fused_kernels, fits_hedgehog_kernels
+    from .triton.small import fits_small_kernels
 
+    if family == "small":
+        return fits_small_kernels(max(width, value_width), device)
     if family == "fused":
         return fits_fused_kernels(width, value_width, True, dtype)
     return family != "hedgehog" or fits_hedgehog_kernels(width, True, dtype)
@@ -275,6 +278,42 @@ def _attention(causal: bool) -> Case:
         return compute
 
     return Case(inputs, on("triton"), on("torch"), has_gradients=True)
+
+
+# The kernels that take a whole head at a time, which have no pair of the normaliser's.
+
+
+def _small_inputs(generator: torch.Generator, sizes: Sizes, width: int, value_width: int) -> Results:
+    tokens = _tokens(generator, sizes, _layout(sizes, causal=False).num_tokens, width, value_width)
+    pair = {name: tokens.pop(f"normalizer_{name}", tokens[name]) for name in ("query", "key")}
+    blocks = [layout.num_blocks for layout in _small_layouts(sizes)]
+    return {
+        **tokens,
+        **pair,
+        "mixing": _draw(generator, blocks[0], blocks[0], positive=True),
+        "mixing_per_head": _draw(generator, sizes.heads, blocks[1], blocks[1], positive=True),
+    }
+
+
+def _small_layouts(sizes: Sizes) -> tuple[BlockLayout, BlockLayout]:
+    """Blocks of several tiles of tokens, and blocks of one."""
+    rows, columns = sizes.grid
+    return _layout(sizes, causal=False), BlockLayout(sizes.grid, (min(rows, 4), min(columns, 4)))
+
+
+def _by_small_kernels(operands: Operands, mixing: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    from .triton.small import small_attention
+
+    table = layout.token_table(operands.query.device)
+    return small_attention(*operands.tokens, mixing, table, bool(operands.entry.kernel), operands.eps)[0]
+
+
+def _small_attention(attend: Callable[..., torch.Tensor]) -> Callable[[Results, Sizes], Results]:
+    def compute(inputs: Results, sizes: Sizes) -> Results:
+        operands, mixing = _operands(inputs, sizes), (inputs["mixing"], inputs["mixing_per_head"])
+        return {"output": torch.cat(list(map(attend, (operands, operands), mixing, _small_layouts(sizes))))}
+
+    return compute
 
 
 def _documents(sizes: Sizes, operands: Operands) -> SequenceLayout:
@@ -416,6 +455,9 @@ def _like_hedgehog_kernels(inputs: Results, sizes: Sizes) -> Results:
 
 FAMILIES: dict[str, Case] = {
     "block": _attention(causal=False),
+    "small": Case(
+        _small_inputs, _small_attention(_by_small_kernels), _small_attention(attend_by_block), has_gradients=True
+    ),
     "fused": Case(_fused_inputs, _by_fused_kernels, _like_fused_kernels, has_gradients=True),
     "hedgehog": Case(_hedgehog_inputs, _by_hedgehog_kernels, _like_hedgehog_kernels, has_gradients=True),
     "causal": _attention(causal=True),

@@ -20,6 +20,7 @@ from mhla_hf.ops.triton import (
     fused_mhla_attention,
     hedgehog_features,
 )
+from mhla_hf.ops.triton.small import MAX_WIDTH
 
 
 # Widths of heads, none of them with kernels of its own: rows that are not aligned, language models, DiT-XL/2, Wan, and
@@ -179,6 +180,7 @@ def generation(
 def width_case(width: int) -> Stages:
     """Everything at a width, in all types and with all kinds of normalisers: blocks and chunks of 128 tokens."""
     chunks, blocks = BlockLayout((8192,), block_size=(128,)), BlockLayout((8192,), blocks=(64,))
+    short = BlockLayout((1024,), blocks=(16,)), BlockLayout((500,), blocks=(4,))
     for dtype, trains in (
         (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True), (torch.float32, True),
     ):  # fmt: skip
@@ -188,6 +190,13 @@ def width_case(width: int) -> Stages:
                 stages = attend(
                     layout, 1, 8, width, normalizer=normalizer, causal=causal, trains=trains, dtype=dtype,
                     has_pair=has_pair,
+                )  # fmt: skip
+                yield from (f"{name} {stage}" for stage in stages)
+        for index, layout in enumerate(short if width <= MAX_WIDTH else ()):
+            for normalizer in ("query", "none"):
+                stages = attend(
+                    layout, 16, 16, width, normalizer=normalizer, causal=False, trains=trains, dtype=dtype,
+                    key_heads=8 * (1 + index), per_head=index == 0,
                 )  # fmt: skip
                 yield from (f"{name} {stage}" for stage in stages)
         fits = fits_fused_kernels(width, width, True, dtype), fits_hedgehog_kernels(width, True, dtype)
@@ -205,6 +214,7 @@ def both(run: Callable[..., Stages]) -> Stages:
     yield from (f"training {stage}" for stage in run(trains=True))
 
 
+_PLAIN = {"normalizer": "query", "causal": False, "dtype": torch.bfloat16}
 _WAN, _DIT = SHAPES["wan"], SHAPES["dit-512"]
 
 CASES: dict[str, Callable[[], Stages]] = {
@@ -223,6 +233,10 @@ CASES: dict[str, Callable[[], Stages]] = {
         for blocks in ((4, 4), (8, 4))
         for width in (64, 72)
     },
+    "dit-ragged": partial(both, partial(attend, BlockLayout((32, 32), (6, 5)), 16, 16, 72, **_PLAIN)),
+    "image": partial(both, partial(attend, BlockLayout((32, 32), (8, 4)), 16, 16, 64, **_PLAIN)),
+    "image-grouped": partial(both, partial(attend, BlockLayout((32, 32), (8, 4)), 16, 16, 64, key_heads=8, **_PLAIN)),
+    "sana": partial(both, partial(attention, "sana-1024")),
     "dit-fused": partial(both, partial(fused, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width)),
     "dit-hedgehog": partial(both, partial(hedgehog, _DIT.layout(), _DIT.batch, _DIT.heads, _DIT.width, normed=False)),
     "minilm-hedgehog": partial(both, partial(hedgehog, BlockLayout((256,), block_size=(8,)), 8, 12, 32, normed=False)),

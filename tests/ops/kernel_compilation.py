@@ -259,9 +259,7 @@ def overtaken_buffers(code: str) -> int:
     A loop that copies n rounds ahead has n copies before it and one within. Products that it does not wait for in the
     same round read a buffer of one round more: it needs a place for each of these copies.
     """
-    products = re.findall(r"warp_group_dot_wait .*pendings = (\d+)", code)
-    if not any(map(int, products)):
-        return 0
+    pending = set(re.findall(r"%\w+", " ".join(re.findall(r"warp_group_dot_wait ([^{]*)\{pendings = [1-9]", code))))
     sizes = {
         name: int(size) for name, size in re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", code)
     }
@@ -273,8 +271,9 @@ def overtaken_buffers(code: str) -> int:
 
     copies = Counter(map(buffer_of, re.findall(r"ttg\.async_copy_global_to_local %\w+, (%\w+)", code)))
     found = set()
-    for names in re.findall(r"ttng\.warp_group_dot (%\w+), (%\w+),.*isAsync = true", code):
-        found |= {buffer for buffer in map(buffer_of, names) if sizes.get(buffer, 0) < copies[buffer]}
+    for result, *names in re.findall(r"(%\w+) = ttng\.warp_group_dot (%\w+), (%\w+),.*isAsync = true", code):
+        if result in pending:
+            found |= {buffer for buffer in map(buffer_of, names) if sizes.get(buffer, 0) < copies[buffer]}
     return len(found)
 
 
@@ -344,6 +343,7 @@ def prepare(capability: int) -> Compilations:
     compilations = Compilations(capability)
     # Before the modules of kernels are imported, which copy this name.
     launching.multiplies_from_shared_memory = lambda device: capability in (90, 100)
+    launching.multiplies_by_wgmma = lambda device: capability == 90
     backends.triton_obstacle = lambda *tokens: None
     os.environ["MHLA_HF_KERNEL_CHECK"] = "0"
     JITFunction.run = lambda kernel, *args, **keywords: compilations.launch(kernel, *args, **keywords)

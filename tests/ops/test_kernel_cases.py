@@ -66,7 +66,7 @@ def test_the_kernels_pass(device, family, backward):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["block", "causal", "decode", "fused"])
+@pytest.mark.parametrize("family", ["block", "small", "causal", "decode", "fused"])
 def test_grouped_queries_without_a_normalizer_pass(family, device):
     kind = torch.device(device), torch.float32, WIDTH, WIDTH, kernel_cases.FAMILIES[family].has_gradients, 3, "none"
     assert kernel_failure(family, *kind) == ""

@@ -30,7 +30,7 @@ IS_TUNED = tuple(map(int, version("triton").split(".")[:2])) >= (3, 6)
 # A frame of a few registers on the stack is no spilling to speak of.
 FRAME = 16 if IS_TUNED else 80
 # Kernels that spill up to 40 bytes for now.
-SPILLING = {(90, "query_gradient_kernel")}
+SPILLING = {(90, name) for name in ("query_gradient_kernel", "small_attend_kernel", "small_gradient_kernel")}
 CAUSAL = {"causal_attend_kernel", "query_gradient_kernel", "key_gradient_kernel"}
 # Loads of two bytes that a kernel may have: a vector has fewer numbers than there are threads.
 VECTORS = 2
@@ -72,6 +72,7 @@ PROGRAMS = {
     "query_gradient_kernel": (2, 2),
     "key_gradient_kernel": (2, 2),
     "decode_kernel": (2, 2),
+    "small_attend_kernel": (2, 2),
 }
 # Kernels that hold one program where hedgehog features make rows twice as wide.
 HALVED = {"outer_kernel", "apply_kernel"}

@@ -44,7 +44,7 @@ def work_in_groups(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     def line_groups(lines: int, line_bytes: int) -> list[tuple[int, int]]:
         return [(first, min(size, lines - first)) for first in range(0, lines, size)]
 
-    for name in ("block", "block_gradient", "fused", "fused_gradient"):
+    for name in ("block", "block_gradient", "fused", "fused_gradient", "small"):
         monkeypatch.setattr(f"mhla_hf.ops.triton.{name}.line_groups", line_groups)
 
 

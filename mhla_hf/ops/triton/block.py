@@ -53,6 +53,7 @@ from .launching import (
 from .mixing import count_mixed_heads, mix
 from .operators import operator
 from .outer import outer
+from .small import serves_by_small_kernels, small_attention
 
 
 def triton_block_mhla_attention(operands: Operands, mixing: Tensor, layout: BlockLayout | SequenceLayout) -> Tensor:
@@ -77,10 +78,10 @@ def triton_block_mhla_attention(operands: Operands, mixing: Tensor, layout: Bloc
             products = PRODUCTS[operands.normalizer].block(query_blocks, key_sum, mixing)
             divisor, eps = entry.divisor(from_head_blocks(products, layout).squeeze(-1), eps), 0.0
     pair = operands.pair if divides else (None, None)
-    output, _ = block_attention(
-        query.to(value.dtype), key.to(value.dtype), value, *pair, divisor, mixing, layout.token_table(query.device),
-        divides, eps,
-    )  # fmt: skip
+    tokens, table = (query.to(value.dtype), key.to(value.dtype), value), layout.token_table(query.device)
+    if pair[0] is None and divisor is None and serves_by_small_kernels(*tokens, mixing, operands.normalizer):
+        return small_attention(*tokens, mixing, table, divides, eps)[0]
+    output, _ = block_attention(*tokens, *pair, divisor, mixing, table, divides, eps)
     return output
 
 

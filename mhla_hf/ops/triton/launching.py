@@ -14,12 +14,15 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from ..backends import tf32_is_allowed
 from ..plans import record_launch, within
 from .device_functions import ROW_UNIT
 
 
+# Before 3.6, Triton gives rows that two products of a pipelined loop read one buffer too few.
+OVERTAKES_ROWS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6)
 # Programs below which the slots of a block are shared out: a few for each multiprocessor of a large GPU.
 FEW_PROGRAMS = 512
 # Elements of a tile that a program accumulates: 128 x 128 in float32 is half of a multiprocessor's registers.
@@ -305,6 +308,11 @@ def multiplies_from_shared_memory(device: torch.device) -> bool:
     Elsewhere one factor goes through the registers of every warp, which leaves them less room for the rest.
     """
     return device.type != "cuda" or compute_capability(device)[0] in (9, 10)
+
+
+def multiplies_by_wgmma(device: torch.device) -> bool:
+    """Whether matrix products read both factors from shared memory, and leave their sums in registers."""
+    return device.type != "cuda" or compute_capability(device)[0] == 9
 
 
 def is_padded(width: int) -> bool:
