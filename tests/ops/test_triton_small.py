@@ -317,10 +317,10 @@ def test_operators_are_what_torch_expects(divides, device):
     )
     arguments = (*tokens, table, divides, 1e-6)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(small_attention, arguments, test_utils=tests)
+    torch.library.opcheck(small_attention.overload, arguments, test_utils=tests)
     output, denominator = small_attention(*arguments)
     detached = [tensor.detach() for tensor in (output, denominator, *tokens)]
-    torch.library.opcheck(small_attention_backward, (*detached, table, divides), test_utils=tests[::2])
+    torch.library.opcheck(small_attention_backward.overload, (*detached, table, divides), test_utils=tests[::2])
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from .device_functions import (
     to_tf32,
 )
 from .launching import (
+    OVERTAKES_ROWS,
     as_rows,
     ceil_divide,
     column_tile,
@@ -225,6 +226,8 @@ def outer(
     if any(limits):
         tile = min(tile, 16 if sum(limits) > 1 else 32)
     num_stages = 3 if halves and from_shared_memory and narrowed else stages(precision, from_shared_memory, width)
+    if OVERTAKES_ROWS and total and plain is None:
+        num_stages = 1
     # The search for numbers that are not finite takes registers, too.
     takes_four_warps = from_shared_memory and precision in ("bf16", "fp16", "bf16x2") and not finite
     tiles = ceil_divide(value, value_tile)

@@ -107,7 +107,8 @@ def serves_by_small_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: T
     groups, columns = value.shape[2:]
     rows = mixing.shape[-1] * count_mixed_heads(mixing.shape, heads, groups) // groups
     widest = max(width, columns)
-    exact = value.dtype == torch.float32 and multiplies_exactly(value.dtype)
+    # Rows and matrices of float16 would cost float16 tokens more than plain torch's rounding.
+    exact = multiplies_exactly(value.dtype)
     if batch * groups < MIN_LINES or tokens > MAX_TOKENS or exact or not fits_small_kernels(widest, query.device):
         return False
     return rows <= (MAX_ROWS if widest <= 64 else MAX_WIDE_ROWS) and kernels_pass(
@@ -498,7 +499,7 @@ def _backward(ctx, gradient, _):
     return *small_attention_backward(gradient, *ctx.saved_tensors, ctx.divides), None, None, None
 
 
-torch.library.register_autograd("mhla_hf::small_attention", _backward, setup_context=_context)
+small_attention.register_autograd(_backward, setup_context=_context)
 
 
 @register_flop_formula(torch.ops.mhla_hf.small_attention)
