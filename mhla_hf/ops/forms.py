@@ -255,7 +255,8 @@ def attend_by_block(
         mixing = mixing.to(dtype)
     # Autocast would silently run the products in half precision, `.to(float32)` or not.
     with torch.autocast(autocast_type(operands.query.device), enabled=False):
-        if not isinstance(mixing, torch.Tensor) or not _gains_by_head(operands.key):
+        # Weights of documents are those of batch entries.
+        if not isinstance(mixing, torch.Tensor) or mixing.dim() > 3 or not _gains_by_head(operands.key):
             return _attend_by_block(operands, mixing, layout)
         # Each key/value head with its query heads.
         tokens = [[None] * count if x is None else x.chunk(count, 2) for x in (*operands.tokens, *operands.pair)]

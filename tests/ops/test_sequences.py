@@ -8,7 +8,7 @@ import torch
 
 from mhla_hf import mhla_attention
 from mhla_hf.layouts.sequences import SequenceLayout
-from mhla_hf.ops import extend_mixing
+from mhla_hf.ops import extend_mixing, forms
 
 from .test_band import make_tokens, make_weights
 
@@ -31,6 +31,16 @@ def test_a_bad_token_stays_in_its_document(causal, block_size, bad, name, backen
     spoilt[1, 8 if causal else 6 : 15, :2] = True
     assert torch.equal(output.isnan().all(dim=-1), spoilt)
     assert torch.equal(output[~spoilt], clean[~spoilt])
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_documents_of_each_row_have_their_own_weights_where_heads_are_computed_apart(per_head, monkeypatch):
+    documents = torch.stack([torch.arange(23) // 8, torch.arange(23) // 12])
+    layout = SequenceLayout(torch.ones(2, 23, dtype=torch.bool), 4, documents, num_documents=3)
+    inputs = {**make_tokens(23, torch.float64), **make_weights(3, per_head, None, torch.float64)}
+    expected = mhla_attention(**inputs, layout=layout)
+    monkeypatch.setattr(forms, "_MIN_HEAD", 1)
+    torch.testing.assert_close(mhla_attention(**inputs, layout=layout), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_weights_past_the_end_go_by_distance():
