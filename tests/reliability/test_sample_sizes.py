@@ -42,8 +42,8 @@ def warnings_of(caplog):
 def test_blocks_are_for_the_own_size(convert, tmp_path, caplog):
     pipeline = convert(base_pipeline_directory(), tmp_path, None)
     options = pipeline.transformer.mhla_config
-    assert (options.blocks, options.grid) == ((2, 4, 2), (5, 8, 8))
-    assert pipeline.transformer.mhla_modules()[0].layout_for((5, 8, 8)).blocks == (2, 4, 2)
+    assert (options.blocks, options.grid) == ((1, 4, 4), (5, 8, 8))
+    assert pipeline.transformer.mhla_modules()[0].layout_for((5, 8, 8)).blocks == (1, 4, 4)
     assert not warnings_of(caplog)
     pipeline.save_pretrained(tmp_path / "saved")
     stored = json.loads((tmp_path / "saved/transformer/config.json").read_text())
@@ -64,7 +64,7 @@ def test_the_command_shows_blocks_and_tokens(tmp_path):
         return result.stdout, record["components"]["transformer"]["warning"]
 
     output, warning = run()
-    assert "2×4×2 on 5×8×8" in output
+    assert "1×4×4 on 5×8×8" in output
     assert not warning and "Warning" not in output
     output, warning = run("--grid", "21,30,52")
     assert "4×5×9 on 21×30×52" in output
