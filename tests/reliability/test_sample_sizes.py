@@ -66,8 +66,8 @@ def test_the_command_shows_blocks_and_tokens(tmp_path):
     output, warning = run()
     assert "1×4×4 on 5×8×8" in output
     assert not warning and "Warning" not in output
-    output, warning = run("--grid", "21,30,52")
-    assert "4×5×9 on 21×30×52" in output
+    output, warning = run("--grid", "21,60,104")
+    assert "3×10×12 on 21×60×104" in output
     assert "all 5×8×8 tokens of a sample are in one block" in warning and f"Warning: {warning}" in output
 
 
