@@ -263,7 +263,8 @@ class BlockLayout:
         """A view with the token axis split by blocks and positions: `[..., *blocks, *positions, ...]`."""
         if self.block_order:
             # Not unflatten, which goes through more of Python.
-            return tokens.view(*tokens.shape[:axis], self.num_blocks, -1, *tokens.shape[axis + 1 :])
+            size = self.num_blocks, self.max_block_tokens
+            return tokens.view(*tokens.shape[:axis], *size, *tokens.shape[axis + 1 :])
         axes = len(self.grid)
         split = [entry for count, lengths in zip(self.blocks, self.tile_lengths) for entry in (count, lengths[0])]
         order = [*range(axis), *range(axis, axis + 2 * axes, 2), *range(axis + 1, axis + 2 * axes, 2)]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..layers.fused import has_hooks
 from ..layers.mixing import layout_at
@@ -42,6 +43,7 @@ _PROCESSORS = (
     "HunyuanVideoAttnProcessor2_0", "MHLAAttnProcessor", "MHLAJointAttnProcessor",
     "SkyReelsV2AttnProcessor", "WanAttnProcessor",
 )  # fmt: skip
+_LIBRARIES = ("diffusers", "mhla_hf", "peft")
 _SHARED = (
     "attention_kwargs", "control_hidden_states_scale", "encoder_attention_mask", "encoder_attention_mask_2",
     "encoder_hidden_states", "encoder_hidden_states_2", "encoder_hidden_states_image", "fps", "guidance",
@@ -68,19 +70,27 @@ def order_of(model: Any, grid: Sequence[int]) -> BlockLayout | None:
         return None
     parts: list[Any] = [getattr(block, name, None) for block in blocks for name in _ATTENTIONS]
     attentions = [part for part in parts if part is not None]
-    # Hooks may read tokens by their places, and so may the attention of others.
-    if any(has_hooks(module) for module in (*model.children(), *blocks, *attentions, *layers)):
-        return None
-    processors = [attention.processor for attention in attentions]
+    processors = [getattr(attention, "processor", None) for attention in attentions]
     if (
-        any(type(block).__name__ not in _BLOCKS for block in blocks)
-        or any(type(processor).__name__ not in _PROCESSORS for processor in processors)
+        not {id(attention) for attention in model._self_attentions()} <= {id(attention) for attention in attentions}
+        or not all(_is_known(block, _BLOCKS) for block in blocks)
+        or not all(_is_known(processor, _PROCESSORS) for processor in processors)
+        or not all(_is_known(attention) for attention in attentions)
         or any(parallel_config_of(processor) is not None for processor in processors)
     ):
+        return None
+    # Hooks may read tokens by their places, as those that blur queries do.
+    if _has_any_global_hook() or any(has_hooks(module) for module in model.modules() if module is not model):
         return None
     # Of the grid alone: text that is a block beside it is no part of its tokens.
     layout = layout_at(first.config, first.blocks, grid)
     return layout if layout.num_blocks > 1 else None
+
+
+def _is_known(module: Any, names: Sequence[str] = ()) -> bool:
+    """Return whether the class of a module is one of diffusers, of this package, or of peft, which wraps parts."""
+    kind = type(module)
+    return kind.__module__.partition(".")[0] in _LIBRARIES and (not names or kind.__name__ in names)
 
 
 def carried_layout(latents: torch.Tensor) -> BlockLayout | None:
@@ -106,18 +116,23 @@ def latents_in_block_order(upstream: Any, *latents: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        classes = type(self).__mro__
+        own = next(index for index, kind in enumerate(classes) if vars(kind).get("forward") is forward)
+        following = next(vars(kind)["forward"] for kind in classes[own + 1 :] if "forward" in vars(kind))
         given = {**dict(zip(names, args)), **kwargs}
-        # Others replace `forward`, to skip blocks for example.
-        layout = None if upstream.forward is not original else _layout_for_call(self, given, latents)
+        # Others replace `forward`, or come between: to skip blocks for example.
+        layout = _layout_for_call(self, given, latents) if following is original else None
         if layout is None:
-            return upstream.forward(self, *args, **kwargs)
+            return following(self, *args, **kwargs)
         patch = _patch_of(self)
         carried = {"layout": layout, "is_taken": False}
-        given |= {name: _ordered(given[name], layout, patch) for name in latents}
-        setattr(given[latents[0]], _CARRIED, carried)
+        moved = {name: _ordered(given[name], layout, patch) for name in latents}
+        setattr(moved[latents[0]], _CARRIED, carried)
         if given["timestep"].ndim == 2:
-            given["timestep"] = layout.to_block_order(given["timestep"])
-        output = upstream.forward(self, **given)
+            moved["timestep"] = layout.to_block_order(given["timestep"])
+        # By place or by name, as they came: upstream takes the scale of adapters out of names alone.
+        args = (*(moved.get(name, value) for name, value in zip(names, args)), *args[len(names) :])
+        output = original(self, *args, **{name: moved.get(name, value) for name, value in kwargs.items()})
         assert carried["is_taken"]
         return with_sample(output, lambda sample: _in_rows(sample, layout, patch))
 

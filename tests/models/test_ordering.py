@@ -7,6 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers.hooks.smoothed_energy_guidance_utils import (
+    SmoothedEnergyGuidanceConfig,
+    _apply_smoothed_energy_guidance_hook,
+)
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from mhla_hf import MHLA, BlockLayout, MHLAConfig, MHLAWanTransformer3DModel
@@ -135,6 +139,15 @@ def hook_rope(model):
     model.rope.register_forward_hook(lambda *_: None)
 
 
+def hook_projection(model):
+    model.blocks[0].attn1.to_q.register_forward_hook(lambda *_: None)
+
+
+def blur_queries(model):
+    config = SmoothedEnergyGuidanceConfig(indices=[0])
+    _apply_smoothed_energy_guidance_hook(model, config, 1e5)
+
+
 def replace_forward(model):
     block, original = model.blocks[0], model.blocks[0].forward
     block.forward = lambda *args: original(*args)
@@ -142,6 +155,22 @@ def replace_forward(model):
 
 def replace_processor(model):
     model.blocks[0].attn2.set_processor(type("Places", (WanAttnProcessor,), {})())
+
+
+def replace_processor_by_name(model):
+    model.blocks[0].attn2.set_processor(type("WanAttnProcessor", (WanAttnProcessor,), {})())
+
+
+def replace_attention(model):
+    model.blocks[0].attn2.__class__ = type("WanAttention", (type(model.blocks[0].attn2),), {})
+
+
+def replace_text_attention(model):
+    model.blocks[0].attn2 = torch.nn.Identity()
+
+
+def put_in_sequence(model):
+    model.blocks = torch.nn.Sequential(*model.blocks)
 
 
 def replace_block(model):
@@ -164,8 +193,9 @@ def unlike(model):
 @pytest.mark.parametrize(
     "change",
     [
-        hook_block, hook_attention, hook_layer, hook_rope, replace_forward, replace_processor, replace_block,
-        share_tokens, turn_off, unlike,
+        hook_block, hook_attention, hook_layer, hook_rope, hook_projection, blur_queries, replace_forward,
+        replace_processor, replace_processor_by_name, replace_attention, replace_text_attention, replace_block,
+        put_in_sequence, share_tokens, turn_off, unlike,
     ],
 )  # fmt: skip
 def test_models_stay_with_rows_where_something_may_read_places(change):
@@ -188,6 +218,50 @@ def test_caches_get_rows():
     assert order_of(model, GRID) is None
     model.disable_cache()
     assert order_of(model, GRID) is not None
+
+
+def test_hooks_of_all_modules_get_rows():
+    model = WanCase().make_mhla()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert order_of(model, GRID) is None
+    handle.remove()
+    assert order_of(model, GRID) is not None
+
+
+def test_classes_between_are_called():
+    class Between(MHLAWanTransformer3DModel._upstream_class()):
+        calls = 0
+
+        def forward(self, *args, **kwargs):
+            Between.calls += 1
+            return super().forward(*args, **kwargs)
+
+    model = WanCase().make_mhla()
+    expected = WanCase().run(model)
+    model.__class__ = type("Both", (type(model), Between), {})
+    assert relative_error(WanCase().run(model), expected) < 1e-5 and Between.calls == 1
+
+
+def test_arguments_stay_where_they_are_given(orders):
+    """Upstream reads the scale of adapters from arguments by name alone."""
+    from peft import LoraConfig
+
+    model, inputs = WanCase().make_mhla(), WanCase().inputs()
+    model.add_adapter(LoraConfig(target_modules=["to_q"], init_lora_weights=False))
+    first = [inputs.pop(name) for name in ("hidden_states", "timestep", "encoder_hidden_states")]
+    with torch.no_grad():
+        for given in ((None, False, {"scale": 0.1}), (None, False)):
+            model.block_order = True
+            ordered = model(*first, *given)[0]
+            model.block_order = False
+            assert relative_error(ordered, model(*first, *given)[0]) < 1e-5
+    assert orders[0] is not None
+
+
+def test_empty_batches_come_in_order():
+    model, case = DiTCase().make_mhla(), DiTCase()
+    inputs = {name: x[:0] if isinstance(x, torch.Tensor) else x for name, x in case.inputs().items()}
+    assert case.predict(model, **inputs).shape[0] == 0
 
 
 def test_forwards_of_others_get_rows(monkeypatch, orders):
