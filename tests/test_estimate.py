@@ -103,7 +103,7 @@ def test_operations_of_a_dit(candidate):
     # q, k, v, o and an MLP of four times the width; patches of 2 × 2 latents in and out.
     linear = layers * 2 * tokens * 12 * width**2 + 2 * tokens * width * 4 * (4 + 8)
     assert found.operations == pytest.approx(found.mixing + linear, rel=1e-3)
-    # A head has 8 × 8 products to sum up a token, to read it and to mix two of 48 blocks, and 8 of the normaliser to mix.
+    # A head has 8 × 8 products to sum up a token, to read it and to mix two of 48 blocks, 8 more of the normaliser.
     summaries = 2 * width * (8 * 2 * tokens + (8 + 1) * 48**2)
     assert found.mhla_operations == found.operations - found.mixing + layers * summaries
     assert found.advice == "worth trying"

@@ -39,7 +39,7 @@ from ..ops.operands import (
     check_valid,
     records_gradients,
 )
-from ..ops.plans import decided, decisions, has_plans, is_capturing, is_plain, kind_of, planned
+from ..ops.plans import decide, decided, has_plans, is_capturing, is_plain, kind_of, planned
 from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
 from ..ops.sums import BlockMixing, repeat_heads
@@ -387,12 +387,13 @@ class MHLA(nn.Module):
             return None, ()
         try:
             place = None if grid is None else tuple(map(int, grid)), tuple(map(type, grid or ()))
-        except (TypeError, ValueError):
+        except (OverflowError, RuntimeError, TypeError, ValueError):
             return None, ()
         kind = kind_of(
             tensors, type(self), id(self.config), self.blocks, self.num_prefix_tokens, self.num_heads,
             self.window_size, place, None if sequence is None else sequence.causal, type(rotary), call.scaling,
-            type(call.scaling), *[getattr(module, "eps", None) for module in modules], torch.is_grad_enabled(),
+            type(call.scaling), *[getattr(module, "eps", None) for module in modules], *map(type, modules),
+            torch.is_grad_enabled(),
             *options,
         )  # fmt: skip
         if kind is None or tables[0] is None or tables[1] is None or not can_rotate(self.config, call):
@@ -439,7 +440,7 @@ class MHLA(nn.Module):
             path = "identity" if identity else self._choose_path(call)
             if kind is not None and not is_capturing((query,)):
                 # The configuration lives as long as kinds know it by its id.
-                decisions[kind], decisions[id(self.config)] = (layout, path), self.config
+                decide(kind, (layout, path), self.config)
         if path == "identity":
             output = self._finish(repeat_heads(value, self.num_heads, 2), call)
         elif path == "fused":

@@ -89,8 +89,12 @@ def order_of(model: Any, grid: Sequence[int]) -> BlockLayout | None:
 
 def _is_known(module: Any, names: Sequence[str] = ()) -> bool:
     """Return whether the class of a module is one of diffusers, of this package, or of peft, which wraps parts."""
-    kind = type(module)
-    return kind.__module__.partition(".")[0] in _LIBRARIES and (not names or kind.__name__ in names)
+    return (not names or type(module).__name__ in names) and _library_of(type(module)) in _LIBRARIES
+
+
+@torch.compiler.assume_constant_result
+def _library_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def carried_layout(latents: torch.Tensor) -> BlockLayout | None:

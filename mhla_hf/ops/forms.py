@@ -33,7 +33,7 @@ from .operands import (
     records_gradients,
     spoil_tokens,
 )
-from .plans import decided, decisions, is_capturing, is_plain, kind_of, planned
+from .plans import decide, decided, is_capturing, is_plain, kind_of, planned
 from .recurrent import PART_CHUNKS, empty_state, extend
 from .sums import BlockMixing, mix_summaries, repeat_heads
 
@@ -137,7 +137,7 @@ def _attend(
         family = "causal" if causal else "block"
         chosen = choose_backend(backend, query, key, value, normalizer_query, family=family, normalizer=normalizer)
         if kind is not None and not is_capturing((query,)):
-            decisions[kind] = chosen
+            decide(kind, chosen)
     blocks: torch.Tensor | StoredMixing | BlockMixing = mixing
     if causal or isinstance(layout, SequenceLayout):
         stored = StoredMixing.of(mixing, mixing_decay, operands.dtype)

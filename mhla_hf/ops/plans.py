@@ -54,7 +54,12 @@ def is_plain(tensors: Sequence[Tensor | None]) -> bool:
     if torch.compiler.is_compiling():
         return False
     for tensor in tensors:
-        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        # The dispatcher resolves negative bits.
+        if tensor is not None and (
+            (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter)
+            or tensor.is_neg()
+            or tensor.layout is not torch.strided
+        ):
             return False
     return not (
         torch._C._len_torch_dispatch_stack()
@@ -67,7 +72,7 @@ def is_plain(tensors: Sequence[Tensor | None]) -> bool:
 
 def has_plans(tensor: Any) -> bool:
     """Return whether calls on tensors of this device have plans."""
-    return isinstance(tensor, Tensor) and (ON_CPU or tensor.get_device() >= 0)
+    return isinstance(tensor, Tensor) and (ON_CPU or tensor.is_cuda)
 
 
 def kind_of(tensors: Sequence[Tensor | None], *options: Any) -> Any:
@@ -92,7 +97,8 @@ def kind_of(tensors: Sequence[Tensor | None], *options: Any) -> Any:
     if addresses & 15:
         # One of them is not aligned: which one?
         kind.append(tuple([None if tensor is None else tensor.data_ptr() & 15 for tensor in tensors]))
-    if first.dtype == torch.float32:
+    # The precision of products follows the values, which need not be of the queries' type.
+    if any(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors[:3]):
         kind.append(tf32_is_allowed())
     name = "cpu" if device < 0 else "cuda"
     if torch.is_autocast_enabled(name):
@@ -140,9 +146,14 @@ def planned(
     with recording:
         result = function(*tensors, *options)
     made = recording.plan(result)
-    if made is not None and is_repeatable and not _same_bits(made(*tensors), result):
-        logger.warning("A plan of a call did not repeat it, and is not used: %s. Please report this.", kind)
-        made = None
+    if made is not None and is_repeatable:
+        try:
+            if not _same_bits(made(*tensors), result):
+                logger.warning("A plan of a call did not repeat it, and is not used: %s. Please report this.", kind)
+                made = None
+        except torch.OutOfMemoryError:
+            # There is room for the call, but not for it twice.
+            made = None
     _plans[kind] = made or _NO_PLAN
     return result
 
@@ -160,6 +171,21 @@ def decided(kind: Any) -> Any:
     with suppress(TypeError):
         return decisions.get(kind)
     return None
+
+
+def decide(kind: Any, choice: Any, owner: Any = None) -> None:
+    """Remember what calls of a kind are decided to do.
+
+    Args:
+        kind: See [`kind_of`].
+        choice: What has been decided.
+        owner: An object whose `id` is part of the kind, which has to live as long.
+    """
+    if len(decisions) >= 2 * MAX_PLANS:
+        forget()
+    decisions[kind] = choice
+    if owner is not None:
+        decisions[id(owner)] = owner
 
 
 def forget() -> None:
@@ -279,6 +305,7 @@ class Recording(TorchDispatchMode):
         self.has_tables = self.is_paused = False
         self.parameters = [f"given{index}" for index in range(len(inputs))]
         self.failed = False
+        self.outer: list[Any] = []
         given = [tensor for tensor in inputs if tensor is not None]
         self.device = given[0].device
         # Arguments that are one object need not be one the next time.
@@ -288,11 +315,13 @@ class Recording(TorchDispatchMode):
                 self.add(name, tensor, is_given=True)
 
     def __enter__(self) -> Any:
+        # Entered again for each operator within.
+        self.outer.append(getattr(_current, "recording", None))
         _current.recording = self
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        _current.recording = None
+        _current.recording = self.outer.pop()
         super().__exit__(*exception)
 
     def add(self, name: str, tensor: Tensor, **options: Any) -> None:
@@ -539,14 +568,15 @@ class Plan:
             if watched:
                 pattern = "start{0}({2}stream=stream)"
             body = recording.lines(last, pattern)
+            # Each function has names of its own: they differ in what starts kernels.
+            space = {**names, **recording.values}
             for number, (kernel, grid) in enumerate(grids):
                 start = kernel[grid] if watched else kernel.run
-                names.update({f"start{number}": start, f"function{number}": kernel.function})
-                names[f"metadata{number}"] = kernel.packed_metadata
-            names.update(recording.values)
+                space |= {f"start{number}": start, f"function{number}": kernel.function}
+                space[f"metadata{number}"] = kernel.packed_metadata
             head = f"def run({', '.join(recording.parameters)}, *, stream):"
-            exec(compile("\n    ".join([head, *body]), "<plan>", "exec"), names)
-            run: Any = names.pop("run")
+            exec(compile("\n    ".join([head, *body]), "<plan>", "exec"), space)
+            run: Any = space.pop("run")
             return run
 
         self.make, self.run, self.watched = make, make(False), cast(Any, None)

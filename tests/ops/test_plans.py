@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from mhla_hf import MHLA, BlockLayout, MHLAConfig, mhla_attention
 from mhla_hf.layers import HeadNorms, PairwiseRotary
 from mhla_hf.layers.state import TokenSequence
+from mhla_hf.layouts.sequences import SequenceLayout
 from mhla_hf.ops import backends, plans
 from mhla_hf.ops.triton import launching
 
@@ -285,12 +286,16 @@ def test_hooks_of_profilers_see_launches(compiled, monkeypatch):
 
     for seed in range(3):
         close(tokens(seed))
-    started, original = [], Compiled.__getitem__
+    started, original, run = [], Compiled.__getitem__, Compiled.run
     monkeypatch.setattr(Compiled, "__getitem__", lambda kernel, grid: started.append(grid) or original(kernel, grid))
     monkeypatch.setattr(Compiled, "run", None)
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
     close(tokens(3))
     assert len(started) == 3
+    # Afterwards as before.
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
+    monkeypatch.setattr(Compiled, "run", run)
+    close(tokens(4))
 
 
 def test_no_plan_where_somebody_looks_into_operators(compiled):
@@ -336,6 +341,52 @@ def test_what_reads_numbers_back_has_no_plan(compiled):
         kind = plans.kind_of([query], "f")
         torch.testing.assert_close(plans.planned(kind, function, [query]), query * query.sum())
     assert not isinstance(plans._plans[kind], plans.Plan)
+
+
+def test_precision_follows_the_values(compiled, monkeypatch):
+    """float32 values beside queries and keys in half precision."""
+    given = [*(tensor.half() for tensor in tokens(0)[:2]), tokens(0)[2]]
+    kinds = set()
+    for allowed in (True, False):
+        monkeypatch.setattr(plans, "tf32_is_allowed", lambda allowed=allowed: allowed)
+        kinds.add(plans.kind_of(given))
+    assert len(kinds) == 2
+
+
+def test_negative_bits_are_resolved(compiled):
+    for seed in range(4):
+        query, key, value = tokens(seed)
+        negative = torch._neg_view(-value)
+        assert negative.is_neg()
+        close((query, key, negative))
+
+
+def test_padding_is_the_same_every_time(compiled, caplog):
+    """What kernels leave out in padded rows is compared too."""
+    layout = SequenceLayout(torch.arange(12)[None] < torch.tensor([[12], [7]]), 4)
+    for causal in (False, True):
+        for seed in range(3):
+            given, mixing = tokens(seed, batch=2, gradients=True), torch.full((3, 3), 1 / 3)
+            mhla_attention(*given, mixing, layout, causal=causal, backend="triton").sum().backward()
+    assert number_of_plans() > 0 and "did not repeat it" not in caplog.text
+
+
+def test_a_call_that_fits_once_is_not_lost(compiled, monkeypatch):
+    def fail(plan, *tensors):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(plans.Plan, "__call__", fail)
+    for seed in range(4):
+        close(tokens(seed))
+    assert number_of_plans() == 0
+
+
+def test_decisions_are_bounded(monkeypatch):
+    monkeypatch.setattr(plans, "MAX_PLANS", 10)
+    for kind in range(100):
+        plans.decide(kind, "torch")
+    assert plans.decided(99) == "torch" and len(plans.decisions) <= 20
+    plans.forget()
 
 
 def test_a_plan_that_computes_something_else_is_not_used(compiled, monkeypatch, caplog):
@@ -451,7 +502,7 @@ def test_layers_that_change_have_other_plans(compiled):
         for _ in range(3):
             ordered = check_layer(layer, given, {**options, "block_order": True})
         assert not torch.equal(ordered, before)
-        for grid in ((3, 5), (True, 12), "12", 12, None):
+        for grid in ((3, 5), (True, 12), (float("inf"), 2), torch.tensor([3, 4]), "12", 12, None):
             with pytest.raises(ValueError, match="grid"):
                 layer(*given, **{**options, "grid": grid})
         with pytest.raises(ValueError, match="scaling"):

@@ -41,6 +41,7 @@ from .device_functions import (
 )
 from .launching import (
     as_rows,
+    empty_denominators,
     launch,
     line_groups,
     matrix_tiles,
@@ -172,7 +173,7 @@ def block_attention(
     mixed_heads, mixing = count_mixed_heads(mixing.shape, heads, groups), mixing.contiguous()
     repeats = mixed_heads // groups
     output = token_tensor(query, table, columns)
-    denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
+    denominator = empty_denominators(query, table, divides)
     plain_width = width if normalizer_query is None else normalizer_query.shape[-1]
     programs, _, options = matrix_tiles(query, mixed_heads, columns, table, dtype)
     divisor = None if divisor is None else divisor.contiguous()

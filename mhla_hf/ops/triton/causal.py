@@ -52,7 +52,7 @@ from .device_functions import (
     store_rows,
     token_product,
 )
-from .launching import as_rows, launch, padded, row_count, token_tensor
+from .launching import as_rows, empty_denominators, launch, padded, row_count, token_tensor
 from .operators import operator
 from .outer import outer
 
@@ -224,7 +224,7 @@ def causal_attention(
         prefix = prefix.bfloat16()
     prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads, value.dtype)
     output = token_tensor(query, table, columns)
-    denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
+    denominator = empty_denominators(query, table, divides)
     plain_width = width if normalizer_key is None else normalizer_key.shape[-1]
     value_tile, tiles, options = chunk_options(query, prefix, table, max(width, plain_width), columns)
     launch(

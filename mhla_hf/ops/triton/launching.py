@@ -328,6 +328,12 @@ def token_tensor(
     return tokens.new_zeros(shape, dtype=dtype) if table.dim() == 3 else tokens.new_empty(shape, dtype=dtype)
 
 
+def empty_denominators(query: torch.Tensor, table: torch.Tensor, divides: bool) -> torch.Tensor:
+    """float32 `[B, T, H]` to write; ones where the layout may leave tokens out, so that calls repeat to the bit."""
+    make = query.new_ones if table.dim() == 3 else query.new_empty
+    return make(query.shape[:3] if divides else (0,), dtype=torch.float32)
+
+
 def dense_like(tensor: torch.Tensor) -> torch.Tensor:
     """An uninitialised tensor of the same shape, dense in memory."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)

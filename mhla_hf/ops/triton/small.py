@@ -58,6 +58,7 @@ from .launching import (
     as_rows,
     ceil_divide,
     dense_like,
+    empty_denominators,
     launch,
     line_groups,
     multiplies_by_wgmma,
@@ -436,7 +437,7 @@ def small_attention(
     options = _options(query, key, value, mixing, table, divides, backward=False)
     blocks, repeats, width, columns = (options[name] for name in ("num_blocks", "REPEATS", "WIDTH", "COLUMNS"))
     output = token_tensor(query, table, columns)
-    denominator = query.new_empty(query.shape[:3] if divides else (0,), dtype=torch.float32)
+    denominator = empty_denominators(query, table, divides)
     # Outputs need no more bits of mixed summaries than tokens have.
     half = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float16
     # Two programs of a multiprocessor share its registers, except where wide rows of float32 take too many.
