@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.modules.module import _has_any_global_hook
 
 from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, check_count, positive_axes
@@ -40,24 +39,20 @@ from ..ops.operands import (
     records_gradients,
 )
 from ..ops.plans import decide, decided, has_plans, is_capturing, is_plain, kind_of, planned
-from ..ops.recurrent import empty_state, extend, step
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
 from ..ops.sums import BlockMixing, repeat_heads
 from ..utils.messages import check_choice, shorten_value
 from .convolution import DepthwiseConv3d
 from .fused import (
     Call,
-    HalfRotary,
     HeadNorms,
     OutputNorm,
-    PairwiseRotary,
     can_fuse,
-    can_rotate,
     features_by_kernel,
     fused_attention,
     has_features_kernel,
-    has_hooks,
 )
+from .kinds import kind_of_call
 from .mixing import (
     LOW_RANK_FROM,
     LearnedFeatureMap,
@@ -72,7 +67,7 @@ from .mixing import (
     token_dtype,
     with_window_size,
 )
-from .state import DecodingState, LastTokens, TokenSequence
+from .state import DecodingState, TokenSequence, decode
 from .window import empty_window_state, extend_window, grid_window_attention, join_window, sequence_window_attention
 
 
@@ -343,7 +338,7 @@ class MHLA(nn.Module):
         tensors: tuple[torch.Tensor | None, ...] = call.tensors
         can_gate = self.gate is None or hidden_states is not None
         if not identity and can_gate and not torch.compiler.is_compiling() and has_plans(query):
-            kind, tensors = self._kind_of(call, grid, block_order, attended_alone)
+            kind, tensors = kind_of_call(self, call, grid, block_order, attended_alone)
         if self.gate is not None and kind is not None:
             gate = self.gate(hidden_states)
             tensors = *tensors, gate
@@ -358,50 +353,6 @@ class MHLA(nn.Module):
         if kind is None or not is_whole or records_gradients(*tensors):
             return attend()
         return AttentionParts(planned(kind, lambda *_: attend().attended, tensors), None, None)
-
-    def _kind_of(self, call: Call, grid: Any, *options: Any) -> tuple[Any, tuple[torch.Tensor | None, ...]]:
-        """The kind of a call, see [`mhla_hf.ops.plans`], and all tensors that it depends on beside the gate.
-
-        Calls of one kind have the same layout and path. There is none for sequences with padding, documents or a
-        state, shards, and modules or rotations that may compute anything.
-        """
-        sequence, rotary, norms, maps = call.sequence, call.rotary, call.norms, self._feature_maps
-        modules = (self.output_norm, *maps, *((None, None) if norms is None else (norms.query, norms.key)))
-        if (
-            call.shard is not None
-            or (sequence is not None and not sequence.is_plain)
-            or type(rotary) not in (type(None), PairwiseRotary, HalfRotary)
-            or type(self.output_norm) not in (type(None), OutputNorm)
-            or (maps[0] is not None and not type(maps[0]) is type(maps[1]) is LearnedFeatureMap)
-            or (norms is not None and not norms.are_plain(call.query.device))
-            or any(module is not None and has_hooks(module) for module in modules[:3])
-            or _has_any_global_hook()
-        ):
-            return None, ()
-        weights = (self.mixing, self.mixing_decay, *[None if module is None else module.weight for module in modules])
-        tables = (rotary.cosine, rotary.sine) if isinstance(rotary, PairwiseRotary) else (None, None)
-        if any(table is not None and table.requires_grad for table in tables):
-            return None, ()
-        tensors = *call.tensors, *weights, *tables
-        if not is_plain(tensors):
-            return None, ()
-        try:
-            place = None if grid is None else tuple(map(int, grid)), tuple(map(type, grid or ()))
-        except (OverflowError, RuntimeError, TypeError, ValueError):
-            return None, ()
-        kind = kind_of(
-            tensors, type(self), id(self.config), self.blocks, self.num_prefix_tokens, self.num_heads,
-            self.window_size, place, None if sequence is None else sequence.causal, type(rotary), call.scaling,
-            type(call.scaling), *[getattr(module, "eps", None) for module in modules], *map(type, modules),
-            torch.is_grad_enabled(),
-            *options,
-        )  # fmt: skip
-        if kind is None or tables[0] is None or tables[1] is None or not can_rotate(self.config, call):
-            return kind, tensors
-        from ..ops.triton.fused_products import rotary_table
-
-        # Made for all layers at once; the call that is recorded finds the same.
-        return kind, (*tensors, rotary_table(tables[0], tables[1], call.value.dtype))
 
     def _attend_whole(
         self,
@@ -642,35 +593,3 @@ def _in_rows(layout: BlockLayout, *tokens: torch.Tensor) -> list[torch.Tensor]:
 def _from_rows(layout: BlockLayout, tokens: torch.Tensor) -> torch.Tensor:
     """Undo [`_in_rows`]."""
     return layout.to_block_order(tokens) if layout.block_order else tokens
-
-
-def decode(
-    operands: Operands, mixing: StoredMixing, block_size: int, sequence: TokenSequence, backend: str
-) -> tuple[torch.Tensor, DecodingState]:
-    """MHLA of a sequence's tokens to those that its state has seen and to themselves, without checks.
-
-    Args:
-        operands: The tokens and the normaliser.
-        mixing: The stored weights, in the dtype of the sums.
-        block_size: Tokens of a block.
-        sequence: Padding and the state.
-        backend: `"torch"` or, for one token, `"triton"`.
-
-    Returns:
-        `[B, T, H, V]`, zero for padding; and the state after these tokens.
-    """
-    (query, key, value), state = operands.tokens, sequence.state
-    assert state is not None
-    blocks = state.blocks
-    if blocks is None:
-        blocks = empty_state(
-            key.shape[0], key.shape[2], key.shape[3], value.shape[3], block_size, mixing.num_blocks,
-            num_mixing_heads=query.shape[2] if mixing.is_per_head else None, rewindable=state.rewindable,
-            max_tokens=state.max_tokens, dtype=operands.dtype, summary_dtype=state.summary_dtype, device=key.device,
-        )  # fmt: skip
-    if key.shape[1] == 1:
-        output, blocks = step(operands, mixing, blocks, sequence.valid, backend)
-    else:
-        output, blocks = extend(operands, mixing, blocks, sequence.valid)
-    last = LastTokens(mixing.detach(), key, operands.normalizer_key)
-    return output, dataclasses.replace(state, blocks=blocks, last=last)

@@ -21,7 +21,8 @@ import torch
 from ..layouts.blocks import BlockLayout, cached, indices, is_open
 from ..layouts.sequences import SequenceLayout
 from ..ops.band import StoredMixing
-from ..ops.operands import MHLAState, records_gradients
+from ..ops.operands import MHLAState, Operands, records_gradients
+from ..ops.recurrent import empty_state, extend, step
 
 
 @dataclass(frozen=True)
@@ -178,3 +179,35 @@ class TokenSequence:
         if valid is None:
             valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         return SequenceLayout(valid, block_size, self.documents, self.num_documents)
+
+
+def decode(
+    operands: Operands, mixing: StoredMixing, block_size: int, sequence: TokenSequence, backend: str
+) -> tuple[torch.Tensor, DecodingState]:
+    """MHLA of a sequence's tokens to those that its state has seen and to themselves, without checks.
+
+    Args:
+        operands: The tokens and the normaliser.
+        mixing: The stored weights, in the dtype of the sums.
+        block_size: Tokens of a block.
+        sequence: Padding and the state.
+        backend: `"torch"` or, for one token, `"triton"`.
+
+    Returns:
+        `[B, T, H, V]`, zero for padding; and the state after these tokens.
+    """
+    (query, key, value), state = operands.tokens, sequence.state
+    assert state is not None
+    blocks = state.blocks
+    if blocks is None:
+        blocks = empty_state(
+            key.shape[0], key.shape[2], key.shape[3], value.shape[3], block_size, mixing.num_blocks,
+            num_mixing_heads=query.shape[2] if mixing.is_per_head else None, rewindable=state.rewindable,
+            max_tokens=state.max_tokens, dtype=operands.dtype, summary_dtype=state.summary_dtype, device=key.device,
+        )  # fmt: skip
+    if key.shape[1] == 1:
+        output, blocks = step(operands, mixing, blocks, sequence.valid, backend)
+    else:
+        output, blocks = extend(operands, mixing, blocks, sequence.valid)
+    last = LastTokens(mixing.detach(), key, operands.normalizer_key)
+    return output, dataclasses.replace(state, blocks=blocks, last=last)

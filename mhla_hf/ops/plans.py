@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from threading import local
 from typing import Any, cast
@@ -166,8 +166,6 @@ def _same_bits(one: Any, other: Any) -> bool:
 
 def decided(kind: Any) -> Any:
     """Return what has been decided for calls of a kind; `None` if nothing has."""
-    if kind is None:
-        return None
     with suppress(TypeError):
         return decisions.get(kind)
     return None
@@ -524,10 +522,8 @@ class Recording(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
-_ALLOCATIONS = {
-    _aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default, _aten.empty_strided.default,
-    _aten.new_empty_strided.default,
-}  # fmt: skip
+_EMPTY = "new_empty", "empty_like", "empty_strided", "new_empty_strided"
+_ALLOCATIONS = {_aten.empty.memory_format, *(getattr(_aten, name).default for name in _EMPTY)}
 
 
 def _pack(temporaries: dict[str, _Memory]) -> tuple[dict[str, int], int]:
@@ -569,15 +565,14 @@ class Plan:
                 pattern = "start{0}({2}stream=stream)"
             body = recording.lines(last, pattern)
             # Each function has names of its own: they differ in what starts kernels.
-            space = {**names, **recording.values}
+            space: dict[str, Any] = {**names, **recording.values}
             for number, (kernel, grid) in enumerate(grids):
                 start = kernel[grid] if watched else kernel.run
                 space |= {f"start{number}": start, f"function{number}": kernel.function}
                 space[f"metadata{number}"] = kernel.packed_metadata
             head = f"def run({', '.join(recording.parameters)}, *, stream):"
             exec(compile("\n    ".join([head, *body]), "<plan>", "exec"), space)
-            run: Any = space.pop("run")
-            return run
+            return space.pop("run")
 
         self.make, self.run, self.watched = make, make(False), cast(Any, None)
 
@@ -588,10 +583,7 @@ class Plan:
         elsewhere = index >= 0 and torch._C._cuda_getDevice() != index
         if elsewhere or torch.is_autocast_enabled(self.device):
             # The record is of what autocast has made of the call.
-            with ExitStack() as stack:
-                stack.enter_context(torch.autocast(self.device, enabled=False))
-                if elsewhere:
-                    stack.enter_context(torch.cuda.device(index))
+            with torch.autocast(self.device, enabled=False), torch.cuda.device(index) if elsewhere else nullcontext():
                 return run(*tensors, stream=current_stream(index))
         return run(*tensors, stream=current_stream(index))
 
@@ -603,7 +595,5 @@ def current_stream(index: int) -> int:
 
 def _is_watched(runtime: Any) -> bool:
     """Whether hooks of a profiler want to know of launches. Releases have none, a function, or a list of them."""
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
