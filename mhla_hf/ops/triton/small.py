@@ -440,8 +440,8 @@ def small_attention(
     denominator = empty_denominators(query, table, divides)
     # Outputs need no more bits of mixed summaries than tokens have.
     half = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float16
-    # Two programs of a multiprocessor share its registers, except where wide rows of float32 take too many.
-    is_large = query.dtype == torch.float32 and max(width, columns) > 64
+    # Two programs of a multiprocessor share its registers, except where float32, wide or in several tiles, takes more.
+    is_large = query.dtype == torch.float32 and (max(width, columns) > 64 or not options["ONE_TILE"])
     for lines in line_groups(query.shape[0] * key.shape[2], repeats * blocks * width * columns * 2):
         summary = query.new_empty(lines[1], blocks, width, columns, dtype=torch.float16)
         mixed = summary.view(half) if repeats == 1 else query.new_empty(repeats, *summary.shape, dtype=half)
