@@ -69,6 +69,8 @@ def use_stub() -> None:
     driver.set_active(stub)
     backends.triton_obstacle = lambda *tokens: None
     plans.ON_CPU = True
+    # Kernels that do nothing leave results as memory was.
+    plans._same_bits = lambda *results: True
 
 
 def host_cases() -> dict[str, Callable[[], Any]]:
