@@ -87,14 +87,21 @@ class _FluxMixin(JointImageMixin):
         return {**super().own_inputs(model, grid, text, random), **ids}
 
     def _with_grid_and_order(
-        self, joint_attention_kwargs: dict[str, Any] | None, img_ids: torch.Tensor | None, rest: dict[str, Any]
-    ) -> tuple[dict[str, Any], BlockLayout | None]:
-        """Arguments of attention with `grid` and `block_order`, and the layout in whose order tokens come."""
+        self,
+        joint_attention_kwargs: dict[str, Any] | None,
+        hidden_states: torch.Tensor,
+        img_ids: torch.Tensor | None,
+        rest: dict[str, Any],
+    ) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor | None, BlockLayout | None]:
+        """Arguments of attention with `grid` and `block_order`; tokens and positions in that order; its layout."""
         given = _with_grid(joint_attention_kwargs, img_ids)
         # Others are hints of control networks, and images that adapters read.
         is_plain = only_shared(rest) and not given.keys() - {"grid", "scale"}
         layout = order_of(self, given["grid"]) if is_plain else None
-        return {**given, "block_order": layout is not None}, layout
+        if layout is not None:
+            assert img_ids is not None
+            hidden_states, img_ids = layout.to_block_order(hidden_states), layout.to_block_order(img_ids, -2)
+        return {**given, "block_order": layout is not None}, hidden_states, img_ids, layout
 
 
 class MHLAFluxTransformer2DModel(_FluxMixin, FluxTransformer2DModel):
@@ -123,10 +130,9 @@ class MHLAFluxTransformer2DModel(_FluxMixin, FluxTransformer2DModel):
         The grid is read from `img_ids`, which waits for the device once. An entry `grid` of `joint_attention_kwargs`,
         rows and columns of tokens, saves that, and `torch.compile(fullgraph=True)` of the whole model needs it.
         """
-        given, layout = self._with_grid_and_order(joint_attention_kwargs, img_ids, kwargs)
-        if layout is not None:
-            assert img_ids is not None
-            hidden_states, img_ids = layout.to_block_order(hidden_states), layout.to_block_order(img_ids, -2)
+        given, hidden_states, img_ids, layout = self._with_grid_and_order(
+            joint_attention_kwargs, hidden_states, img_ids, kwargs
+        )
         # By name: upstream takes the scale of adapters out of keyword arguments alone.
         output = super().forward(
             hidden_states, encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance,
@@ -155,13 +161,13 @@ class MHLAChromaTransformer2DModel(_FluxMixin, ChromaTransformer2DModel):
         **kwargs: Any,
     ) -> Any:
         """As upstream; the grid is read as in `MHLAFluxTransformer2DModel`."""
-        model, (given, layout) = self, self._with_grid_and_order(joint_attention_kwargs, img_ids, kwargs)
-        if layout is not None:
-            assert img_ids is not None
-            hidden_states, img_ids = layout.to_block_order(hidden_states), layout.to_block_order(img_ids, -2)
-            if attention_mask is not None:
-                text, image = attention_mask.split([attention_mask.shape[1] - layout.num_tokens, layout.num_tokens], 1)
-                attention_mask = torch.cat([text, layout.to_block_order(image)], dim=1)
+        model = self
+        given, hidden_states, img_ids, layout = self._with_grid_and_order(
+            joint_attention_kwargs, hidden_states, img_ids, kwargs
+        )
+        if layout is not None and attention_mask is not None:
+            text, image = attention_mask.split([attention_mask.shape[1] - layout.num_tokens, layout.num_tokens], 1)
+            attention_mask = torch.cat([text, layout.to_block_order(image)], dim=1)
         if torch.is_grad_enabled() and self.gradient_checkpointing:
             # Upstream hands checkpointed blocks no `joint_attention_kwargs`, and those with a single stream no mask.
             # Inputs before these are three or four.
