@@ -45,7 +45,7 @@ _plans: dict[Any, Any] = {}
 # What checks have passed and choices have come out of, by kind, for calls that have no plan of their own.
 decisions: dict[Any, Any] = {}
 _current = local()
-# What an operator does, by its name; see `triton.operators`.
+# Functions that operators run, by name; see `triton.operators`.
 BODIES: dict[str, Callable[..., Any]] = {}
 
 
@@ -302,7 +302,6 @@ class Recording(TorchDispatchMode):
         self.used: set[str] = set()
         self.has_tables = self.is_paused = False
         self.parameters = [f"given{index}" for index in range(len(inputs))]
-        self.failed = False
         self.outer: list[Any] = []
         given = [tensor for tensor in inputs if tensor is not None]
         self.device = given[0].device

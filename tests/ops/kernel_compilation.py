@@ -350,9 +350,9 @@ def prepare(capability: int) -> Compilations:
     package = importlib.import_module("mhla_hf.ops.triton")
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
-    from mhla_hf.ops.triton.operators import OPERATORS
+    from mhla_hf.ops.plans import BODIES
 
-    for name, run in OPERATORS.items():
+    for name, run in BODIES.items():
         # Meta tensors would get the fake implementation, which launches nothing.
         simple_registry.singleton.find(name).fake_impl.kernel.func = run
     # There is none for meta tensors.

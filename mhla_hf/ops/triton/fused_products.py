@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..plans import current_stream, is_capturing
 from .device_functions import (
     COUNTS,
     add_product,
@@ -102,10 +103,9 @@ def rotary_table(cosine: Tensor, sine: Tensor, dtype: torch.dtype) -> Tensor:
     """
     dtype = torch.float16 if dtype == torch.bfloat16 else torch.float32
     # Changes of inference tensors go unnoticed, and a CUDA graph has to read what its own inputs hold.
-    if torch.compiler.is_compiling() or cosine.is_inference() or sine.is_inference() or _is_capturing(cosine):
+    if torch.compiler.is_compiling() or cosine.is_inference() or sine.is_inference() or is_capturing((cosine,)):
         return _make_table(cosine, sine, dtype)
-    stream = torch.cuda.current_stream(cosine.device).cuda_stream if cosine.is_cuda else 0
-    state = cosine._version, sine._version, dtype, stream
+    state = cosine._version, sine._version, dtype, current_stream(cosine.get_device())
     found = _tables.get(cosine)
     if found is not None and found[0] is sine and found[1] == state:
         return found[2]
@@ -114,10 +114,6 @@ def rotary_table(cosine: Tensor, sine: Tensor, dtype: torch.dtype) -> Tensor:
         table = _make_table(cosine, sine, dtype)
     _tables[cosine] = sine, state, table
     return table
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _make_table(cosine: Tensor, sine: Tensor, dtype: torch.dtype) -> Tensor:

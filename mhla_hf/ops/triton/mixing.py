@@ -40,6 +40,14 @@ def count_mixed_heads(mixing: Sequence[int], heads: int, groups: int) -> int:
     return heads if len(mixing) > 2 and mixing[-3] != 1 else groups
 
 
+@triton.jit
+def load_weights(own, place, places, rows, num_blocks, share, shares, stride_repeat, stride_column):
+    """Weights of some rows, to which `own` points, and shares of blocks; zero outside and for empty blocks."""
+    block = stride_repeat * (places // share) + stride_column * (places % rows)
+    inside = (place < num_blocks)[:, None] & ((places < shares) & (places % rows < num_blocks))[None, :]
+    return tl.load(own[:, None] + block[None, :], mask=inside, other=0.0)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def weigh_kernel(
     mixing, scales, sums, weights, lower, mixed_scales, mixed_sums,
@@ -67,9 +75,9 @@ def weigh_kernel(
         for tile in range(tiles):
             for first in range(0, shares, 32):
                 places = first + tl.arange(0, 32)
-                block = mixing_stride_repeat * (places // share) + mixing_stride_column * (places % rows)
-                inside = (place < num_blocks)[:, None] & ((places < shares) & (places % rows < num_blocks))[None, :]
-                loaded = tl.load(own[:, None] + block[None, :], mask=inside, other=0.0)
+                loaded = load_weights(
+                    own, place, places, rows, num_blocks, share, shares, mixing_stride_repeat, mixing_stride_column
+                )
                 scale = tl.load(scales + (tile * lines + line) * shares + places, mask=places < shares, other=0.0)
                 size = tl.abs(loaded * scale[None, :])
                 largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
@@ -78,9 +86,9 @@ def weigh_kernel(
     total = tl.zeros((16, BLOCK_PLAIN), tl.float32)
     for first in range(0, shares, 32):
         places = first + tl.arange(0, 32)
-        block = mixing_stride_repeat * (places // share) + mixing_stride_column * (places % rows)
-        inside = (place < num_blocks)[:, None] & ((places < shares) & (places % rows < num_blocks))[None, :]
-        loaded = tl.load(own[:, None] + block[None, :], mask=inside, other=0.0)
+        loaded = load_weights(
+            own, place, places, rows, num_blocks, share, shares, mixing_stride_repeat, mixing_stride_column
+        )
         for tile in range(tiles):
             tile_line = tile * lines + line
             result = loaded

@@ -18,10 +18,6 @@ from ..operands import records_gradients
 from ..plans import BODIES, is_plain, kind_of, planned
 
 
-# Functions that operators run, by name.
-OPERATORS = BODIES
-
-
 def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = True) -> Callable[[Callable], Any]:
     """Define an operator, in place of `torch.library.custom_op`.
 
@@ -51,7 +47,7 @@ def operator(name: str, *, writes: Sequence[str] = (), differentiable: bool = Tr
         torch.library.impl(name, ("cpu", "cuda"))(run_planned)
         if not differentiable:
             torch.library.register_autograd(name, _second_derivative)
-        OPERATORS[name] = run
+        BODIES[name] = run
         functions: list[Any] = []
         overload = attrgetter(name.replace("::", "."))(torch.ops).default
 
