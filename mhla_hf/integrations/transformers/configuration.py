@@ -19,6 +19,7 @@ logger = logging.get_logger(__name__)
 
 # As many rows of mixing weights as are learned; longer texts go by distance.
 MAX_SEQUENCE_BLOCKS = 64
+MAX_CAUSAL_BLOCKS = 32
 SMALLEST_CAUSAL_BLOCK = 64
 SMALLEST_ENCODER_BLOCK = 8
 _ALL_OPTIONS = tuple(MHLAConfig().to_dict())
@@ -58,19 +59,23 @@ def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None
 def causal_defaults(head_dim: int, max_positions: int | None) -> dict[str, Any]:
     """Return the defaults for causal language models.
 
+    Real language models attend to the tokens nearby and, with half of their attention, to the first one: both are
+    exact, by a window and a sink (docs/results/real_models.md). MHLA has the blocks of the window, whose weights can
+    then leave to the window what it sees.
+
     A block's summary has 2K·(K + 1) numbers for a head (hedgehog features are twice as wide as keys), a KV cache
-    2K·(tokens). With blocks of 2K tokens the state is half as large as a KV cache of the same dtype for texts of as
-    many blocks as have weights, and as large for longer ones. Weights by distance with a decaying tail gave the
-    lowest loss, at the trained length and beyond it (docs/results/language.md, "Tails of mixing weights").
+    2K·(tokens). With blocks of K tokens the state is as large as a KV cache of the same dtype for texts of as many
+    blocks as have weights, and stops growing there: 2,048 tokens for K = 64. Weights by distance with a decaying tail
+    gave the lowest loss, at the trained length and beyond it (docs/results/language.md, "Tails of mixing weights").
 
     Args:
         head_dim: K.
         max_positions: Longest text that the model was made for, or None.
     """
-    block = max(SMALLEST_CAUSAL_BLOCK, 2 * head_dim)
-    blocks = min(MAX_SEQUENCE_BLOCKS, max(1, math.ceil((max_positions or block * MAX_SEQUENCE_BLOCKS) / block)))
+    block = max(SMALLEST_CAUSAL_BLOCK, head_dim)
+    blocks = min(MAX_CAUSAL_BLOCKS, max(1, math.ceil((max_positions or block * MAX_CAUSAL_BLOCKS) / block)))
     mixing = {"mixing_init": "uniform", "mixing_storage": "distance", "mixing_tail": "decay"}
-    return {"block_size": [block], "grid": [block * blocks], **mixing}
+    return {"block_size": [block], "grid": [block * blocks], "window": "adjacent", **mixing}
 
 
 def encoder_defaults(max_positions: int | None) -> dict[str, Any]:

@@ -1,0 +1,280 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""How well MHLA replaces the softmax of real pretrained language models, calibrated in minutes and not trained.
+
+    python -m benchmarks.real_models WORK --json benchmarks/results/real_models.json      # hours on two CPU cores
+
+The models and texts come in packages ([`packaged_models`][benchmarks.packaged_models]). Every variant is calibrated on
+rows of one book and measured on others of it and on Python source, at the length of those rows and at four times it:
+
+- bits per byte of prose and of code;
+- recall: bits per token of a passage of 128 tokens, the second time it occurs, 512 others after the first;
+- how a paragraph goes on;
+- with `--decode` bytes of the cache and milliseconds for a token at 2,048 and 8,192 tokens.
+
+`trivial` is what costs nothing: the window and the sinks of `window` by themselves, without MHLA and without
+calibration. Measured variants stay in the report and are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import mhla_hf
+from benchmarks.decode import DecodeOptions, measure_decoding
+from benchmarks.packaged_models import make
+from benchmarks.programs import names
+from mhla_hf.layers.mhla import MHLA
+from mhla_hf.utils.files import read_json, write_json
+from mhla_hf.utils.machine import machine_facts
+
+
+ROW = 512
+LONG = 4 * ROW
+CALIBRATION_ROWS, FIT_STEPS = 8, 30
+CODE = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "inspect.py", "pathlib.py", "tarfile.py", "typing.py")
+PASSAGE, BETWEEN = 128, 512
+CONTEXTS = (2048, 8192)
+BLOCK = 64
+
+_WINDOW = {"block_size": [BLOCK], "window": "adjacent", "window_size": [BLOCK], "sink_tokens": 1}
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "softmax": None,
+    "window": _WINDOW,
+    "trivial": _WINDOW,
+    "mhla": {"block_size": [128], "window": None, "sink_tokens": 0},
+    "linear": {"block_size": [8192], "grid": [8192], "mixing_init": "uniform", "window": None, "sink_tokens": 0},
+}
+"""Options of the conversion; none for the original."""
+
+UNCALIBRATED = ("softmax", "trivial")
+LAYERS = {"smollm2": "3/4", "gemma": "all"}
+"""Of SmolLM2 every fourth layer stays softmax; of Gemma 3 those with a window of their own do."""
+
+
+class Texts:
+    """Rows of tokens of a book and of Python source, by a model's tokenizer.
+
+    Args:
+        tokenizer: The tokenizer.
+        folder: A folder of chapters.
+    """
+
+    def __init__(self, tokenizer: Any, folder: Path) -> None:
+        self.tokenizer = tokenizer
+        self.chapters = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
+        library = Path(sysconfig.get_path("stdlib"))
+        self.code = [(library / name).read_text(encoding="utf-8") for name in CODE]
+        for text in self.code:
+            ast.parse(text)
+
+    def tokens(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def calibration(self, seed: int) -> torch.Tensor:
+        """Rows of even chapters, `[CALIBRATION_ROWS, ROW]`."""
+        return self._rows(self.chapters[::2], CALIBRATION_ROWS, ROW, seed)
+
+    def held_out(self) -> dict[str, torch.Tensor]:
+        """Rows of odd chapters and of source, short ones and long ones."""
+        kinds = {"prose": self.chapters[1::2], "code": self.code}
+        return {
+            f"{kind}_{length}": self._rows(texts, count, length, 0)
+            for kind, texts in kinds.items()
+            for count, length in ((4, ROW), (2, LONG))
+        }
+
+    def passages(self, count: int = 3) -> torch.Tensor:
+        """A passage, others, and the passage again, `[count, 2 · PASSAGE + BETWEEN]`."""
+        rows = self._rows(self.chapters[1::2], 2 * count, max(PASSAGE, BETWEEN), 1)
+        first, between = rows[:count, :PASSAGE], rows[count:, :BETWEEN]
+        return torch.cat([first, between, first], dim=1)
+
+    def _rows(self, texts: Sequence[str], count: int, length: int, seed: int) -> torch.Tensor:
+        """Rows from as many places of the texts, spread over them evenly, `[count, length]`."""
+        stream = [token for text in texts for token in self.tokens(text)]
+        room = len(stream) - length
+        starts = [(room * (2 * row + 1) // (2 * count) + 977 * seed) % room for row in range(count)]
+        return torch.tensor([stream[start : start + length] for start in starts])
+
+    def bytes_of(self, row: torch.Tensor) -> int:
+        """UTF-8 bytes of a row but for its first token."""
+        return len(self.tokenizer.decode(row[1:]).encode())
+
+
+@torch.no_grad()
+def bits(model: nn.Module, row: torch.Tensor, first: int = 1, last: int | None = None) -> float:
+    """Bits of the tokens `first` to `last` of a row, given those before."""
+    logits = model(input_ids=row[None]).logits[0].float()
+    targets = row[first:last]
+    found = logits[first - 1 : first - 1 + len(targets)].log_softmax(-1).gather(1, targets[:, None])
+    return -float(found.double().sum()) / math.log(2)
+
+
+def measure(model: nn.Module, texts: Texts) -> dict[str, Any]:
+    """Figures of a language model."""
+    per_byte = {
+        kind: sum(bits(model, row) for row in rows) / sum(map(texts.bytes_of, rows))
+        for kind, rows in texts.held_out().items()
+    }
+    passages = texts.passages()
+    again = PASSAGE + BETWEEN
+    recall = {
+        name: sum(bits(model, row, start + 8, start + PASSAGE) for row in passages) / len(passages) / (PASSAGE - 8)
+        for name, start in (("first", 0), ("second", again))
+    }
+    return {"bits_per_byte": per_byte, "recall": recall, "text": _go_on(model, texts)}
+
+
+def _go_on(model: Any, texts: Texts) -> str:
+    prompt = texts.held_out()["prose_512"][:1, :128]
+    tokens = model.generate(prompt, max_new_tokens=48, do_sample=False, pad_token_id=0)
+    return texts.tokenizer.decode(tokens[0, 128:])
+
+
+@contextmanager
+def without_mhla(model: nn.Module) -> Iterator[None]:
+    """Has the windows of a model stand alone."""
+    biases = [module.window_bias for module in model.modules() if isinstance(module, MHLA)]
+    before = [bias.detach().clone() for bias in biases if bias is not None]
+    with torch.no_grad():
+        for bias in biases:
+            bias.fill_(-math.inf)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for bias, value in zip(biases, before, strict=True):
+                bias.copy_(value)
+
+
+def run_case(name: str, variant: str, seed: int, work: Path, decode: bool) -> dict[str, Any]:
+    """Converts, calibrates and measures one variant of a model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    directory = make(name, work)
+    texts = Texts(AutoTokenizer.from_pretrained(directory), make("prose", work))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    options, found = VARIANTS[variant], {}
+    if options is not None:
+        model = mhla_hf.convert(model, layers=LAYERS[name], **options)
+    if variant not in UNCALIBRATED:
+        rows = texts.calibration(seed)
+        started = time.process_time()
+        report = mhla_hf.calibrate(model, [{"input_ids": row[None]} for row in rows], fit_steps=FIT_STEPS)
+        found["calibration"] = {
+            "cpu_seconds": time.process_time() - started,
+            "error_before": report.error_before,
+            "error_after": report.error_after,
+        }
+    if variant == "trivial":
+        with without_mhla(model):
+            found |= measure(model, texts)
+    else:
+        found |= measure(model, texts)
+    if decode and variant == "window":
+        converted = work / "decode" / name
+        model.save_pretrained(converted)
+        report = measure_decoding(DecodeOptions(model=str(converted), contexts=CONTEXTS, tokens=2 * BLOCK))
+        found["decode"] = report["results"]
+    return found
+
+
+def measure_all(
+    work: Path,
+    file: Path,
+    models: Sequence[str],
+    variants: Sequence[str],
+    seeds: int,
+    decode: bool,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measures what the report in `file` does not have yet, and writes it after each case."""
+    report: dict[str, Any] = {"benchmark": "real_models", "machine": {}, "cases": {}}
+    if file.is_file():
+        report = read_json(file, "the report")
+    report["machine"] = machine_facts(torch.device("cpu"))
+    for name in models:
+        for seed in range(seeds):
+            for variant in variants:
+                case = f"{name}/{variant}/{seed}"
+                if case in report["cases"] or (seed and variant in UNCALIBRATED):
+                    continue
+                progress(case)
+                report["cases"][case] = run_case(name, variant, seed, work, decode and seed == 0)
+                write_json(file, report)
+    return report
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints a table in Markdown: means over the seeds, bits per byte above softmax in percent."""
+    by_model: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for case, found in report["cases"].items():
+        name, variant, _ = case.split("/")
+        by_model.setdefault(name, {}).setdefault(variant, []).append(found)
+    for name, variants in by_model.items():
+        if "softmax" not in variants:
+            continue
+        (original,) = variants["softmax"]
+        kinds = list(original["bits_per_byte"])
+        print(f"\n| {name} | {' | '.join(kinds)} | recall, first | second | CPU s |")
+        print("|---" * (len(kinds) + 4) + "|")
+        for variant, cases in variants.items():
+            cells = []
+            for kind in kinds:
+                values = [case["bits_per_byte"][kind] for case in cases]
+                base = original["bits_per_byte"][kind]
+                above = [100 * (value / base - 1) for value in values]
+                cells.append(f"{base:.3f}" if variant == "softmax" else _spread(above, "+.1f") + " %")
+            cells += [_spread([case["recall"][part] for case in cases], ".2f") for part in ("first", "second")]
+            seconds = [case["calibration"]["cpu_seconds"] for case in cases if "calibration" in case]
+            cells.append(_spread(seconds, ".0f") if seconds else "–")
+            print(f"| {variant} | {' | '.join(cells)} |")
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    mean = sum(values) / len(values)
+    return f"{mean:{form}}" if len(values) == 1 else f"{mean:{form}} ± {(max(values) - min(values)) / 2:.1f}"
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path, help="folder for packages, models and what is under way")
+    parser.add_argument("--json", type=Path, default=Path("real_models.json"), help="the report, which is resumed")
+    parser.add_argument("--models", type=names, default=tuple(LAYERS), help=f"some of {', '.join(LAYERS)}")
+    parser.add_argument("--variants", type=names, default=tuple(VARIANTS), help=f"some of {', '.join(VARIANTS)}")
+    parser.add_argument("--seeds", type=int, default=2, help="calibrations of each variant (2)")
+    parser.add_argument("--decode", action="store_true", help="measure decoding too")
+    given = parser.parse_args()
+    for kind, known in (("models", LAYERS), ("variants", VARIANTS)):
+        if unknown := set(getattr(given, kind)) - set(known):
+            sys.exit(f"error: --{kind}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+
+    def say(case: str) -> None:
+        print(f"measuring {case}", file=sys.stderr, flush=True)
+
+    try:
+        report = measure_all(given.work, given.json, given.models, given.variants, given.seeds, given.decode, say)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    show(report)
+
+
+if __name__ == "__main__":
+    main()
