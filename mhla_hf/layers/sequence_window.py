@@ -74,24 +74,25 @@ def sequence_window_attention(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     offsets = _offsets_seen(window, sequence.causal)
     layout = sequence.layout(query, window_size)
+    first = first_blocks(layout)
     seen = cached(blocks_seen, (layout.num_blocks,), offsets, device)
     if isinstance(layout, BlockLayout):
         mask = cached(slots_seen, layout, offsets, device)
     else:
         mask = of_seen((layout.token_table(device) < length)[:, None], seen)
-        if (first := layout.first_blocks()) is not None:
+        if first is not None:
             # Blocks of another document are as good as missing. Those past the last one have no document.
             same = F.pad(first, (0, 1), value=-1)[:, seen] == first[:, :, None]
             mask = mask & same[:, None, ..., None]
     mask = mask.unsqueeze(-3)
     if sequence.causal:
         mask = mask & cached(_up_to_itself, mask.shape[-1], offsets, device)
-    mask, first = mask.flatten(-2), first_blocks(layout)
-    # Of each block in its document, `[B or 1, M]`.
-    index = (indices(layout.num_blocks, device) - (0 if first is None else first)).view(-1, layout.num_blocks)
     # Blocks of short texts may be shorter than the sinks.
-    sink_tokens = min(sink_tokens, mask.shape[-1] // len(offsets))
+    sink_tokens = min(sink_tokens, mask.shape[-1])
+    mask = mask.flatten(-2)
     if sink_tokens:
+        # Of each block in its document, `[B or 1, M]`.
+        index = (indices(layout.num_blocks, device) - (0 if first is None else first)).view(-1, layout.num_blocks)
         index = index if past is None else index + past.blocks[:, None]
         # Blocks beyond the reach of the first one have all sinks before them, others see these as tokens of a block.
         far = (index > -offsets[0])[:, None, :, None, None]
@@ -106,6 +107,7 @@ def sequence_window_attention(
     filled = head_blocks(torch.ones_like(key[:, :, :1, :1]), layout).expand(*keys.shape[:4], 1)
     counted = torch.cat([filled, keys], dim=-1)
     if sink_tokens:
+        # They take no part in the landmark.
         is_sink = (index == 0)[..., None] & (indices(keys.shape[3], device) < sink_tokens)
         counted = counted.masked_fill(is_sink[:, None, ..., None], 0)
     sums = counted.sum(3, dtype=torch.promote_types(key.dtype, torch.float32))
@@ -122,10 +124,10 @@ def sequence_window_attention(
     tokens = widened(queries, keys, values, rest, scale)
     others = [[x.expand(*keys.shape[:3], 1, -1)] for x in landmark_token(tokens[1], scale)]
     if sink_tokens:
-        sinks = [_of_first_blocks(x[:, :, :, :sink_tokens], first) for x in (keys, values)]
+        pair = [_of_first_blocks(x[:, :, :, :sink_tokens], first) for x in (keys, values)]
         if past is not None:
-            sinks = [x.unsqueeze(2) for x in _finite(*past.sinks)]
-        sinks = widened(queries[..., :0, :], *sinks, rest[..., :0], scale)[1:]
+            pair = [x.unsqueeze(2) for x in _finite(*past.sinks)]
+        sinks = widened(queries[..., :0, :], pair[0], pair[1], rest[..., :0], scale)[1:]
         others = [[x.expand(-1, -1, keys.shape[2], -1, -1), *other] for x, other in zip(sinks, others)]
     keys, values = (torch.cat([of_seen(x, seen).flatten(3, 4), *other], dim=3) for x, other in zip(tokens[1:], others))
     return from_head_blocks(attend_blocks(tokens[0], keys, values, mask, scale), layout)
