@@ -102,6 +102,9 @@ class MHLAConfig(Options):
             block of an axis may be shorter. `None` is MHLA's block size for sequences and else makes about 200 tokens
             that a query sees: (192,), (14, 14) or (21, 3, 3) for `"block"`, (64,), (5, 5) or (2, 2, 2) for
             `"adjacent"`, (1, 3, 3) for `"cross"`.
+        sink_tokens: Number of first tokens that every window has beside those near a query, exactly, and that are left
+            out of MHLA: of each document of a sequence, at most a block of the window (1 or 4 for language models,
+            which put up to half of their attention there), or of the tokens before a grid. Needs `window`.
         text: Text in joint attention, whose tokens are beside those of the grid: `"softmax"` (exact softmax over the
             text and from it, joined with MHLA over the grid by the share that softmax attention gives to the text,
             estimated for each query) or `"block"` (a block of its own in MHLA). No effect where attention sees no
@@ -190,6 +193,7 @@ class MHLAConfig(Options):
         "Tokens per block and axis of the window: frames,height,width, such as 1,3,3; one number for text.",
         minimum=1,
     )
+    sink_tokens: int = option(0, "First tokens of a text that every window has, exactly: 1 or 4.", minimum=0)
     text: str = option("softmax", "Text in joint attention: exact softmax, or a block of MHLA.", choices=TEXTS)
     layers: tuple[int, ...] | str | None = option(
         None,
@@ -217,6 +221,7 @@ class MHLAConfig(Options):
             )
         self._check_lepe_kernel(axes or 1)
         check_window(self.window, self.window_size, 1 if self.is_sequence else axes)
+        self._check_sinks()
         if self.mixing_range is not None and self.mixing_init == "uniform":
             warnings.warn("mixing_range has no effect with mixing_init='uniform'.", stacklevel=3)
 
@@ -271,6 +276,20 @@ class MHLAConfig(Options):
         if self.mixing_tail_half_life is not None and self.mixing_tail != "decay":
             raise ValueError(f"mixing_tail_half_life={self.mixing_tail_half_life} needs mixing_tail='decay'.")
 
+    def _check_sinks(self) -> None:
+        sinks, size = shorten_value(self.sink_tokens), self.window_size
+        if self.sink_tokens and self.window is None:
+            raise ValueError(
+                f"sink_tokens={sinks} needs window, one of {', '.join(map(repr, WINDOWS))}: exact first tokens alone, "
+                "without those near a query, make the error of a layer larger (1.24 of its variance in place of 0.69)."
+            )
+        if self.is_sequence and size is not None and self.sink_tokens > size[0]:
+            raise ValueError(f"sink_tokens={sinks} must be at most a block of the window, window_size={size}.")
+        if self.sink_tokens and self.normalizer != "none" and self.eps < SMALLEST_EPS:
+            raise ValueError(
+                f"eps={self.eps} must be at least {SMALLEST_EPS} with sink_tokens: MHLA of sinks is 0 / eps."
+            )
+
     def _may_divide_by_zero(self) -> bool:
         """Whether a token whose features are all zero is divided by zero, or by what float32 has no reciprocal of."""
         has_zeros = self.feature_map in ("relu", "identity") and self.normalizer != "none"
@@ -320,10 +339,10 @@ class MHLAConfig(Options):
 
 
 def with_overrides(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `stored` options with `given` ones in their place; a window or decay is removed with its size."""
+    """Return `stored` options with `given` ones in their place; a window or decay is removed with what needs it."""
     merged = {**stored, **given}
-    if "window" in given and given["window"] is None and "window_size" not in given:
-        merged["window_size"] = None
+    if "window" in given and given["window"] is None:
+        merged.update(window_size=given.get("window_size"), sink_tokens=given.get("sink_tokens", 0))
     if given.get("mixing_tail") not in (None, "decay") and "mixing_tail_half_life" not in given:
         merged["mixing_tail_half_life"] = None
     return merged

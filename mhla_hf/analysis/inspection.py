@@ -136,7 +136,8 @@ class ModelInspection:
             facts["output error of the model"] = percent(self.output_error["mean"])
         if options["window"]:
             bias = mean([layer.window_bias for layer in layers if layer.window_bias is not None])
-            facts["softmax window"] = f"{options['window']}, mean bias {bias:.2f}"
+            sinks = f", {options['sink_tokens']} sinks" if options.get("sink_tokens") else ""
+            facts["softmax window"] = f"{options['window']}{sinks}, mean bias {bias:.2f}"
         return facts
 
 

@@ -23,7 +23,7 @@ from ..layers.joint import TextTokens, of_all_tokens
 from ..layers.mhla import MHLA
 from ..layers.mixing import features_and_normalizer, layout_at
 from ..layers.original import LINEAR_EPS
-from ..layers.state import TokenSequence
+from ..layers.state import TokenSequence, without_sinks
 from ..layouts.blocks import BlockLayout
 from ..ops.band import StoredMixing, extend_mixing
 from ..ops.normalizers import PRODUCTS
@@ -347,9 +347,12 @@ class LayerTokens(SoftmaxTokens):
 
     def _blockwise(self, heads: slice, rows: torch.Tensor | None, **options: Any) -> torch.Tensor:
         mixing = self.mixing if self.mixing.dim() == 2 else self.mixing[heads]
-        return mhla_matrix(
-            **_of_heads(self.features, heads), mixing=mixing, layout=self.layout, rows=rows, **self._options | options
-        )
+        features, sinks = _of_heads(self.features, heads), self.mhla.config.sink_tokens
+        if sinks:
+            key, normalizer_key = features["key"], features["normalizer_key"]
+            pair = key, key if normalizer_key is None else normalizer_key
+            features["key"], features["normalizer_key"] = without_sinks(*pair, None, sinks)
+        return mhla_matrix(**features, mixing=mixing, layout=self.layout, rows=rows, **self._options | options)
 
     def _mhla(self, heads: slice, rows: torch.Tensor | None) -> torch.Tensor:
         mhla, matrix = self.mhla, self._blockwise(heads, rows)
@@ -393,7 +396,7 @@ class LayerTokens(SoftmaxTokens):
         else:
             seen = (apart[..., 1:] == 0).all(-1) | ((apart[..., 0] == 0) & (apart[..., 1:] <= 1).all(-1))
         # Prefix tokens see, and are seen by, all others.
-        seen = seen | (block < 0) | (block[rows] < 0)[:, None]
+        seen = seen | (block < 0) | (block[rows] < 0)[:, None] | (torch.arange(len(block)) < config.sink_tokens)
         if not self.causal:
             return seen, ~seen
         causal = _seen(rows, layout.num_tokens)

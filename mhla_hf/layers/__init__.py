@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules with parameters: the MHLA layer, its feature maps and its mixing weights."""
 
-from .fused import HalfRotary, HeadNorms, PairwiseRotary
+from .fused import AttentionParts, HalfRotary, HeadNorms, PairwiseRotary
 from .joint import JointMHLA, TextTokens, attend_jointly
-from .mhla import MHLA, AttentionParts
+from .mhla import MHLA
 from .mixing import (
     LearnedFeatureMap,
     effective_mixing,

@@ -22,7 +22,7 @@ from ..ops.backends import kernels_pass
 from ..ops.definitions import FEATURE_MAPS, NORMALIZERS
 from ..ops.sharded import TokenShard
 from .mixing import LearnedFeatureMap
-from .state import TokenSequence
+from .state import DecodingState, TokenSequence
 
 
 # Compared by identity: dynamo of torch 2.11 hashes objects that are called before they have their tensors.
@@ -123,9 +123,30 @@ class Call:
         return dataclasses.replace(self, query=query, key=key, norms=None)
 
 
+@dataclass(frozen=True)
+class AttentionParts:
+    """The parts of a layer's output.
+
+    Attributes:
+        attended: MHLA after output norm and gate, `[B, T, H, V]`.
+        window: The softmax window and the weights that tell its share, `[B, T, H, W]`; `None` without one. See
+            `mhla_hf.layers.window.grid_window_attention`.
+        positional: The convolution of the values, `[B, T, H, V]`; `None` without one.
+        state: State after these tokens, where the sequence had one to decode from.
+        text: Softmax attention to the text of joint attention and the weights that tell its share, `[B, T, H, W]`;
+            `None` without text.
+    """
+
+    attended: torch.Tensor
+    window: torch.Tensor | None
+    positional: torch.Tensor | None
+    state: DecodingState | None = None
+    text: torch.Tensor | None = None
+
+
 def can_fuse(config: MHLAConfig, call: Call, output_norm: nn.Module | None) -> bool:
     """Return whether the fused kernels can compute a layer: no sequence, and no option that they do not know."""
-    if config.is_sequence:
+    if config.is_sequence or config.sink_tokens:
         return False
     from ..ops.triton import fits_fused_kernels
 

@@ -39,8 +39,8 @@ from ..layouts.blocks import BlockLayout, cached, positive_axes
 from ..ops.definitions import FEATURE_MAPS, NORMALIZERS
 from ..ops.operands import autocast_type, check_layout, head_blocks
 from ..ops.sharded import TokenShard
-from .fused import PairwiseRotary
-from .mhla import MHLA, AttentionParts
+from .fused import AttentionParts, PairwiseRotary
+from .mhla import MHLA
 from .mixing import features_and_normalizer, layout_at
 from .window import join_window
 

@@ -14,7 +14,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +43,7 @@ from ..ops.sums import BlockMixing, repeat_heads
 from ..utils.messages import check_choice, shorten_value
 from .convolution import DepthwiseConv3d
 from .fused import (
+    AttentionParts,
     Call,
     HeadNorms,
     OutputNorm,
@@ -67,34 +67,14 @@ from .mixing import (
     token_dtype,
     with_window_size,
 )
-from .state import DecodingState, TokenSequence, decode
-from .window import empty_window_state, extend_window, grid_window_attention, join_window, sequence_window_attention
+from .sequence_window import empty_window_state, extend_window, sequence_window_attention
+from .state import DecodingState, TokenSequence, decode, without_sinks
+from .window import grid_window_attention, join_window
 
 
 _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: DepthwiseConv3d}
 # SiLU(x) = 1 here: a gate with this bias and zero weights leaves the output unchanged.
 GATE_IDENTITY_BIAS = 1.2784645427610738
-
-
-@dataclass(frozen=True)
-class AttentionParts:
-    """The parts of a layer's output.
-
-    Attributes:
-        attended: MHLA after output norm and gate, `[B, T, H, V]`.
-        window: The softmax window and the weights that tell its share, `[B, T, H, W]`; `None` without one. See
-            `mhla_hf.layers.window.grid_window_attention`.
-        positional: The convolution of the values, `[B, T, H, V]`; `None` without one.
-        state: State after these tokens, where the sequence had one to decode from.
-        text: Softmax attention to the text of joint attention and the weights that tell its share, `[B, T, H, W]`;
-            `None` without text.
-    """
-
-    attended: torch.Tensor
-    window: torch.Tensor | None
-    positional: torch.Tensor | None
-    state: DecodingState | None = None
-    text: torch.Tensor | None = None
 
 
 class MHLA(nn.Module):
@@ -150,6 +130,12 @@ class MHLA(nn.Module):
         check_count("num_prefix_tokens", num_prefix_tokens, minimum=0)
         if num_heads % num_key_value_heads:
             raise ValueError(f"num_key_value_heads={num_key_value_heads} must divide num_heads={num_heads}.")
+        limit = 0 if self.streams else num_prefix_tokens
+        if config.sink_tokens > limit and not config.is_sequence:
+            raise ValueError(
+                f"sink_tokens={shorten_value(config.sink_tokens)} is more than the {limit} tokens that are before the "
+                "grid (class and register tokens): only these can be sinks of a grid."
+            )
         self.config = config
         # The model's record of its pretrained weights, and the name of this layer in it: see `weight_record.py`.
         self.record: tuple[Any, str] | None = None
@@ -425,6 +411,8 @@ class MHLA(nn.Module):
         self, grid: Sequence[int] | None, num_tokens: int, shard: TokenShard | None, block_order: bool
     ) -> BlockLayout:
         grid = positive_axes("grid", grid)
+        if self.config.is_sequence and self.config.sink_tokens:
+            raise ValueError("Sinks of a sequence need sequence, in place of grid.")
         if shard is not None:
             if self.window_bias is not None or self.num_prefix_tokens or self.config.causal or block_order:
                 raise ValueError(
@@ -490,6 +478,8 @@ class MHLA(nn.Module):
                     features_and_normalizer(config, tokens.to(dtype), learned, call.rotary, call.scaling)
                     for tokens, learned in zip((query, key), self._feature_maps)
                 )
+            if config.sink_tokens:
+                key, normalizer_key = without_sinks(key, normalizer_key, sequence, config.sink_tokens)
             operands = Operands(
                 query, key, value.to(dtype), normalizer_query, normalizer_key, config.normalizer, config.eps
             )
@@ -551,8 +541,10 @@ class MHLA(nn.Module):
                 output = grid_window_attention(query, key, value, window, size, rows, scale=call.scaling)
                 return _from_rows(layout, output), None
             if state is None:
-                return sequence_window_attention(*tokens, window, size[0], sequence, scale=call.scaling), None
-            past = state.window or empty_window_state(key, value, window, size[0], state.rewindable)
+                options: dict[str, Any] = {"scale": call.scaling, "sink_tokens": self.config.sink_tokens}
+                return sequence_window_attention(*tokens, window, size[0], sequence, **options), None
+            sizes = size[0], state.rewindable, self.config.sink_tokens
+            past = state.window or empty_window_state(key, value, window, *sizes)
             output, past = extend_window(*tokens, past, window, size[0], valid=sequence.valid, scale=call.scaling)
             return output, dataclasses.replace(state, window=past)
 

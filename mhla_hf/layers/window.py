@@ -48,10 +48,7 @@ import torch
 import torch.nn.functional as F
 
 from ..layouts.blocks import BlockLayout, cached, indices, tiles_of
-from ..ops.band import StoredMixing, sequence_mixing
-from ..ops.operands import first_blocks, from_head_blocks, head_blocks
-from ..ops.sums import mix_summaries, repeat_heads
-from .state import TokenSequence, WindowState
+from ..ops.operands import from_head_blocks, head_blocks
 
 
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -62,7 +59,7 @@ Prefix = tuple[torch.Tensor, torch.Tensor]
 # Numbers of keys copied at a time; that many again are values. Half a gigabyte each in bfloat16.
 MAX_COPIED = 2**28
 # Logarithm of the number of tokens that a landmark stands for where there are none.
-_NOTHING = -1e3
+NOTHING = -1e3
 
 
 def grid_window_attention(
@@ -100,15 +97,16 @@ def grid_window_attention(
         return torch.cat(outputs, dim=2)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     size, before = tuple(window_size), layout.num_prefix_tokens
-    tokens = _widened(query, key, value, _rest(query, key, window, size, layout, scale), scale)
-    landmarks = (x.expand(query.shape[0], 1, key.shape[2], -1) for x in _landmark(tokens[1], scale))
+    tokens = widened(query, key, value, _rest(query, key, window, size, layout, scale), scale)
+    landmarks = (x.expand(query.shape[0], 1, key.shape[2], -1) for x in landmark_token(tokens[1], scale))
     prefix = [torch.cat([x[:, :before], landmark], dim=1) for x, landmark in zip(tokens[1:], landmarks)]
     attend = {"block": _attend_own_blocks, "adjacent": _attend_adjacent, "cross": _attend_cross}[window]
     query, key, value = (x[:, before:] for x in tokens)
     output = attend((query, key, value), size, layout.grid, (prefix[0], prefix[1]), scale)
     if before:
         queries, keys, values = (x.transpose(1, 2).unsqueeze(2) for x in (tokens[0][:, :before], *tokens[1:]))
-        output = torch.cat([_attend(queries, keys, values, None, scale).squeeze(2).transpose(1, 2), output], dim=1)
+        first = attend_blocks(queries, keys, values, None, scale)
+        output = torch.cat([first.squeeze(2).transpose(1, 2), output], dim=1)
     return output
 
 
@@ -144,7 +142,7 @@ def _heads_at_once(key: torch.Tensor, window: str, axes: int) -> int:
     return max(1, MAX_COPIED // (copies * key.shape[0] * key.shape[1] * key.shape[3]))
 
 
-def _widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rest: torch.Tensor, scale: float) -> Tokens:
+def widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rest: torch.Tensor, scale: float) -> Tokens:
     """Tokens with the channels that the share needs before their own, in any layout.
 
     Args:
@@ -174,7 +172,7 @@ def _unit(scale: float) -> float:
     return 2.0 ** round(-math.log2(scale))
 
 
-def _landmark(key: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def landmark_token(key: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The widened key and value `[W]` for all tokens outside the window: zero in the tokens' own channels.
 
     Args:
@@ -216,7 +214,7 @@ def _tokens_outside(
     if window == "cross":
         inside = count(2, 0, 0) + count(0, 1, 1) - count(0, 0, 0)
     outside = F.pad(count(*[2] * axes) - inside, (layout.num_prefix_blocks, 0, layout.num_prefix_tokens, 0))
-    return torch.where(outside > 0, outside.log(), _NOTHING), layout.block_tokens.to(device)
+    return torch.where(outside > 0, outside.log(), NOTHING), layout.block_tokens.to(device)
 
 
 def _with_prefix(prefix: Prefix, *blocks: torch.Tensor) -> list[torch.Tensor]:
@@ -233,17 +231,17 @@ def _attend_adjacent(
     """Attention of the tokens of a grid to their blocks and those beside them, and to the keys and values before."""
     query, key, value = tokens
     layout = cached(BlockLayout, grid, None, size)
-    seen = cached(_blocks_seen, tuple(layout.blocks), (-1, 0, 1), query.device)
-    mask = cached(_slots_seen, layout, (-1, 0, 1), query.device).flatten(-2).unsqueeze(-2)
+    seen = cached(blocks_seen, tuple(layout.blocks), (-1, 0, 1), query.device)
+    mask = cached(slots_seen, layout, (-1, 0, 1), query.device).flatten(-2).unsqueeze(-2)
     # Append globally visible tokens as extra blocks after the dummy block, so that a single gather suffices.
     count, size_of_block = prefix[0].shape[1], mask.shape[-1] // seen.shape[1]
     extra = -(-count // size_of_block)
     seen = torch.cat([seen, layout.num_blocks + 1 + indices(extra, seen.device).expand(len(seen), extra)], dim=1)
     mask = F.pad(F.pad(mask, (0, count), value=True), (0, extra * size_of_block - count))
     keys, values = (
-        _of_seen(head_blocks(x, layout), seen, y.transpose(1, 2)).flatten(3, 4) for x, y in zip((key, value), prefix)
+        of_seen(head_blocks(x, layout), seen, y.transpose(1, 2)).flatten(3, 4) for x, y in zip((key, value), prefix)
     )
-    return from_head_blocks(_attend(head_blocks(query, layout), keys, values, mask, scale), layout)
+    return from_head_blocks(attend_blocks(head_blocks(query, layout), keys, values, mask, scale), layout)
 
 
 def _attend_own_blocks(
@@ -262,7 +260,7 @@ def _attend_own_blocks(
         counts, tail = views[0].shape[2 : 2 + len(sides)], views[0].shape[2 + len(sides) : -1]
         blocks = [x.flatten(2, 1 + len(sides)).flatten(3, -2) for x in views]
         blocks[1:] = _with_prefix(prefix, *blocks[1:])
-        attended = _attend(blocks[0], blocks[1], blocks[2], None, scale)
+        attended = attend_blocks(blocks[0], blocks[1], blocks[2], None, scale)
         _own_blocks(output[places], sides).copy_(attended.unflatten(3, tail).unflatten(2, counts))
     return output.flatten(1, -3)
 
@@ -281,181 +279,7 @@ def _own_blocks(tokens: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
     return tokens.permute(0, 2 * axes + 1, *range(1, 2 * axes, 2), *range(2, 2 * axes + 1, 2), 2 * axes + 2)
 
 
-def sequence_window_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: str,
-    window_size: int,
-    sequence: TokenSequence,
-    *,
-    scale: float | None = None,
-    past: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Softmax attention of the tokens of a sequence to those of their windows and to a landmark for all others.
-
-    Arguments that are not listed are those of [`grid_window_attention`]. Blocks are counted from the start of every
-    document, without padding. With causal attention a token sees its own block up to itself and, where the window is
-    `"adjacent"`, the block before it; the landmark stands for all tokens before those blocks, or for all others of the
-    document where attention is not causal.
-
-    Args:
-        window: `"block"` or `"adjacent"`.
-        window_size: Tokens of a block.
-        sequence: Padding and documents; its state is not looked at.
-        past: Number and sum of the keys of tokens before these `[B, H_kv, 1 + K]`, none of them in a window.
-
-    Returns:
-        `[B, T, H, W]` as there; zero for padding.
-    """
-    length, device = query.shape[1], query.device
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    offsets = _offsets_seen(window, sequence.causal)
-    layout = sequence.layout(query, window_size)
-    seen = cached(_blocks_seen, (layout.num_blocks,), offsets, device)
-    if isinstance(layout, BlockLayout):
-        mask = cached(_slots_seen, layout, offsets, device)
-    else:
-        mask = _of_seen((layout.token_table(device) < length)[:, None], seen)
-        if (first := layout.first_blocks()) is not None:
-            # Blocks of another document are as good as missing. Those past the last one have no document.
-            same = F.pad(first, (0, 1), value=-1)[:, seen] == first[:, :, None]
-            mask = mask & same[:, None, ..., None]
-    mask = mask.unsqueeze(-3)
-    if sequence.causal:
-        mask = mask & cached(_up_to_itself, mask.shape[-1], offsets, device)
-    # All see the landmark, blocks without tokens as well, so that nothing divides by zero.
-    mask = F.pad(mask.flatten(-2), (0, 1), value=True)
-    if sequence.causal or sequence.documents is not None:
-        # What is masked still spoils a softmax that is not finite. The tokens that see it are spoilt by MHLA.
-        bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
-        key, value = (x.masked_fill(bad.unsqueeze(-1), 0) for x in (key, value))
-    queries, keys, values = (head_blocks(x, layout) for x in (query, key, value))
-    # With a channel that counts the tokens of a block.
-    filled = head_blocks(torch.ones_like(key[:, :, :1, :1]), layout).expand(*keys.shape[:4], 1)
-    sums = torch.cat([filled, keys], dim=-1).sum(3, dtype=torch.promote_types(key.dtype, torch.float32))
-    # Blocks beyond the window are all those farther away than its last one.
-    index = indices(2 - offsets[0], device)
-    beyond = StoredMixing(((index[:, None] - index).abs() > -offsets[0]).to(sums.dtype)[None])
-    if sequence.causal:
-        sums = beyond.mix_earlier(sums, sums.shape[1], first_blocks(layout))
-    else:
-        sums = mix_summaries(sequence_mixing(beyond, layout), sums.unsqueeze(-1), sums.shape[1]).squeeze(-1)
-    if past is not None:
-        sums = sums + past.unsqueeze(2)
-    rest = _one_landmark(queries, sums.unsqueeze(3), scale)
-    queries, keys, values = _widened(queries, keys, values, rest, scale)
-    keys, values = (
-        torch.cat([_of_seen(x, seen).flatten(3, 4), landmark.expand(*x.shape[:3], 1, -1)], dim=3)
-        for x, landmark in zip((keys, values), _landmark(keys, scale))
-    )
-    return from_head_blocks(_attend(queries, keys, values, mask, scale), layout)
-
-
-def _one_landmark(query: torch.Tensor, sums: torch.Tensor, scale: float) -> torch.Tensor:
-    """Logarithm of what the mean of the keys outside the window estimates softmax attention to give to them.
-
-    Args:
-        query: `[B, H, ..., K]`.
-        sums: Number and sum of these keys, `[B, H_kv, ..., 1 + K]`.
-        scale: Scale of q·k.
-
-    Returns:
-        `[B, H, ...]`.
-    """
-    sums = repeat_heads(sums, query.shape[1], 1)
-    count = sums[..., 0].clamp(min=1)
-    logits = (query * sums[..., 1:]).sum(-1) * scale / count
-    return torch.where(sums[..., 0] > 0, logits + count.log(), _NOTHING)
-
-
-def empty_window_state(
-    key: torch.Tensor, value: torch.Tensor, window: str, window_size: int, rewindable: int
-) -> WindowState:
-    """Return the state before the first token.
-
-    Args:
-        key: Any keys `[B, T, H_kv, K]` of the type and device to come.
-        value: Values `[B, T, H_kv, V]` likewise.
-        window: `"block"` or `"adjacent"`.
-        window_size: Tokens of a block.
-        rewindable: Number of tokens that may be taken back.
-    """
-    size = _reach(window, window_size) + rewindable
-    keys, values = (x.new_zeros(x.shape[0], x.shape[2], size + 1, x.shape[3]) for x in (key, value))
-    position = torch.zeros(key.shape[0], dtype=torch.long, device=key.device)
-    left = keys.new_zeros(*keys.shape[:2], keys.shape[3], dtype=torch.promote_types(keys.dtype, torch.float32))
-    return WindowState(keys, values, position, left, position, is_empty=True)
-
-
-def extend_window(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    state: WindowState,
-    window: str,
-    window_size: int,
-    *,
-    valid: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, WindowState]:
-    """Attend to the window and the landmark of each of these tokens, those that the state has seen included.
-
-    Arguments that are not listed are those of [`grid_window_attention`][mhla_hf.layers.window.grid_window_attention].
-
-    Args:
-        state: The state before these tokens.
-        window: `"block"` or `"adjacent"`.
-        window_size: Tokens of a block.
-        valid: BoolTensor `[B, T]`, False for padding, which is skipped and gets zeros; `None` for no padding.
-
-    Returns:
-        What [`grid_window_attention`][mhla_hf.layers.window.grid_window_attention] does, and the state after these
-        tokens.
-    """
-    first = _first_seen(state.position, window, window_size)
-    if query.shape[1] == 1:
-        scale = query.shape[3] ** -0.5 if scale is None else scale
-        after = state.with_tokens(key, value, valid)
-        sums = after.before(first)
-        visible = after.held(state.position) >= first.clamp(min=0)
-        # Query heads that share their keys stand side by side as tokens.
-        queries = query[:, 0].unflatten(1, (key.shape[2], -1)) * scale
-        keys, values = (ring.narrow(2, 0, state.size) for ring in (after.keys, after.values))
-        logits = (queries @ keys.mT).masked_fill(~visible[:, None, None], float("-inf"))
-        rest = _one_landmark(query.transpose(1, 2), sums.unsqueeze(2), scale).unflatten(1, queries.shape[1:3])
-        logits = torch.cat([rest, logits], dim=-1)
-        rest, own = logits.softmax(dim=-1).to(value.dtype).split([1, state.size], dim=-1)
-        output = torch.cat([own.sum(-1, keepdim=True), rest, own @ values], dim=-1).flatten(1, 2).unsqueeze(1)
-        return (output if valid is None else output.masked_fill(~valid[..., None, None], 0)), after
-    before: torch.Tensor | None = None
-    tokens, seen, lead = (query, key, value), valid, 0
-    if not state.is_empty:
-        # The past that the new tokens see goes before them, from the start of a block on.
-        lead = _reach(window, window_size)
-        position, before = first + indices(lead, query.device), state.before(first)
-        past = state.tokens_at(position)
-        tokens = F.pad(query, (0, 0, 0, 0, lead, 0)), torch.cat([past[0], key], 1), torch.cat([past[1], value], 1)
-        known = (position >= 0) & (position < state.position[:, None])
-        new = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device) if valid is None else valid
-        seen = torch.cat([known, new], dim=1)
-    sequence = TokenSequence(True, seen)
-    output = sequence_window_attention(*tokens, window, window_size, sequence, scale=scale, past=before)
-    return output[:, lead:], state.with_tokens(key, value, valid)
-
-
-def _reach(window: str, window_size: int) -> int:
-    """The most tokens that a token sees, itself included."""
-    return window_size if window == "block" else 2 * window_size
-
-
-def _first_seen(position: torch.Tensor, window: str, window_size: int) -> torch.Tensor:
-    """The first position that the token at `position` sees, `[B, 1]`; below 0 where its block is the first one."""
-    before = 0 if window == "block" else 1
-    return ((position // window_size - before) * window_size)[:, None]
-
-
-def _attend(
+def attend_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """Attention inside each block: `[B, H, M, N, W]` from queries of that shape and keys `[B, H_kv, M, L, W]`.
@@ -478,7 +302,7 @@ def _attend(
     return output
 
 
-def _of_seen(blocks: torch.Tensor, seen: torch.Tensor, others: torch.Tensor | None = None) -> torch.Tensor:
+def of_seen(blocks: torch.Tensor, seen: torch.Tensor, others: torch.Tensor | None = None) -> torch.Tensor:
     """The blocks that each block sees: `[B, H, M, S, N, ...]` from `[B, H, M, N, ...]`, zero for missing ones.
 
     Block M is the missing one; other tokens `[B, H, X, ...]` follow it in blocks of their own.
@@ -494,26 +318,13 @@ def _of_seen(blocks: torch.Tensor, seen: torch.Tensor, others: torch.Tensor | No
     return padded.index_select(2, seen.flatten()).unflatten(2, seen.shape)
 
 
-def _offsets_seen(window: str, causal: bool) -> tuple[int, ...]:
-    if window == "block":
-        return (0,)
-    return (-1, 0) if causal else (-1, 0, 1)
-
-
-def _up_to_itself(size: int, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Mask of the tokens that a token of a block may look back to, BoolTensor `[N, S, N]`."""
-    earlier = torch.ones(size, size, dtype=torch.bool, device=device).tril()
-    own = torch.tensor([offset == 0 for offset in offsets], device=device)
-    return earlier[:, None, :] | ~own[:, None]
-
-
-def _slots_seen(layout: BlockLayout, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def slots_seen(layout: BlockLayout, offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Mask of the slots with a token in the blocks that each block sees, BoolTensor `[1, 1, M, S, N]`."""
     filled = layout.token_table(device) < layout.num_tokens
-    return _of_seen(filled[None, None], _blocks_seen(tuple(layout.blocks), offsets, device))
+    return of_seen(filled[None, None], blocks_seen(tuple(layout.blocks), offsets, device))
 
 
-def _blocks_seen(blocks: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def blocks_seen(blocks: tuple[int, ...], offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The blocks at some offsets along each axis from each block, LongTensor `[M, S]`; M where there is none."""
     steps = torch.cartesian_prod(*[torch.tensor(offsets, device=device)] * len(blocks)).view(-1, len(blocks))
     stride = count = math.prod(blocks)

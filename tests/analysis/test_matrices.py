@@ -112,7 +112,9 @@ def layer_for(name: str, prefix: int = 0, **options: object) -> tuple[MHLA, tupl
 @pytest.mark.parametrize(("name", "options"), WINDOWS)
 @torch.no_grad()
 def test_matrix_has_window_norm_and_rotation(name, options, prefix):
-    layer, grid = layer_for(name, prefix, **options)
+    # With tokens before the grid, one of them a sink.
+    sinks = int(prefix > 0 and "window" in options)
+    layer, grid = layer_for(name, prefix, sink_tokens=sinks, **options)
     length = prefix + int(torch.tensor(grid).prod())
     query = tokens(2, length, 4, 6, count=1)[0]
     key, value = tokens(2, length, 2, 6, count=2, seed=1)
@@ -130,13 +132,15 @@ def test_matrix_has_window_norm_and_rotation(name, options, prefix):
             torch.testing.assert_close(sample.matrix(kind, head=2, rows=rows), whole[2, rows])
 
 
-@pytest.mark.parametrize("window", (None, "block", "adjacent"))
+@pytest.mark.parametrize(
+    ("window", "sinks"), ((None, 0), ("block", 0), ("adjacent", 0), ("block", 3), ("adjacent", 1))
+)
 @pytest.mark.parametrize("tail", ("constant", "decay", "none"))
 @pytest.mark.parametrize("causal", (True, False))
 @torch.no_grad()
-def test_padded_sequences(causal, tail, window):
+def test_padded_sequences(causal, tail, window, sinks):
     options = {"causal": True} if causal else {"resize": "extend"}
-    options["mixing_tail"] = tail
+    options |= {"mixing_tail": tail, "sink_tokens": sinks}
     config = MHLAConfig(
         block_size=(4,), grid=(16,), feature_map="elu", window=window, window_size=window and (3,), **options
     )

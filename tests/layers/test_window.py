@@ -11,15 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from mhla_hf import MHLA, MHLAConfig
+from mhla_hf.layers import JointMHLA
 from mhla_hf.layers.fused import PairwiseRotary
+from mhla_hf.layers.sequence_window import empty_window_state, extend_window, sequence_window_attention
 from mhla_hf.layers.state import TokenSequence
-from mhla_hf.layers.window import (
-    empty_window_state,
-    extend_window,
-    grid_window_attention,
-    join_window,
-    sequence_window_attention,
-)
+from mhla_hf.layers.window import grid_window_attention, join_window
 from mhla_hf.layouts.blocks import BlockLayout
 
 from .test_joint import assert_equal_with_gradients
@@ -311,15 +307,19 @@ def test_identity_is_the_token_itself_in_both_parts():
     assert torch.equal(layer(*tokens, grid=(3, 4, 4), identity=True), value)
 
 
-@pytest.mark.parametrize("window, size", [("block", 4), ("adjacent", 3), ("adjacent", 1)])
+@pytest.mark.parametrize(
+    "window, size, sinks",
+    [("block", 4, 0), ("adjacent", 3, 0), ("adjacent", 1, 0), ("block", 4, 3), ("adjacent", 2, 2)],
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_random_walk_of_the_state_agrees_with_recomputation(window, size, seed):
+def test_a_random_walk_of_the_state_agrees_with_recomputation(window, size, sinks, seed):
     random, rewindable = torch.Generator().manual_seed(seed), 7
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=random))
 
-    state = empty_window_state(*make_tokens(1)[1:], window, size, rewindable)
+    state = empty_window_state(*make_tokens(1)[1:], window, size, rewindable, sinks)
+    options = {"scale": 0.6, "sink_tokens": sinks}
     # What each row has seen, and how many of its last tokens may be taken back.
     seen = [[x[0, :0] for x in make_tokens(1)] for _ in range(2)]
     left, last = 0, None
@@ -354,7 +354,7 @@ def test_a_random_walk_of_the_state_agrees_with_recomputation(window, size, seed
                 seen[row] = [torch.cat(pair) for pair in zip(seen[row], new)]
                 if len(new[0]):
                     whole = [x[None] for x in seen[row]]
-                    expected = sequence_window_attention(*whole, window, size, TokenSequence(True), scale=0.6)
+                    expected = sequence_window_attention(*whole, window, size, TokenSequence(True), **options)
                     for part in (slice(0, 2), slice(-WIDTH, None)):
                         found = output[row, last[row]][..., part]
                         torch.testing.assert_close(found, expected[0, -len(new[0]) :, :, part], rtol=1e-9, atol=1e-9)
@@ -391,6 +391,16 @@ def test_half_precision_and_autocast(dtype):
         ),
         ({"window": "cross", "causal": True, "block_size": 4}, "window='cross' needs the three axes"),
         ({"window": "cross", "window_size": (2, 2)}, "window='cross' needs the three axes"),
+        ({"sink_tokens": 1}, "sink_tokens=1 needs window, one of 'block', 'adjacent', 'cross': .* error of a layer"),
+        ({"window": "block", "sink_tokens": -1}, "sink_tokens must be at least 0, got -1"),
+        (
+            {"window": "block", "sink_tokens": 1, "eps": 0, "feature_map": "hedgehog"},
+            "eps=0.0 must be at least .* with sink_tokens",
+        ),
+        (
+            {"window": "adjacent", "causal": True, "block_size": 8, "window_size": 4, "sink_tokens": 5},
+            r"sink_tokens=5 must be at most a block of the window, window_size=\(4,\)",
+        ),
         ({"window": "block", "window_size": (2, 2), "blocks": (2, 2, 2)}, "window_size=.*one entry for each axis.*3"),
         ({"window": "block", "window_size": (2, 2), "block_size": 4, "resize": "extend"}, "window_size=.* has 1"),
     ],
@@ -402,13 +412,21 @@ def test_wrong_options_are_refused(options, message):
 
 
 def test_options_that_do_not_fit_the_model_are_refused():
+    widths = {"hidden_size": 4, "num_heads": 2, "head_dim": 2}
+    with pytest.raises(ValueError, match="sink_tokens=3 is more than the 2 tokens that are before the grid"):
+        MHLA(MHLAConfig(window="block", blocks=(2,), sink_tokens=3), num_prefix_tokens=2, **widths)
+    with pytest.raises(ValueError, match="sink_tokens=1 is more than the 0 tokens that are before the grid"):
+        JointMHLA(MHLAConfig(window="block", blocks=(2,), sink_tokens=1, text="block"), **widths)
+    causal = MHLA(MHLAConfig(window="block", block_size=2, grid=4, causal=True, sink_tokens=1), **widths)
+    with pytest.raises(ValueError, match="Sinks of a sequence need sequence"):
+        causal(*torch.zeros(3, 1, 4, 2, 2), grid=(4,))
     with pytest.raises(ValueError, match="window='cross' needs the three axes"):
         MHLA(MHLAConfig(window="cross"), hidden_size=4, num_heads=2, head_dim=2, default_grid=(4, 4))
 
 
 def test_taking_the_window_away_takes_its_size_with_it():
-    config = MHLAConfig(window="adjacent", window_size=(2, 2))
-    assert config.replace(window=None).to_dict()["window_size"] is None
+    config = MHLAConfig(window="adjacent", window_size=(2, 2), sink_tokens=1)
+    assert config.replace(window=None).window_size is None and config.replace(window=None).sink_tokens == 0
     assert config.replace(window="block").window_size == (2, 2)
 
 

@@ -14,6 +14,7 @@ from ..integrations.transformers.tiny_models import CACHE, FIRST_ORDINARY_TOKEN,
 
 
 WINDOW = {"window": "adjacent", "window_size": 3}
+SINKS = {**WINDOW, "sink_tokens": 2}
 OTHER_MASK = "attention_mask does not begin with the mask that the tokens in the cache were passed with"
 
 
@@ -117,6 +118,7 @@ MASKS_OF_TURN_ONE = {"none": lambda mask: None, "ones": torch.ones_like, "same":
         ("gpt2", {}),
         ("qwen3", {"mixing_heads": "shared"}),
         ("llama", WINDOW),
+        ("llama", SINKS),
     ],
     ids=str,
 )
@@ -128,7 +130,7 @@ def test_padding_that_turn_two_hides_is_hidden(name, options, first_mask, kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, WINDOW], ids=str)
+@pytest.mark.parametrize("options", [{}, WINDOW, SINKS], ids=str)
 def test_tokens_anywhere_among_the_last_ones_are_hidden(options):
     # With one layer, keys and values depend on nothing before them: the whole text tells what is right.
     model, ids = mhla_model("llama", sizes={"num_hidden_layers": 1}, **options), text(100)
@@ -175,7 +177,7 @@ def test_what_cannot_be_hidden_is_refused_and_leaves_the_cache_alone(llama, kind
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, WINDOW], ids=str)
+@pytest.mark.parametrize("options", [{}, WINDOW, SINKS], ids=str)
 def test_the_mask_follows_what_is_done_to_the_cache(options):
     model = mhla_model("llama", **options)
     mask = padded_at_the_end_of_turn_one()

@@ -29,11 +29,12 @@ _ADDED_OPTIONS = {
     "mixing_tail": "constant",
     "mixing_tail_half_life": None,
     "text": "softmax",
+    "sink_tokens": 0,
 }
 # Options that leave the shapes of the weights alone and change what they compute.
 _TRAINED_WITH = (
     "feature_map", "feature_map_eps", "normalizer", "rope", "block_size", "mixing_constraint", "mixing_tail", "layers",
-    "window", "window_size",
+    "window", "window_size", "sink_tokens",
 )  # fmt: skip
 _NULLABLE = ("layers", "mixing_range", "lepe_kernel", "window", "window_size")
 
@@ -47,7 +48,7 @@ def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None
     """Warn of options that change the meaning of stored weights."""
     stored = {**_ADDED_OPTIONS, **stored}
     # A window that was not there has a warning of its own, about its fresh bias.
-    added = {"window", "window_size"} if stored["window"] is None else set()
+    added = {"window", "window_size", "sink_tokens"} if stored["window"] is None else set()
     changed = [name for name in _TRAINED_WITH if name in given and name not in added and given[name] != stored[name]]
     if changed:
         made_with = ", ".join(f"{name}={stored[name]!r}" for name in changed)

@@ -69,6 +69,7 @@ def first_output(model: torch.nn.Module, **kwargs: Any) -> torch.Tensor:
 WINDOWS = [
     {"window": "adjacent", "window_size": 3},
     {"window": "block", "window_size": 5},
+    {"window": "adjacent", "window_size": 3, "sink_tokens": 2},
 ]
 
 

@@ -133,7 +133,7 @@ def test_quantised_caches_are_refused_with_the_way_out(model, stock):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"window": "adjacent"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": "adjacent"}, {"window": "block", "sink_tokens": 1}], ids=str)
 def test_a_static_cache_stays_where_it_is(options):
     """CUDA graphs know tensors by their addresses."""
     model = mhla_model("llama", **options)
@@ -163,7 +163,7 @@ def test_a_static_cache_stays_where_it_is(options):
 
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("options", [{}, {"window": "adjacent"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": "adjacent"}, {"window": "block", "sink_tokens": 1}], ids=str)
 def test_compiled_decoding_returns_logits_alone(options, padded):
     """CUDA graphs overwrite what they return in the next step: nothing of it may be kept for that."""
     model = mhla_model("llama", sizes={"num_hidden_layers": 1}, **options)

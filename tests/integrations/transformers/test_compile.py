@@ -55,7 +55,9 @@ def test_training(name, padding):
 def test_decoding_is_not_compiled_anew_for_every_token(hybrid):
     """Of MHLA alone, and with a window and a layer of softmax beside it."""
     model = (
-        window_model(layers=[0], sizes={"num_hidden_layers": 2}) if hybrid else mhla_model("llama", sizes=ONE_LAYER)
+        window_model(window=2, layers=[0], sizes={"num_hidden_layers": 2})
+        if hybrid
+        else mhla_model("llama", sizes=ONE_LAYER)
     )
     ids = inputs("llama", length=11)["input_ids"]
     prompt = torch.ones_like(ids)

@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "extended": {"mixing_tail": "decay", "mixing_constraint": "nonnegative", "normalizer": "none"},
     "window": {"window": "adjacent", "window_size": 3},
+    "sinks": {"window": "block", "window_size": 5, "sink_tokens": 4},
     "hybrid": {"layers": [0, 2], "feature_map": "hedgehog", "output_norm": True, "output_gate": True},
 }
 # Batch and length; blocks have 4 tokens, and there are weights for 6 of them. 3 tokens are less than a block, 100 more

@@ -47,7 +47,8 @@ def recompute(model, input_ids, attention_mask, steps=STEPS):
 
 
 def model_named(name):
-    return window_model() if name == "window" else mhla_model(name)
+    windows = {"window": 0, "sinks": 2}
+    return window_model(window=windows[name]) if name in windows else mhla_model(name)
 
 
 def generate(model, given, **options):
@@ -90,7 +91,7 @@ def test_options_decode_as_they_attend(options):
     check_greedy(mhla_model("llama", **options), True)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "window"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "window", "sinks"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,7 +108,7 @@ def test_other_ways_to_the_same_tokens(name, options):
     assert torch.equal(generate(model, prompt(True), **options).sequences, ids)
 
 
-@pytest.mark.parametrize("name", ["llama", "window"])
+@pytest.mark.parametrize("name", ["llama", "window", "sinks"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
 def test_beam_search(name, padded, options):
@@ -141,7 +142,7 @@ def speculations(model, drafts: tuple[int, ...], lookup: bool = True, **options)
         yield generate(model, one, prompt_lookup_num_tokens=3, **options).sequences
 
 
-@pytest.mark.parametrize("name", ["llama", "window"])
+@pytest.mark.parametrize("name", ["llama", "window", "sinks"])
 def test_assisted_decoding_and_prompt_lookup(name):
     model = model_named(name)
     expected, _ = recompute(model, **{name: tensor[2:] for name, tensor in prompt(False).items()})

@@ -23,7 +23,10 @@ SIZES = {"num_hidden_layers": 2}
 WINDOW = {"window": "block", "window_size": 5}
 # Families and options beside those of `default_options`, which give every head mixing weights of its own.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "grouped": ("llama", {"output_gate": True, "output_norm": True, "window": "adjacent", "window_size": 3}),
+    "grouped": (
+        "llama",
+        {"output_gate": True, "output_norm": True, "window": "adjacent", "window_size": 3, "sink_tokens": 1},
+    ),
     "norms": ("qwen3", {"feature_map": "relu", "mixing_heads": "shared", "output_norm": True, **WINDOW}),
     "new": ("llama", {}),
     "partial": ("qwen3", {"layers": [1]}),

@@ -37,6 +37,8 @@ def text(length: int, batch: int = 2) -> torch.Tensor:
         ("gpt2", 0, {"window_size": None}),
         ("gemma3", 0, {}),
         ("opt", 1, {}),
+        ("llama", 2, {}),
+        ("gpt2", 1, {"sink_tokens": 3}),
     ],
     ids=str,
 )
@@ -58,7 +60,7 @@ def test_the_window_is_that_of_the_softmax_model_of_short_texts():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("window", [0, 1, 2])
 @pytest.mark.parametrize("size", [2, 9])
 def test_tokens_are_taken_back(window, size):
     model = window_model("llama", window, window_size=size)
@@ -128,3 +130,28 @@ def test_gradients_flow_through_a_text_in_parts(llama):
     # What MHLA layers remember keeps its gradient; the window's does as well.
     expected, found = gradients([ids]), gradients([ids[:, :7], ids[:, 7:8], ids[:, 8:]])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [{}, {"num_hidden_layers": 1}], ids=str)
+def test_sinks_are_taken_back_and_written_anew(sizes):
+    model, ids = window_model("llama", 2, sizes=sizes), text(20)
+    whole = model(ids, use_cache=False).logits
+    for kept in (1, 2, 3):
+        cache = DynamicCache(config=model.config)
+        model(torch.cat([ids[:, :kept], ids.flip(1)[:, :7]], dim=1), **{CACHE: cache})
+        cache.crop(-7)
+        parts = [model(part, **{CACHE: cache}).logits for part in ids[:, kept:].split([1, 6, 13 - kept], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole[:, kept:], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_sinks_are_a_few_more_columns_of_the_state():
+    states = []
+    for sinks in (0, 2):
+        model = window_model("llama", 2, sink_tokens=sinks)
+        cache = MHLACache(config=model.config)
+        model(text(11), **{CACHE: cache})
+        states.append((cache.layers[0].window_state.keys.shape[2], cache.num_bytes))
+    # Three layers of two texts, two heads of width 8, keys and values.
+    assert states[1][0] - states[0][0] == 2 and states[1][1] - states[0][1] == 3 * 2 * 2 * 2 * 2 * 8 * 4
