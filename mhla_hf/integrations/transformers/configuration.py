@@ -76,7 +76,7 @@ def causal_defaults(head_dim: int, max_positions: int | None) -> dict[str, Any]:
     block = max(SMALLEST_CAUSAL_BLOCK, head_dim)
     blocks = min(MAX_CAUSAL_BLOCKS, max(1, math.ceil((max_positions or block * MAX_CAUSAL_BLOCKS) / block)))
     mixing = {"mixing_init": "uniform", "mixing_storage": "distance", "mixing_tail": "decay"}
-    return {"block_size": [block], "grid": [block * blocks], "window": "adjacent", **mixing}
+    return {"block_size": [block], "grid": [block * blocks], "window": "adjacent", "sink_tokens": 1, **mixing}
 
 
 def encoder_defaults(max_positions: int | None) -> dict[str, Any]:
@@ -134,6 +134,8 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
             )
     # Every option of a sequence has a default but these, whose None means something.
     merged = {**defaults, **{name: value for name, value in options.items() if value is not None or name in _NULLABLE}}
+    if merged.get("window") is None and "sink_tokens" not in options:
+        merged.pop("sink_tokens", None)
     if merged.get("mixing_init") == "uniform" and "mixing_range" not in options:
         merged["mixing_range"] = None
     block = MHLAConfig.from_dict({"block_size": merged["block_size"]}).block_size
