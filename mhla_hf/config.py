@@ -102,6 +102,9 @@ class MHLAConfig(Options):
             block of an axis may be shorter. `None` is MHLA's block size for sequences and else makes about 200 tokens
             that a query sees: (192,), (14, 14) or (21, 3, 3) for `"block"`, (64,), (5, 5) or (2, 2, 2) for
             `"adjacent"`, (1, 3, 3) for `"cross"`.
+        window_share: What corrects the estimate of that share: a bias b for each head (`"head"`), or b + u·q with a
+            vector u for each head and the query q before its rotation (`"query"`), the default of new language
+            models. No effect without a window.
         sink_tokens: Number of first tokens that every window has beside those near a query, exactly, and that are left
             out of MHLA: of each document of a sequence, at most a block of the window (1 or 4 for language models,
             which put up to half of their attention there), or of the tokens before a grid. Needs `window`.
@@ -192,6 +195,9 @@ class MHLAConfig(Options):
         None,
         "Tokens per block and axis of the window: frames,height,width, such as 1,3,3; one number for text.",
         minimum=1,
+    )
+    window_share: str = option(
+        "head", "Whether the share of the window has a bias by head, or by query too.", choices=("head", "query")
     )
     sink_tokens: int = option(0, "First tokens of a text that every window has, exactly: 1 or 4.", minimum=0)
     text: str = option("softmax", "Text in joint attention: exact softmax, or a block of MHLA.", choices=TEXTS)

@@ -234,6 +234,8 @@ class LayerTokens(SoftmaxTokens):
         value: `[1, T, H, V]`.
         text: Keys of the text beside the grid, rotated, `[1, X, H, K]`; `None` where there is none, or where it is a
             block of its own among the tokens.
+        window_bias: What is added to the logarithm of what tokens outside the window of each query are estimated to
+            get, `[1, T, H]`; `None` without a window.
     """
 
     mhla: MHLA
@@ -243,6 +245,7 @@ class LayerTokens(SoftmaxTokens):
     original: Tokens | None
     value: torch.Tensor
     text: torch.Tensor | None = None
+    window_bias: torch.Tensor | None = None
 
     @property
     def kind(self) -> str:
@@ -377,7 +380,9 @@ class LayerTokens(SoftmaxTokens):
             members = F.one_hot(self.layout.block_of_token).to(matrix)
             count, logits = beyond @ members, query @ (members.T @ key / members.sum(0)[:, None]).mT
         rest = (logits + count.log()).logsumexp(-1, keepdim=True)
-        share = (inside - rest - mhla.window_bias.detach().to(matrix)[heads, None, None]).sigmoid()
+        assert self.window_bias is not None
+        of_window = self.window_bias[:, :, heads] if rows is None else self.window_bias[:, rows, heads]
+        share = (inside - rest - of_window.transpose(1, 2).unsqueeze(-1)).sigmoid()
         return share * window + (1 - share) * matrix
 
     def _window(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -468,6 +473,7 @@ def layer_tokens(
         query, key, value = query.double(), key.double(), value.double()
         learned = mhla.feature_map_query, mhla.feature_map_key
         features = _features(mhla.config, (query, key), learned, rotary, scaling)
+        biases = None if mhla.window_bias is None else mhla.window_biases(query).double().expand(query.shape[:3])
         if mhla.replaces_linear:
             original = _features(_LINEAR, (query, key), (None, None), rotary, None)
         if rotary is not None:
@@ -485,6 +491,7 @@ def layer_tokens(
         own |= {"mhla": mhla, "layout": layout, "mixing": mixing.double(), "causal": causal, "scaling": scaling}
         if text is not None and not mhla.num_prefix_tokens:
             own["text"] = words[index : index + 1, slice(None) if text.valid is None else text.valid[index]].double()
+        own["window_bias"] = None if biases is None else biases[index : index + 1, keep]
         own["original"] = _of_sample(original, index, keep) if original else None
         samples.append(LayerTokens(**own, features=_of_sample(features, index, keep)))
     return samples

@@ -276,6 +276,6 @@ def conversion_options(*names: str) -> list[inspect.Parameter]:
 CONVERSION = conversion_options(
     "blocks", "block_size", "grid", "feature_map", "rope", "normalizer", "mixing_init", "mixing_heads",
     "mixing_constraint", "mixing_range", "mixing_storage", "mixing_tail", "mixing_tail_half_life", "output_norm",
-    "output_gate", "lepe_kernel", "window", "window_size", "sink_tokens", "text",
+    "output_gate", "lepe_kernel", "window", "window_size", "window_share", "sink_tokens", "text",
 )  # fmt: skip
 """Options of a conversion."""

@@ -135,6 +135,7 @@ class AttentionParts:
         state: State after these tokens, where the sequence had one to decode from.
         text: Softmax attention to the text of joint attention and the weights that tell its share, `[B, T, H, W]`;
             `None` without text.
+        query: Queries before their rotation, `[B, T, H, K]`, on which the share of a window depends; `None` without.
     """
 
     attended: torch.Tensor
@@ -142,6 +143,7 @@ class AttentionParts:
     positional: torch.Tensor | None
     state: DecodingState | None = None
     text: torch.Tensor | None = None
+    query: torch.Tensor | None = None
 
 
 def can_fuse(config: MHLAConfig, call: Call, output_norm: nn.Module | None) -> bool:

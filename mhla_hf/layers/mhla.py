@@ -69,7 +69,7 @@ from .mixing import (
 )
 from .sequence_window import empty_window_state, extend_window, sequence_window_attention
 from .state import DecodingState, TokenSequence, decode, without_sinks
-from .window import grid_window_attention, join_window
+from .window import from_rows, grid_window_attention, join_window, to_rows
 
 
 _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: DepthwiseConv3d}
@@ -84,7 +84,8 @@ class MHLA(nn.Module):
     `mixing_decay` `[1]` or `[H]` (the logit of the decay of a tail), `output_norm.weight` `[V]`,
     `gate.weight` `[H·V, hidden]` and `gate.bias`, `lepe.weight` `[H·V, 1, k, ...]` and `lepe.bias`,
     `feature_map_query.weight` and `feature_map_key.weight` `[H, K, K]`, `window_bias` `[H]` (added to the logarithm of
-    what the softmax over tokens outside of the window is estimated to be). Fresh gates and convolutions leave the
+    what the softmax over tokens outside of the window is estimated to be), `window_query` `[H, K]` (its product with
+    the query is added to that bias). Fresh gates and convolutions leave the
     output unchanged.
 
     Args:
@@ -163,6 +164,8 @@ class MHLA(nn.Module):
             self.lepe = convolution(channels, channels, kernel, padding=kernel // 2, groups=channels)
         self.window_size = with_window_size(config, len(self.blocks)).window_size
         self.window_bias = None if config.window is None else nn.Parameter(torch.empty(num_heads))
+        by_query = config.window is not None and config.window_share == "query"
+        self.window_query = nn.Parameter(torch.empty(num_heads, head_dim)) if by_query else None
         self.reset_parameters()
 
     def initial_tensor(self, name: str) -> torch.Tensor:
@@ -267,9 +270,20 @@ class MHLA(nn.Module):
         """The parts of [`MHLA.attention_parts`] by their shares, `[B, T, H, V]`."""
         output = parts.attended
         if parts.window is not None:
-            assert self.window_bias is not None
-            output = join_window(output, parts.window, self.window_bias)
+            output = join_window(output, parts.window, self.window_biases(parts.query))
         return output if parts.positional is None else output + parts.positional
+
+    def window_biases(self, query: Any) -> torch.Tensor:
+        """The bias of the share of tokens outside the window, `[H]`, or `[B, T, H]` for `window_share="query"`.
+
+        Args:
+            query: Queries before their rotation, `[B, T, H, K]`.
+        """
+        assert self.window_bias is not None
+        if self.window_query is None:
+            return self.window_bias
+        dtype = accumulation_dtype(query.dtype)
+        return self.window_bias + (query.to(dtype) * self.window_query.to(dtype)).sum(-1)
 
     def attention_parts(
         self,
@@ -391,7 +405,7 @@ class MHLA(nn.Module):
         if has_window:
             window, state = self._attend_window(call, state)
         positional = None if self.lepe is None else self._convolve(call)
-        return AttentionParts(output, window, positional, state)
+        return AttentionParts(output, window, positional, state, query=call.query if has_window else None)
 
     def _sequence_layout(self, sequence: TokenSequence, query: torch.Tensor) -> BlockLayout | SequenceLayout | None:
         """The blocks of a sequence; `None` where its tokens go on from a state."""
@@ -536,10 +550,10 @@ class MHLA(nn.Module):
             if sequence is None:
                 assert isinstance(call.layout, BlockLayout)
                 layout = call.layout
-                query, key, value = _in_rows(layout, *tokens)
+                query, key, value = to_rows(layout, *tokens)
                 rows = layout.in_rows()
                 output = grid_window_attention(query, key, value, window, size, rows, scale=call.scaling)
-                return _from_rows(layout, output), None
+                return from_rows(layout, output), None
             if state is None:
                 options: dict[str, Any] = {"scale": call.scaling, "sink_tokens": self.config.sink_tokens}
                 return sequence_window_attention(*tokens, window, size[0], sequence, **options), None
@@ -556,10 +570,10 @@ class MHLA(nn.Module):
         if call.shard is not None:
             tokens = sharded_convolution(convolution, value.flatten(2), layout.grid, call.shard)
             return tokens.unflatten(-1, value.shape[2:])
-        (value,) = _in_rows(layout, value)
+        (value,) = to_rows(layout, value)
         image = value[:, layout.num_prefix_tokens :].flatten(2).transpose(1, 2).unflatten(2, layout.grid)
         tokens = convolution(image).flatten(2).transpose(1, 2).unflatten(-1, (self.num_heads, -1))
-        return _from_rows(layout, F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0)))
+        return from_rows(layout, F.pad(tokens, (0, 0, 0, 0, layout.num_prefix_tokens, 0)))
 
     def text_parts(self, *tokens: torch.Tensor, **options: Any) -> torch.Tensor | None:
         """The part of the output that is softmax attention to text, from the arguments of a call; `None` without."""
@@ -575,13 +589,3 @@ class MHLA(nn.Module):
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, normalizer={self.config.normalizer!r}, feature_map={self.config.feature_map!r}"
-
-
-def _in_rows(layout: BlockLayout, *tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Tokens `[B, T, ...]` row by row, as windows and convolutions need them."""
-    return [layout.from_block_order(x) if layout.block_order else x for x in tokens]
-
-
-def _from_rows(layout: BlockLayout, tokens: torch.Tensor) -> torch.Tensor:
-    """Undo [`_in_rows`]."""
-    return layout.to_block_order(tokens) if layout.block_order else tokens

@@ -116,7 +116,8 @@ def join_window(attended: torch.Tensor, window: torch.Tensor, bias: torch.Tensor
     Args:
         attended: `[B, T, H, V]`.
         window: What the functions of this module return, `[B, T, H, W]`.
-        bias: Bias b of the landmark of each head, `[H]`: minus infinity gives the window alone.
+        bias: Bias b of the landmark of each head, `[H]`, or of each query, `[B, T, H]`; minus infinity gives the
+            window alone.
 
     Returns:
         `[B, T, H, V]` in the dtype of `window` or a wider one.
@@ -124,7 +125,7 @@ def join_window(attended: torch.Tensor, window: torch.Tensor, bias: torch.Tensor
     dtype = torch.promote_types(bias.dtype, torch.float32)
     own, rest = window[..., :2].to(dtype).split(1, dim=-1)
     # Rescale so that the larger of e^b and 1 is 1: no overflow, and no underflow to 0 in float32.
-    bias = bias.to(dtype).clamp(max=80)[:, None]
+    bias = bias.to(dtype).clamp(max=80)[..., None]
     factor, rest = (-bias.clamp(min=0)).exp(), rest * bias.clamp(max=0).exp()
     whole = own * factor + rest
     # Padding has no weights.
@@ -132,6 +133,16 @@ def join_window(attended: torch.Tensor, window: torch.Tensor, bias: torch.Tensor
     largest = torch.finfo(window.dtype).max
     own, rest = ((part / whole).clamp(max=largest).to(window.dtype) for part in (factor, rest))
     return own * window[..., -attended.shape[3] :] + rest * attended
+
+
+def to_rows(layout: BlockLayout, *tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Tokens `[B, T, ...]` row by row, as windows and convolutions need them."""
+    return [layout.from_block_order(x) if layout.block_order else x for x in tokens]
+
+
+def from_rows(layout: BlockLayout, tokens: torch.Tensor) -> torch.Tensor:
+    """Undo [`to_rows`]."""
+    return layout.to_block_order(tokens) if layout.block_order else tokens
 
 
 def _heads_at_once(key: torch.Tensor, window: str, axes: int) -> int:

@@ -36,7 +36,7 @@ Upstream: Any = object
 
 # Lists of a diffusers class by which loaders and hooks find its sensitive parts, with those of MHLA layers.
 _DECLARED = {
-    "_keep_in_fp32_modules": ("mixing", "normalizer_scale", "output_norm", "text_bias", "window_bias"),
+    "_keep_in_fp32_modules": ("mixing", "normalizer_scale", "output_norm", "text_bias", "window_bias", "window_query"),
     "_skip_layerwise_casting_patterns": ("mhla",),
 }
 

@@ -145,7 +145,11 @@ def _check_overrides(name: Any, model: Any) -> None:
                 f"options ask for {getattr(wanted, field)!r}."
             )
     # A window that was not there has a warning of its own, about its fresh bias.
-    fields = TRAINED_WITH if stored.window is None else (*TRAINED_WITH, "window", "window_size", "sink_tokens")
+    fields = (
+        TRAINED_WITH
+        if stored.window is None
+        else (*TRAINED_WITH, "window", "window_size", "window_share", "sink_tokens")
+    )
     changed = [field for field in fields if getattr(stored, field) != getattr(wanted, field)]
     if changed:
         changes = ", ".join(f"{field}={getattr(stored, field)!r}" for field in changed)

@@ -68,7 +68,7 @@ class LayerCalibration:
         error_before: Squared error of the layer's output on held-out samples, relative to the variance of the
             original's; with the weights as they were.
         error_after: The same with the weights as they are written.
-        changed: Changed parts: `"feature_map"`, `"mixing"`, `"window_bias"`, `"text_bias"`,
+        changed: Changed parts: `"feature_map"`, `"mixing"`, `"window_bias"`, `"window_query"`, `"text_bias"`,
             `"normalizer_scale"`, `"lepe"`, `"projection"`.
         projection_ridge: Strength of the ridge that the projection was fitted with.
         tokens: Tokens that were fitted.

@@ -94,7 +94,7 @@ WINDOWS = [
     ("video", {"output_norm": True}),
     ("sequence", {"window": "block", "window_size": (5,)}),
     ("image", {"window": "adjacent", "window_size": (2, 3), "normalizer": "none"}),
-    ("video", {"window": "cross", "window_size": (1, 2, 2), "mixing_heads": "per_head"}),
+    ("video", {"window": "cross", "window_size": (1, 2, 2), "mixing_heads": "per_head", "window_share": "query"}),
     ("video", {"window": "block", "output_norm": True, "feature_map": "hedgehog"}),
     ("image", {"window": "adjacent", "mixing_constraint": "nonnegative", "rope": "before_feature_map"}),
 ]
@@ -140,7 +140,7 @@ def test_matrix_has_window_norm_and_rotation(name, options, prefix):
 @torch.no_grad()
 def test_padded_sequences(causal, tail, window, sinks):
     options = {"causal": True} if causal else {"resize": "extend"}
-    options |= {"mixing_tail": tail, "sink_tokens": sinks}
+    options |= {"mixing_tail": tail, "sink_tokens": sinks, "window_share": "query"}
     config = MHLAConfig(
         block_size=(4,), grid=(16,), feature_map="elu", window=window, window_size=window and (3,), **options
     )

@@ -13,7 +13,7 @@ from mhla_hf.layers.state import DecodingState, TokenSequence
 
 from ..ops.triton_checks import DEVICES
 from .test_joint import assert_equal_with_gradients
-from .test_window import HEADS, SHARED, VALID, WIDTH, dense_mask, dense_window, make_layer, make_tokens
+from .test_window import HEADS, SHARED, VALID, WIDTH, biases, dense_mask, dense_window, make_layer, make_tokens
 
 
 BLOCK = 4
@@ -56,14 +56,15 @@ def dense_mhla(layer, query, key, value, summed, blocks):
 
 
 def sink_layer(seed=0, *, window="adjacent", size=5, sinks=2, causal=True, **options):
-    options = {"block_size": BLOCK, "grid": 24, "causal": causal, "resize": "extend", **options}
+    share = {"window_share": ["query", "head"][seed]}
+    options = {"block_size": BLOCK, "grid": 24, "causal": causal, "resize": "extend", **share, **options}
     return make_layer(seed, window=window, window_size=size, sink_tokens=sinks, **options)
 
 
 def assert_dense(layer, tokens, valid, documents, sequence):
     config = layer.config
     masks = masks_of(config.window, *config.window_size, config.sink_tokens, sequence.causal, valid, documents)
-    window, share = dense_window(*tokens, *masks[:2], WIDTH**-0.5, layer.window_bias)
+    window, share = dense_window(*tokens, *masks[:2], WIDTH**-0.5, biases(layer, tokens[0]))
     expected = share * window + (1 - share) * dense_mhla(layer, *tokens, *masks[2:])
     expected = expected * valid[..., None, None]
     output = layer(*tokens, sequence=sequence)

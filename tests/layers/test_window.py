@@ -55,6 +55,7 @@ def dense_window(
 
     `beyond` is a mask of the tokens that each token's landmarks stand for: one for their mean, or one for each block.
     """
+    bias = bias[:, None, None] if bias.dim() == 1 else bias.transpose(1, 2).unsqueeze(-1)
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     logits = torch.einsum("bthk,bshk->bhts", query, key) * scale
     mask, beyond = (x[None, None] if x.dim() == 2 else x[:, None] for x in (mask, beyond))
@@ -69,7 +70,7 @@ def dense_window(
         members = F.one_hot(block_of_token).to(key)
         count = beyond.to(key) @ members
         products = query @ (members.T @ key / members.sum(0)[:, None]).mT
-    rest = (count * torch.exp(products * scale + bias[:, None, None])).sum(-1, keepdim=True)
+    rest = (count * torch.exp(products * scale + bias)).sum(-1, keepdim=True)
     inside = logits.exp().sum(-1, keepdim=True).masked_fill(~mask.any(-1, keepdim=True), 1)
     return window, (inside / (inside + rest)).transpose(1, 2)
 
@@ -94,6 +95,13 @@ def make_tokens(length: int, seed: int = 0, batch: int = 2, shared: int = SHARED
     ]
 
 
+def biases(layer: MHLA, query: torch.Tensor) -> torch.Tensor:
+    """Of each head, or of each query before its rotation."""
+    if layer.window_query is None:
+        return layer.window_bias
+    return layer.window_bias + torch.einsum("bthk,hk->bth", query, layer.window_query)
+
+
 def assert_same_with_gradients(
     layer: MHLA, tokens: list[torch.Tensor], mask: torch.Tensor, beyond: torch.Tensor | None = None, **where: object
 ) -> None:
@@ -107,7 +115,7 @@ def assert_same_with_gradients(
     rotated = rotary(tokens[0]), rotary(tokens[1]), tokens[2]
     beyond = ~mask if beyond is None else beyond
     blocks = layer.layout_for(where["grid"]).block_of_token if "grid" in where else None
-    window, share = dense_window(*rotated, mask, beyond, scale, layer.window_bias, blocks)
+    window, share = dense_window(*rotated, mask, beyond, scale, biases(layer, tokens[0]), blocks)
     output = layer(*tokens, **where)
     expected = share * window + (1 - share) * parts.attended
     if parts.positional is not None:
@@ -179,7 +187,7 @@ def test_queries_and_keys_are_rotated_whatever_the_order_for_mhla(rope):
     grid, size = (3, 4, 4), (1, 2, 2)
     angles = torch.linspace(0, 9, 48 * WIDTH // 2, dtype=torch.float64).view(1, 48, 1, WIDTH // 2)
     rotary = PairwiseRotary(angles.cos(), angles.sin())
-    layer = make_layer(blocks=(1, 2, 2), window="cross", window_size=size, rope=rope)
+    layer = make_layer(blocks=(1, 2, 2), window="cross", window_size=size, rope=rope, window_share="query")
     assert_same_with_gradients(layer, make_tokens(48), dense_mask(grid, "cross", size), grid=grid, rotary=rotary)
 
 
@@ -265,7 +273,9 @@ def test_the_bias_is_a_number_for_each_head_of_a_window():
     plain = MHLA(MHLAConfig(blocks=(1, 2, 2)), **options)
     assert "window_bias" not in dict(plain.named_parameters())
     assert plain.double().attention_parts(*make_tokens(48), grid=(3, 4, 4)).window is None
+    assert MHLA(MHLAConfig(blocks=(1, 2, 2), window_share="query"), **options).window_query is None
     other = MHLA(MHLAConfig(blocks=(1, 2, 2), window="cross"), **options)
+    assert other.window_query is None
     assert torch.equal(other.window_bias, torch.zeros(HEADS)) and other.window_size == (1, 3, 3)
 
 
@@ -382,6 +392,7 @@ def test_half_precision_and_autocast(dtype):
     [
         ({"window": "near"}, "window='near' is not one of 'block', 'adjacent', 'cross'"),
         ({"window": ["block"]}, r"window=\['block'\] is not one of"),
+        ({"window_share": "token"}, "window_share='token' is not one of 'head', 'query'"),
         ({"window_size": 4}, r"window_size=\(4,\) needs window, one of 'block', 'adjacent', 'cross'"),
         ({"window": "block", "window_size": 0}, "window_size must be at least 1, got 0"),
         ({"window": "block", "window_size": (200, 200)}, "window_size=.* has more than 16384 tokens in a block"),

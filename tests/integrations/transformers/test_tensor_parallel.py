@@ -172,6 +172,7 @@ def test_every_process_holds_its_own_heads(results):
         "gate.weight": (16, 32),
         "gate.bias": (16,),
         "window_bias": (2,),
+        "window_query": (2, 8),
     }
     assert seen["partial"]["local"].keys() == {
         f"model.layers.1.self_attn.mhla.{name}"
