@@ -7,8 +7,8 @@
     d_t = φ(q_t)·p_i + m_ii Σ_{j in i, j≤t} φ(q_t)·φ(k_j) + eps,  o_t = n_t / d_t            for chunk i = b(t)
 
 A chunk is worked on in tiles of rows; a row tile meets the tiles of its chunk up to its own. Scores are products of
-tokens in the tokens' own type, which float32 sums hold exactly. Keys and values that are not finite count as zero;
-outputs from their slot on are NaN.
+tokens in the tokens' own type, which float32 sums hold exactly. From the first slot on whose key or value is not
+finite, outputs are NaN; the others do not read it.
 
 Shape letters: B batch, T tokens, H query heads, G key heads (H or a divisor), S heads of the prefix (H, or G where all
 heads share the mixing weights), K and V widths, P width of the normaliser's pair, M chunks, N slots of a chunk.
@@ -43,7 +43,6 @@ from .device_functions import (
     denominators,
     dense_head_rows,
     divide,
-    finite_or_zero,
     head_rows,
     load_matrix,
     load_rows,
@@ -128,6 +127,8 @@ def causal_attend_kernel(
         num_blocks, slots, first_line, lines, heads, REPEATS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
     )
     key_head = head // REPEATS
+    # Keys and values before that slot are finite, and rows before it need no others.
+    stop = tl.load(limit + (batch * (heads // REPEATS) + key_head) * num_blocks + block)
     column, plain_column = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_PLAIN)
     value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -142,7 +143,7 @@ def causal_attend_kernel(
     if BLOCK_INNER < BLOCK_WIDTH:
         result = row_matrix_product(
             head_rows(query, batch, head), tokens, present, own_prefix, value_column, VALUE, 1,
-            WIDTH, VALUE, BLOCK_TOKENS, BLOCK_VALUE, BLOCK_INNER, False, PRECISION,
+            WIDTH, VALUE, BLOCK_TOKENS, BLOCK_VALUE, BLOCK_INNER, PRECISION,
         )  # fmt: skip
     else:
         matrix_rows = load_matrix(own_prefix, column, value_column, VALUE, 1, WIDTH, VALUE)
@@ -155,10 +156,10 @@ def causal_attend_kernel(
             divisor += denominators(rows, sums, eps)
     for tile in range(row_tile + 1):
         other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-        others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
+        others, there = slot_tokens(block_table, other_slot, stop, num_tokens)
         seen = other_slot[None, :] <= slot[:, None]
-        keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
-        values = finite_or_zero(load_rows(value_rows, others, there, value_column, VALUE))
+        keys = load_rows(key_rows, others, there, column, WIDTH)
+        values = load_rows(value_rows, others, there, value_column, VALUE)
         scores = tl.where(seen, token_product(rows, tl.trans(keys), PRECISION) * weight, 0.0)
         result += score_product(scores, values, PRECISION)
         if prefix_sum is not None and normalizer_query is None:
@@ -169,18 +170,16 @@ def causal_attend_kernel(
             plain_rows = load_rows(head_rows(normalizer_query, batch, head), tokens, present, plain_column, PLAIN)
             for tile in range(row_tile + 1):
                 other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-                others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
+                others, there = slot_tokens(block_table, other_slot, stop, num_tokens)
                 seen = other_slot[None, :] <= slot[:, None]
                 plain_keys = load_rows(head_rows(normalizer_key, batch, key_head), others, there, plain_column, PLAIN)
-                plain_keys = finite_or_zero(plain_keys)
                 scores = tl.where(seen, token_product(plain_rows, tl.trans(plain_keys), PRECISION) * weight, 0.0)
                 divisor += tl.sum(scores, axis=1)
             divisor += denominators(plain_rows, sums, eps)
         result = divide(result, divisor, present)
         if column_tile == 0:
             tl.store(denominator + (batch * num_tokens + tokens) * heads + head, divisor, mask=present)
-    first_spoilt = tl.load(limit + (batch * (heads // REPEATS) + key_head) * num_blocks + block)
-    result = tl.where((slot >= first_spoilt)[:, None], float("nan"), result)
+    result = tl.where((slot >= stop)[:, None], float("nan"), result)
     outputs = dense_head_rows(output, batch, head, num_tokens, heads, VALUE)
     store_rows(outputs, tokens, present, value_column, result, VALUE)
 

@@ -9,8 +9,8 @@ the part of the gradients that the own chunk contributes is, with m = m_ii and s
 
 for the normaliser's pair p. One kernel computes dq, one dk and dv (with the roles of the tensors exchanged); dp is
 added to them, or computed by torch where p is not query and key themselves. The prefix adds products with its
-gradients, as in `block_gradient`. Rows of queries from the `limit` of a chunk on are left out, keys and values that
-are not finite count as zero. Programs and shape letters are those of the forward pass.
+gradients, as in `block_gradient`. Rows from the `limit` of a chunk on are left out: what their outputs get is NaN, and
+all others are finite but for queries. Programs and shape letters are those of the forward pass.
 """
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
@@ -38,7 +38,6 @@ from .device_functions import (
     COUNTS,
     denominator_gradient,
     dense_head_rows,
-    finite_or_zero,
     head_rows,
     load_matrix,
     load_rows,
@@ -85,10 +84,10 @@ def query_gradient_kernel(
     own = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
     for tile in range(row_tile + 1):
         other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-        others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
+        others, there = slot_tokens(block_table, other_slot, stop, num_tokens)
         seen = other_slot[None, :] <= slot[:, None]
-        values = finite_or_zero(load_rows(value_rows, others, there, value_column, VALUE))
-        keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
+        values = load_rows(value_rows, others, there, value_column, VALUE)
+        keys = load_rows(key_rows, others, there, column, WIDTH)
         scores = tl.where(seen, token_product(rows, tl.trans(values), PRECISION), 0.0)
         own += score_product(scores, keys, PRECISION)
     own_weight = tl.load(
@@ -99,7 +98,7 @@ def query_gradient_kernel(
     if BLOCK_INNER < BLOCK_VALUE:
         from_prefix = row_matrix_product(
             head_rows(gradient, batch, head), tokens, used, own_prefix, column, 1, VALUE,
-            VALUE, WIDTH, BLOCK_TOKENS, BLOCK_WIDTH, BLOCK_INNER, False, PRECISION,
+            VALUE, WIDTH, BLOCK_TOKENS, BLOCK_WIDTH, BLOCK_INNER, PRECISION,
         )  # fmt: skip
     else:
         columns = load_matrix(own_prefix, value_column, column, 1, VALUE, VALUE, WIDTH)
@@ -126,8 +125,8 @@ def query_gradient_kernel(
             key_sums = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
             for tile in range(row_tile + 1):
                 other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-                others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
-                keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
+                others, there = slot_tokens(block_table, other_slot, stop, num_tokens)
+                keys = load_rows(key_rows, others, there, column, WIDTH)
                 seen = tl.where(other_slot[None, :] <= slot[:, None], 1.0, 0.0).to(keys.dtype)
                 key_sums += token_product(seen, keys, PRECISION)
             sums = tl.load(prefix_sum + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
@@ -201,11 +200,12 @@ def key_gradient_kernel(
     row_column = tl.arange(0, BLOCK_WIDTH)
     column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     matrix = matrix_of_block(line, block, num_blocks)
-    stop = tl.minimum(tl.load(limit + (batch * heads + head) * num_blocks + block), slots)
+    stop = tl.load(limit + (batch * heads + head) * num_blocks + block)
     slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     block_table = table + batch * table_stride_batch + block * slots
     tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
-    own = finite_or_zero(load_rows(head_rows(rows, batch, head), tokens, present, row_column, WIDTH))
+    used = present & (slot < stop)
+    own = load_rows(head_rows(rows, batch, head), tokens, used, row_column, WIDTH)
     total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
     for repeat in range(REPEATS):
         row_head = head * REPEATS + repeat
@@ -229,8 +229,8 @@ def key_gradient_kernel(
     start = matrices + matrix * (WIDTH * COLUMNS)
     if BLOCK_INNER < BLOCK_WIDTH:
         from_summaries = row_matrix_product(
-            head_rows(rows, batch, head), tokens, present, start, column, matrix_stride_row, matrix_stride_column,
-            WIDTH, COLUMNS, BLOCK_TOKENS, BLOCK_COLUMNS, BLOCK_INNER, True, PRECISION,
+            head_rows(rows, batch, head), tokens, used, start, column, matrix_stride_row, matrix_stride_column,
+            WIDTH, COLUMNS, BLOCK_TOKENS, BLOCK_COLUMNS, BLOCK_INNER, PRECISION,
         )  # fmt: skip
     else:
         columns = load_matrix(start, row_column, column, matrix_stride_row, matrix_stride_column, WIDTH, COLUMNS)
@@ -382,7 +382,7 @@ def causal_attention_backward(
     # In float32, and not those of the forward pass: the terms of gradients cancel.
     summary, _, key_sum, _ = outer(
         key, value, table, groups,
-        factor=1 / slots, dtype=torch.float32, total=divides, plain=normalizer_key, finite=True,
+        factor=1 / slots, dtype=torch.float32, total=divides, plain=normalizer_key, limit=limit,
     )  # fmt: skip
     prefix = mixed_prefix(summary, window, carry, batch, heads, value.dtype)
     prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads, value.dtype)

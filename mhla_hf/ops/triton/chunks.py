@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from .device_functions import (
-    finite_or_zero,
     halves,
     load_matrix,
     load_rows,
@@ -85,18 +84,16 @@ def matrix_product(rows, matrix, PRECISION: tl.constexpr):
 def row_matrix_product(
     head, tokens, present, matrix, column, stride_row, stride_column,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_INNER: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[`matrix_product`] of rows of one head and some columns of a matrix, BLOCK_INNER of its rows at a time.
 
-    For matrices that would take too many registers at once. With CLEAN, numbers that are not finite count as zero.
+    For matrices that would take too many registers at once.
     """
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     for start in range(0, WIDTH, BLOCK_INNER):
         inner = start + tl.arange(0, BLOCK_INNER)
         rows = load_rows(head, tokens, present, inner, WIDTH)
-        if CLEAN:
-            rows = finite_or_zero(rows)
         part = load_matrix(matrix, inner, column, stride_row, stride_column, WIDTH, COLUMNS)
         total += matrix_product(rows, part, PRECISION)
     return total

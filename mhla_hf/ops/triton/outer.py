@@ -27,7 +27,7 @@ from torch import Tensor
 from .device_functions import (
     COUNTS,
     add_product,
-    finite_or_zero,
+    all_finite,
     first_bad_slot,
     head_rows,
     load_rows,
@@ -89,8 +89,8 @@ def outer_kernel(
     each column tile, they are `[tiles, lines, splits, M', LEFT, BLOCK_RIGHT]` (RIGHT where that is less), and to be
     multiplied with these and not with `factor`. `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left`
     where it is None, and nothing is summed where `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of
-    which LIMIT_REPEATS heads of the rows share one. With `first_bad` `[tiles, lines, splits, M']`, numbers that are
-    not finite count as zero and the first slot that has one is written there, or `slots`.
+    which LIMIT_REPEATS heads of the rows share one. With `first_bad` `[tiles, lines, splits, M']`, the first slot
+    whose rows are not finite is written there, or `slots`; sums are zero where there is one. REPEATS is 1 then.
     """
     COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
     batch, head, block, part, _ = place_of_program(splits * COLUMN_TILES, num_blocks, first_line, lines, heads, 1)
@@ -109,7 +109,6 @@ def outer_kernel(
     # Empty blocks after the others have no row in the table.
     end = tl.where(block < num_blocks, tl.minimum(first + split_slots, slots), 0)
     stop = end
-    found_bad = tl.full((), slots, tl.int32)
     for repeat in range(REPEATS):
         row_head = head * REPEATS + repeat
         if limit is not None:
@@ -123,10 +122,6 @@ def outer_kernel(
             per_token = (batch * num_tokens + tokens) * (heads * REPEATS) + row_head
             left_rows = load_rows(left_head, tokens, present, left_column, LEFT)
             right_rows = load_rows(right_head, tokens, present, right_column, RIGHT)
-            if first_bad is not None:
-                found_bad = tl.minimum(found_bad, first_bad_slot(left_rows, slot, slots))
-                found_bad = tl.minimum(found_bad, first_bad_slot(right_rows, slot, slots))
-                left_rows, right_rows = finite_or_zero(left_rows), finite_or_zero(right_rows)
             if scale is not None:
                 row_scale = tl.load(scale + per_token, mask=present, other=0.0)
                 right_rows = right_rows.to(tl.float32) * row_scale[:, None]
@@ -136,12 +131,30 @@ def outer_kernel(
             if sums is not None:
                 if plain is not None:
                     plain_rows = load_rows(head_rows(plain, batch, row_head), tokens, present, plain_column, PLAIN)
-                    if first_bad is not None:
-                        found_bad = tl.minimum(found_bad, first_bad_slot(plain_rows, slot, slots))
-                        plain_rows = finite_or_zero(plain_rows)
                 else:
                     plain_rows = left_rows
                 total = add_sums(total, plain_rows, weight, per_token, present, BLOCK_TOKENS)
+    if first_bad is not None:
+        # A number that is not finite leaves no sum finite that it is part of, even times zero.
+        finite = all_finite(accumulator)
+        if plain is not None:
+            finite = finite & all_finite(total)
+        found_bad = tl.full((), slots, tl.int32)
+        if finite == 0:
+            for offset in tl.range(first, end, BLOCK_TOKENS, num_stages=1):
+                slot = offset + tile_slot
+                tokens, present = slot_tokens(block_table, slot, end, num_tokens)
+                rows = load_rows(head_rows(left, batch, head), tokens, present, left_column, LEFT)
+                found_bad = tl.minimum(found_bad, first_bad_slot(rows, slot, slots))
+                rows = load_rows(head_rows(right, batch, head), tokens, present, right_column, RIGHT)
+                found_bad = tl.minimum(found_bad, first_bad_slot(rows, slot, slots))
+                if plain is not None:
+                    rows = load_rows(head_rows(plain, batch, head), tokens, present, plain_column, PLAIN)
+                    found_bad = tl.minimum(found_bad, first_bad_slot(rows, slot, slots))
+        tl.store(first_bad + tile_matrix, found_bad)
+        # Outputs that would need these sums are NaN. For others their weight is zero, and zero times NaN is not zero.
+        accumulator = tl.where(found_bad < slots, 0.0, accumulator)
+        total = tl.where(found_bad < slots, 0.0, total)
     if scales is None:
         pointers = products + matrix * (LEFT * RIGHT) + left_column[:, None] * RIGHT + right_column[None, :]
         inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
@@ -159,8 +172,6 @@ def outer_kernel(
         if column_tile == 0:
             # The 16 columns are the same.
             tl.store(sums + matrix * PLAIN + plain_column, tl.max(total, axis=1), mask=plain_column < PLAIN)
-    if first_bad is not None:
-        tl.store(first_bad + tile_matrix, found_bad)
 
 
 class Sums(NamedTuple):
@@ -201,7 +212,8 @@ def outer(
         plain: `[B, T, H, P]`; `left` if not given.
         weight: float32 `[B, T, H]`; 1 if not given.
         limit: int32 `[B, H', M]`, H' a divisor of H: the slots of a block from there on are left out.
-        finite: Count numbers that are not finite as zero, and find the first slot of each block that has one.
+        finite: Find the first slot of each block that has a number that is not finite. Sums of a share of the slots,
+            and for a tile of columns, are zero where it has one.
 
     Returns:
         See [`Sums`].
@@ -228,8 +240,7 @@ def outer(
     num_stages = 3 if halves and from_shared_memory and narrowed else stages(precision, from_shared_memory, width)
     if OVERTAKES_ROWS and total and plain is None:
         num_stages = 1
-    # The search for numbers that are not finite takes registers, too.
-    takes_four_warps = from_shared_memory and precision in ("bf16", "fp16", "bf16x2") and not finite
+    takes_four_warps = from_shared_memory and precision in ("bf16", "fp16", "bf16x2")
     tiles = ceil_divide(value, value_tile)
     # The slots of a block are shared out only where there is one group.
     splits, share = 1, sizes["slots"]
