@@ -134,24 +134,11 @@ def query_gradient(
     gradient: Tensor, output: Tensor, query: Tensor, key: Tensor, value: Tensor, prefix: Tensor,
     prefix_sum: Tensor | None, scale: Tensor | None, own: Tensor, limit: Tensor, table: Tensor, weight: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries and of m_ii.
+    """Gradients of queries, `[B, T, H, K]`, and of m_ii, float32 `[B, H, M]`.
 
-    Args:
-        gradient: Gradient of the outputs, `[B, T, H, V]`.
-        output: `[B, T, H, V]`, dense.
-        query: As in [`causal.causal_attention`], like all that is not said here.
-        key: `[B, T, G, K]`.
-        value: `[B, T, G, V]`.
-        prefix: See [`mix_earlier`], float32 `[..., M, K, V]`.
-        prefix_sum: Where the normaliser's pair is query and key themselves, `[..., M, K]`.
-        scale: One over the denominators, float32 `[B, T, H]`; `None` where nothing is divided.
-        own: The weights m_ii.
-        limit: See [`causal.limits`].
-        table: Token of each slot.
-        weight: To be written with `scale`, gradients of the denominators, float32 `[B, T, H]`, dense.
-
-    Returns:
-        `[B, T, H, K]`; and float32 `[B, H, M]`, without the part of a normaliser's pair other than query and key.
+    From arguments of [`causal.causal_attention`] and its dense outputs, the float32 prefix of [`mix_earlier`] `[...,
+    M', K, V]` and, where the normaliser's pair is query and key themselves, its sums `[..., M', K]`. `scale` is one
+    over the denominators, float32 `[B, T, H]`, or None; `weight`, of the same shape, gets their gradients with it.
     """
     batch, _, heads, width = query.shape
     groups, blocks, columns = key.shape[2], table.shape[-2], value.shape[-1]
@@ -230,26 +217,11 @@ def key_gradient(
     rows: Tensor, inner: Tensor, other: Tensor, matrices: Tensor, own: Tensor, limit: Tensor, table: Tensor, *,
     transpose: bool, scale: Tensor | None, weight: Tensor | None = None, vectors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """m_ii Σ_{t ≥ j} (scale_t rows_j · inner_t + weight_t) other_t, plus the part of the summaries.
+    """Results of the kernel above, `[B, T, G, E]` in the dtype of `rows`.
 
-    The gradient of values for rows = keys, inner = queries, other = gradients of the outputs; that of keys for
-    rows = values, inner = gradients of the outputs, other = queries.
-
-    Args:
-        rows: `[B, T, G, D]`.
-        inner: `[B, T, H, D]`.
-        other: `[B, T, H, E]`.
-        matrices: Gradients of the summaries, float32 `[B, G, M, D, E]`, or with `transpose` `[B, G, M, E, D]`; dense.
-        own: As in [`causal.causal_attention`].
-        limit: See [`causal.limits`].
-        table: Token of each slot.
-        transpose: Multiply with the transposed matrices.
-        scale: float32 `[B, T, H]`; 1 if `None`.
-        weight: float32 `[B, T, H]`; given together with `vectors`.
-        vectors: Added to the rows of each chunk, float32 `[B, G, M, E]`, dense.
-
-    Returns:
-        `[B, T, G, E]` in the dtype of `rows`.
+    From rows `[B, T, G, D]`, `inner` `[B, T, H, D]` and `other` `[B, T, H, E]`; gradients of the summaries, float32
+    `[B, G, M', D, E]`, or with `transpose` `[B, G, M', E, D]`; `scale` and `weight`, float32 `[B, T, H]`, and with
+    `weight` the gradients of sums of keys, float32 `[B, G, M', E]`.
     """
     batch, _, groups, width = rows.shape
     columns, blocks = other.shape[-1], table.shape[-2]
@@ -284,22 +256,11 @@ def pair_gradients(
     query: Tensor, key: Tensor, mixed_sums: Tensor, grad_sums: Tensor, own: Tensor, limit: Tensor, table: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of a normaliser's pair other than query and key themselves, and its part of that of m_ii.
+    """Gradients of a normaliser's pair other than query and key themselves, and its part of that of m_ii `[B, H, M]`.
 
-    By operations of torch: no product of theirs is large, and few models have such a pair.
-
-    Args:
-        query: Queries of the normaliser, `[B, T, H, P]`.
-        key: Its keys, `[B, T, G, P]`.
-        mixed_sums: Their mixed sums, float32 `[B, H or G, M, P]`.
-        grad_sums: Gradients of the chunks' sums, float32 `[B, G, M, P]`.
-        own: As in [`causal.causal_attention`].
-        limit: See [`causal.limits`].
-        table: Token of each slot.
-        weight: Gradients of the denominators, float32 `[B, T, H]`.
-
-    Returns:
-        `[B, T, H, P]` and `[B, T, G, P]` in their dtypes, and float32 `[B, H, M]`.
+    By operations of torch: no product of theirs is large, and few models have such a pair. From that pair `[B, T, H,
+    P]` and `[B, T, G, P]`, its mixed sums `[B, H or G, M, P]`, gradients of the chunks' sums `[B, G, M, P]` and of the
+    denominators `[B, T, H]`.
     """
     heads, groups = query.shape[2], key.shape[2]
     counted = torch.arange(table.shape[-1], device=table.device) < repeat_heads(limit, heads, 1)[..., None]
@@ -370,9 +331,7 @@ def causal_attention_backward(
     scale, weight = denominator.reciprocal() if divides else None, torch.empty_like(denominator)
     shared = {"own": own, "limit": limit, "table": table}
     # In float32, and not those of the forward pass: the terms of gradients cancel.
-    summaries = outer(
-        key, value, table, groups, dtype=torch.float32, total=divides, plain=normalizer_key, limit=limit
-    )  # fmt: skip
+    summaries = outer(key, value, table, groups, dtype=torch.float32, total=divides, plain=normalizer_key, limit=limit)
     prefix, _, prefix_sum = mix_earlier(summaries, window, carry, batch, heads, value.dtype)
     grad_query, grad_own = query_gradient(
         gradient, output.contiguous(), query, key, value, prefix, None if has_pair else prefix_sum, scale,
@@ -395,22 +354,15 @@ def causal_attention_backward(
         weight=weight if divides and not has_pair else None, vectors=None if has_pair else grad_sum, **shared,
     )  # fmt: skip
     grad_value = key_gradient(key, query, gradient, grad_summary, transpose=False, scale=scale, **shared)
-    grad_normalizer_query, grad_normalizer_key = query.new_empty(0), query.new_empty(0)
+    pair = query.new_empty(0), query.new_empty(0)
     if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None and grad_sum is not None:
-        blocks = table.shape[-2]
-        grad_normalizer_query, grad_normalizer_key, more = pair_gradients(
-            normalizer_query,
-            normalizer_key,
-            prefix_sum.unflatten(0, (batch, -1))[:, :, :blocks],
-            grad_sum[:, :, :blocks],
-            weight=weight,
-            **shared,
-        )
+        blocks, prefix_sum = table.shape[-2], prefix_sum.unflatten(0, (batch, -1))
+        *pair, more = pair_gradients(
+            normalizer_query, normalizer_key, prefix_sum[:, :, :blocks], grad_sum[:, :, :blocks],
+            weight=weight, **shared,
+        )  # fmt: skip
         grad_own += more
-    return (
-        grad_query, grad_key, grad_value, grad_normalizer_query, grad_normalizer_key,
-        grad_window, grad_carry, grad_own.sum_to_size(own.shape),
-    )  # fmt: skip
+    return grad_query, grad_key, grad_value, *pair, grad_window, grad_carry, grad_own.sum_to_size(own.shape)
 
 
 @torch.library.register_fake("mhla_hf::causal_attention_backward")

@@ -146,27 +146,19 @@ def chunk_options(
         width, columns, slots, tokens.dtype, matrices, multiplies_exactly(tokens.dtype),
         multiplies_from_shared_memory(tokens.device),
     )  # fmt: skip
+    precision = row_precision(tokens.dtype, matrices, multiplies_exactly(tokens.dtype))
     options = {
-        **table_sizes(table, tokens),
-        "heads": tokens.shape[2],
-        "BLOCK_TOKENS": tokens_tile,
-        "PRECISION": row_precision(tokens.dtype, matrices, multiplies_exactly(tokens.dtype)),
-        "num_warps": num_warps,
-        "num_stages": 1,
-    }
+        **table_sizes(table, tokens), "heads": tokens.shape[2], "BLOCK_TOKENS": tokens_tile, "PRECISION": precision,
+        "num_warps": num_warps, "num_stages": 1,
+    }  # fmt: skip
     return columns_tile, ceil_divide(columns, columns_tile) * ceil_divide(slots, tokens_tile), options
 
 
 @cache
 def _tiles(
-    width: int,
-    columns: int,
-    slots: int,
-    tokens: torch.dtype,
-    matrices: torch.dtype,
-    exact: bool,
+    width: int, columns: int, slots: int, tokens: torch.dtype, matrices: torch.dtype, exact: bool,
     from_shared_memory: bool,
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int]:  # fmt: skip
     """Columns of the result and tokens that a program takes, and its warps."""
     row_bytes = padded(width) * tokens.itemsize
     wide = padded(width) > 128
@@ -182,8 +174,5 @@ def _tiles(
         most_tokens = 32
     else:
         most_tokens = 64
-    return (
-        columns_tile,
-        min(token_tile(slots, width), most_tokens),
-        4 if row_bytes * columns_tile <= 128 * 64 and not exact else 8,
-    )
+    num_warps = 4 if row_bytes * columns_tile <= 128 * 64 and not exact else 8
+    return columns_tile, min(token_tile(slots, width), most_tokens), num_warps

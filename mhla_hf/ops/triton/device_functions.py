@@ -270,7 +270,7 @@ def all_finite(tile):
 
 
 @triton.jit
-def first_bad_slot(rows, slot, slots):
-    """The first of the slots whose row is not finite; `slots` if there is none."""
-    finite = tl.abs(rows.to(tl.float32)) < float("inf")
+def first_bad_slot(head, tokens, present, column, WIDTH: tl.constexpr, slot, slots):
+    """The first of the slots whose row of one head is not finite; `slots` if there is none."""
+    finite = tl.abs(load_rows(head, tokens, present, column, WIDTH).to(tl.float32)) < float("inf")
     return tl.min(tl.min(tl.where(finite, slots, slot[:, None]), axis=1), axis=0).to(tl.int32)

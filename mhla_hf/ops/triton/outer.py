@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of outer products of token rows within each block: summaries, and gradients of mixed summaries.
 
-    products_b = factor Σ_{t in b} left_t ⊗ (scale_t right_t)      [K, V]
+    products_b = Σ_{t in b} left_t ⊗ (scale_t right_t)      [K, V]
     sums_b     = Σ_{t in b} weight_t plain_t                       [P]
 
 Products in float16 are below 2 and come with a power of two each, so that tokens of any size keep 11 bits, as float32
@@ -77,7 +77,7 @@ def add_sums(total, rows, weight, per_token, present, BLOCK_TOKENS: tl.constexpr
 @triton.jit(do_not_specialize=COUNTS)
 def outer_kernel(
     left, right, plain, scale, weight, limit, table, products, scales, sums, first_bad,
-    first_line, lines, factor, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
+    first_line, lines, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
     heads, REPEATS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     LIMIT_REPEATS: tl.constexpr, PRECISION: tl.constexpr,
@@ -87,10 +87,10 @@ def outer_kernel(
     heads is the number of heads of the products; each sums REPEATS heads of the rows. For a group of lines from
     `first_line` on, `products` are `[lines, splits, M', LEFT, RIGHT]`. With `scales` `[tiles, lines, splits, M']`, for
     each column tile, they are `[tiles, lines, splits, M', LEFT, BLOCK_RIGHT]` (RIGHT where that is less), and to be
-    multiplied with these and not with `factor`. `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left`
-    where it is None, and nothing is summed where `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of
-    which LIMIT_REPEATS heads of the rows share one. With `first_bad` `[tiles, lines, splits, M']`, the first slot
-    whose rows are not finite is written there, or `slots`; sums are zero where there is one. REPEATS is 1 then.
+    multiplied with these. `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left` where it is None, and
+    nothing is summed where `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of which LIMIT_REPEATS heads
+    of the rows share one. With `first_bad` `[tiles, lines, splits, M']`, the first slot whose rows are not finite is
+    written there, or `slots`; sums are zero where there is one. REPEATS is 1 then.
     """
     COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
     batch, head, block, part, _ = place_of_program(splits * COLUMN_TILES, num_blocks, first_line, lines, heads, 1)
@@ -144,30 +144,28 @@ def outer_kernel(
             for offset in tl.range(first, end, BLOCK_TOKENS, num_stages=1):
                 slot = offset + tile_slot
                 tokens, present = slot_tokens(block_table, slot, end, num_tokens)
-                rows = load_rows(head_rows(left, batch, head), tokens, present, left_column, LEFT)
-                found_bad = tl.minimum(found_bad, first_bad_slot(rows, slot, slots))
-                rows = load_rows(head_rows(right, batch, head), tokens, present, right_column, RIGHT)
-                found_bad = tl.minimum(found_bad, first_bad_slot(rows, slot, slots))
+                rows = head_rows(left, batch, head)
+                found_bad = first_bad_slot(rows, tokens, present, left_column, LEFT, slot, found_bad)
+                rows = head_rows(right, batch, head)
+                found_bad = first_bad_slot(rows, tokens, present, right_column, RIGHT, slot, found_bad)
                 if plain is not None:
-                    rows = load_rows(head_rows(plain, batch, head), tokens, present, plain_column, PLAIN)
-                    found_bad = tl.minimum(found_bad, first_bad_slot(rows, slot, slots))
+                    rows = head_rows(plain, batch, head)
+                    found_bad = first_bad_slot(rows, tokens, present, plain_column, PLAIN, slot, found_bad)
         tl.store(first_bad + tile_matrix, found_bad)
         # Outputs that would need these sums are NaN. For others their weight is zero, and zero times NaN is not zero.
         accumulator = tl.where(found_bad < slots, 0.0, accumulator)
         total = tl.where(found_bad < slots, 0.0, total)
-    if scales is None:
-        pointers = products + matrix * (LEFT * RIGHT) + left_column[:, None] * RIGHT + right_column[None, :]
-        inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
-        tl.store(pointers, accumulator * factor, mask=inside)
-    else:
+    STORED: tl.constexpr = BLOCK_RIGHT if scales is not None and BLOCK_RIGHT < RIGHT else RIGHT
+    column, place = right_column, matrix
+    if scales is not None:
         # The last tile of columns has zeros beyond them: gradients of mixing weights are sums over all.
-        STORED: tl.constexpr = BLOCK_RIGHT if BLOCK_RIGHT < RIGHT else RIGHT
+        column, place = tl.arange(0, BLOCK_RIGHT), tile_matrix
         power, inverse = tile_scale(accumulator)
         tl.store(scales + tile_matrix, power)
-        column = tl.arange(0, BLOCK_RIGHT)
-        pointers = products + tile_matrix * (LEFT * STORED) + left_column[:, None] * STORED + column[None, :]
-        inside = (left_column < LEFT)[:, None] & (column < STORED)[None, :]
-        tl.store(pointers, (accumulator * inverse).to(tl.float16), mask=inside)
+        accumulator *= inverse
+    pointers = products + place * (LEFT * STORED) + left_column[:, None] * STORED + column[None, :]
+    inside = (left_column < LEFT)[:, None] & (column < STORED)[None, :]
+    tl.store(pointers, accumulator.to(products.dtype.element_ty), mask=inside)
     if sums is not None:
         if column_tile == 0:
             # The 16 columns are the same.
@@ -194,10 +192,10 @@ class Sums(NamedTuple):
 
 def outer(
     left: Tensor, right: Tensor, table: Tensor, num_heads: int, lines: tuple[int, int] | None = None, *,
-    dtype: torch.dtype, factor: float = 1.0, scale: Tensor | None = None, total: bool = False,
+    dtype: torch.dtype, scale: Tensor | None = None, total: bool = False,
     plain: Tensor | None = None, weight: Tensor | None = None, limit: Tensor | None = None, finite: bool = False,
 ) -> Sums:  # fmt: skip
-    """factor Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
+    """Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
 
     Args:
         left: `[B, T, H, K]`.
@@ -206,7 +204,6 @@ def outer(
         num_heads: G; H / G heads in a row are summed.
         lines: The first line of a group and its number of lines, of B · G; all of them if not given.
         dtype: Dtype of the products.
-        factor: Factor of the products; 1 for float16.
         scale: float32 `[B, T, H]`; 1 if not given.
         total: Whether to sum `plain` too.
         plain: `[B, T, H, P]`; `left` if not given.
@@ -258,7 +255,7 @@ def outer(
     launch(
         outer_kernel, lines[1] * rows * splits * tiles,
         as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table, products, scales, sums, first_bad,
-        lines=lines, **sizes, factor=factor, splits=splits, split_slots=share, heads=num_heads,
+        lines=lines, **sizes, splits=splits, split_slots=share, heads=num_heads,
         REPEATS=heads // num_heads, LEFT=width, RIGHT=value, PLAIN=plain_width, BLOCK_LEFT=padded(width),
         BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
         LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
