@@ -255,16 +255,20 @@ def test_half_precision_is_no_more_than_twice_as_wrong_as_torch(dtype, normalize
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [1.0, 1e6])
 @pytest.mark.parametrize(
-    "by, per_head, widths", [("matrix", True, (24, 40)), ("matrix", False, (256, 72)), ("band", True, (136, 40))]
+    "layout, stored, per_head, widths",
+    [
+        pytest.param(chunks(28, 4), 7, True, (24, 40), id="matrix"),
+        pytest.param(chunks(28, 4), 7, False, (256, 72), id="tiles-of-columns"),
+        pytest.param(chunks(250, 100), 3, True, (24, 40), id="shares-of-slots"),
+        pytest.param(chunks(28, 4), 2, True, (136, 40), id="band"),
+    ],
 )
-def test_a_prefix_beside_bfloat16_tokens_errs_as_in_torch(by, per_head, widths, size, device, monkeypatch):
-    """In float16 over powers of two, also in tiles of columns; in float32 mixed by a band. Tokens of any magnitude."""
+def test_a_prefix_beside_bfloat16_tokens_errs_as_in_torch(layout, stored, per_head, widths, size, device, monkeypatch):
+    """In float16 over powers of two, or in float32 where a band mixes. Tokens of any magnitude, grouped queries."""
     monkeypatch.setattr(band, "MIN_CHUNK_BLOCKS", 2)
-    layout = chunks(28, 4)
     drawn = make_inputs(
-        layout, per_head=per_head, rotated=False, blocks=2 if by == "band" else 7,
-        key_width=widths[0], value_width=widths[1],
-    )  # fmt: skip
+        layout, per_head=per_head, rotated=False, blocks=stored, key_width=widths[0], value_width=widths[1]
+    )
     inputs = {
         **few(drawn, heads=2),
         **{name: tensor for name, tensor in few(drawn).items() if name in ("key", "value")},

@@ -354,7 +354,7 @@ def causal_attention_backward(
         weight=weight if divides and not has_pair else None, vectors=None if has_pair else grad_sum, **shared,
     )  # fmt: skip
     grad_value = key_gradient(key, query, gradient, grad_summary, transpose=False, scale=scale, **shared)
-    pair = query.new_empty(0), query.new_empty(0)
+    pair = [query.new_empty(0), query.new_empty(0)]
     if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None and grad_sum is not None:
         blocks, prefix_sum = table.shape[-2], prefix_sum.unflatten(0, (batch, -1))
         *pair, more = pair_gradients(
