@@ -30,7 +30,6 @@ from ..operands import Operands, first_blocks
 from .causal_gradient import causal_attention_backward, causal_flops, mix_earlier
 from .chunks import (
     chunk_options,
-    diagonal_strides,
     inner_tile,
     is_per_head,
     matrix_product,
@@ -217,12 +216,12 @@ def causal_attention(
     plain_width = width if normalizer_key is None else normalizer_key.shape[-1]
     # Kernels round a float32 prefix themselves.
     factor = torch.bfloat16 if in_half else torch.float32
-    value_tile, tiles, options = chunk_options(query, factor, table, max(width, plain_width), columns)
+    value_tile, tiles, options = chunk_options(query, factor, table, own, max(width, plain_width), columns)
     launch(
         causal_attend_kernel, batch * heads * blocks * tiles,
         as_rows(query), as_rows(key), as_rows(value), as_rows(normalizer_query), as_rows(normalizer_key),
         prefix, scales, prefix_sum, limit, own, table, output, denominator,
-        lines=(0, batch * groups), **diagonal_strides(own), eps=eps, REPEATS=heads // groups,
+        lines=(0, batch * groups), eps=eps, REPEATS=heads // groups,
         PREFIX_REPEATS=1 if is_per_head(own) else heads // groups, WIDTH=width, VALUE=columns, PLAIN=plain_width,
         STORED=prefix.shape[-1], BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width),
         BLOCK_INNER=inner_tile(width, prefix.dtype), **options,

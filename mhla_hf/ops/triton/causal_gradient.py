@@ -26,7 +26,6 @@ from ..band import mixing_flops, run_mix_chunks, run_mix_chunks_backward
 from ..sums import repeat_heads
 from .chunks import (
     chunk_options,
-    diagonal_strides,
     inner_tile,
     is_per_head,
     matrix_product,
@@ -142,14 +141,14 @@ def query_gradient(
     """
     batch, _, heads, width = query.shape
     groups, blocks, columns = key.shape[2], table.shape[-2], value.shape[-1]
-    tile, parts, options = chunk_options(query, prefix.dtype, table, columns, width)
+    tile, parts, options = chunk_options(query, prefix.dtype, table, own, columns, width)
     result = token_tensor(query, table, width)
     share = query.new_empty(batch, heads, blocks, parts * options["BLOCK_TOKENS"], dtype=torch.float32)
     launch(
         query_gradient_kernel, batch * heads * blocks * parts,
         as_rows(gradient), output, as_rows(query), as_rows(key), as_rows(value), prefix, prefix_sum, scale, limit, own,
         table, result, weight, share,
-        lines=(0, batch * groups), **diagonal_strides(own), REPEATS=heads // groups,
+        lines=(0, batch * groups), REPEATS=heads // groups,
         PREFIX_REPEATS=1 if is_per_head(own) else heads // groups, WIDTH=width, VALUE=columns,
         BLOCK_WIDTH=tile, BLOCK_VALUE=padded(columns), BLOCK_INNER=inner_tile(columns, prefix.dtype), **options,
     )  # fmt: skip
@@ -225,12 +224,12 @@ def key_gradient(
     """
     batch, _, groups, width = rows.shape
     columns, blocks = other.shape[-1], table.shape[-2]
-    tile, tiles, options = chunk_options(rows, matrices.dtype, table, width, columns)
+    tile, tiles, options = chunk_options(rows, matrices.dtype, table, own, width, columns)
     result = token_tensor(rows, table, columns)
     launch(
         key_gradient_kernel, batch * groups * blocks * tiles,
         as_rows(rows), as_rows(inner), as_rows(other), matrices, vectors, scale, weight, limit, own, table, result,
-        lines=(0, batch * groups), **diagonal_strides(own), REPEATS=inner.shape[2] // groups, WIDTH=width,
+        lines=(0, batch * groups), REPEATS=inner.shape[2] // groups, WIDTH=width,
         COLUMNS=columns, TRANSPOSE=transpose, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile,
         BLOCK_INNER=inner_tile(width, matrices.dtype), **options,
     )  # fmt: skip

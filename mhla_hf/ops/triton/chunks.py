@@ -106,14 +106,8 @@ def matrix_product(
     return total
 
 
-def diagonal_strides(own: torch.Tensor) -> dict[str, int]:
-    """Kernel arguments for weights m_ii `[B or 1, H or 1, M]`."""
-    batch, head = (0 if size == 1 else stride for size, stride in zip(own.shape[:2], own.stride()))
-    return {"mixing_stride_batch": batch, "mixing_stride_head": head, "mixing_stride_diagonal": own.stride(2)}
-
-
 def is_per_head(own: torch.Tensor) -> bool:
-    """Whether every query head has weights of its own; see [`diagonal_strides`]."""
+    """Whether every query head has weights of its own, of m_ii `[B or 1, H or 1, M]`."""
     return own.shape[1] != 1
 
 
@@ -123,7 +117,7 @@ def inner_tile(width: int, matrices: torch.dtype) -> int:
 
 
 def chunk_options(
-    tokens: torch.Tensor, matrices: torch.dtype, table: torch.Tensor, width: int, columns: int
+    tokens: torch.Tensor, matrices: torch.dtype, table: torch.Tensor, own: torch.Tensor, width: int, columns: int
 ) -> tuple[int, int, dict[str, Any]]:
     """Launch of a kernel of causal attention, whose programs take a tile of a chunk's rows each.
 
@@ -135,6 +129,7 @@ def chunk_options(
         tokens: `[B, T, H, D]`, H being the heads of the launch.
         matrices: Dtype of the factors of the tokens.
         table: Token of each slot, `[M, N]` or `[B, M, N]`.
+        own: m_ii, float32 `[B or 1, H or 1, M]`.
         width: Width of the rows that a program holds whole.
         columns: Columns of the result.
 
@@ -147,9 +142,11 @@ def chunk_options(
         multiplies_from_shared_memory(tokens.device),
     )  # fmt: skip
     precision = row_precision(tokens.dtype, matrices, multiplies_exactly(tokens.dtype))
+    batch, head = (0 if size == 1 else stride for size, stride in zip(own.shape[:2], own.stride()))
     options = {
-        **table_sizes(table, tokens), "heads": tokens.shape[2], "BLOCK_TOKENS": tokens_tile, "PRECISION": precision,
-        "num_warps": num_warps, "num_stages": 1,
+        **table_sizes(table, tokens), "heads": tokens.shape[2], "mixing_stride_batch": batch,
+        "mixing_stride_head": head, "mixing_stride_diagonal": own.stride(2), "BLOCK_TOKENS": tokens_tile,
+        "PRECISION": precision, "num_warps": num_warps, "num_stages": 1,
     }  # fmt: skip
     return columns_tile, ceil_divide(columns, columns_tile) * ceil_divide(slots, tokens_tile), options
 
