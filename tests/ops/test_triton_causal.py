@@ -186,6 +186,28 @@ def test_bad_tokens_spoil_their_head_and_document_from_there_on(chunk_blocks, de
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk_blocks", [16, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name, number", [("key", "nan"), ("value", "inf"), ("normalizer_key", "-inf")])
+def test_a_bad_number_changes_no_bit_of_what_it_does_not_spoil(name, number, dtype, chunk_blocks, device, monkeypatch):
+    """In the middle document of a row of three, beside zeros; with summaries of any type."""
+    monkeypatch.setattr(band, "MIN_CHUNK_BLOCKS", chunk_blocks)
+    inputs, valid, _ = padded_and_packed(device, documents=True)
+    documents = torch.tensor([[0] * 4 + [1] * 5 + [2] * 3, [0] * 12], device=device)
+    layout, inputs = SequenceLayout(valid, 2, documents, 3), {key: x.detach().to(dtype) for key, x in inputs.items()}
+    inputs["mixing"] = inputs["mixing"].float()
+    inputs["key"][0, :, 1, 2] = inputs["value"][0, :, 1, 2] = 0
+    options = {"layout": layout, "causal": True, "backend": "triton"}
+    before = mhla_attention(**inputs, **options)
+    inputs[name][0, 5, 1, 2] = float(number)
+    after = mhla_attention(**inputs, **options)
+    spoilt = torch.zeros(2, 12, 2, dtype=torch.bool, device=device)
+    spoilt[0, 5:9, 1] = valid[0, 5:9]
+    assert before.isfinite().all() and after[spoilt].isnan().all()
+    assert torch.equal(after[~spoilt], before[~spoilt])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_bad_token_spoils_all_later_chunks_of_its_document(documents, device):
     """4 slots each."""
@@ -228,6 +250,39 @@ def test_half_precision_is_no_more_than_twice_as_wrong_as_torch(dtype, normalize
     )  # fmt: skip
     for name, (kernel, plain) in errors.items():
         assert kernel <= 2 * plain, f"{name}: error {kernel:.2e}, torch {plain:.2e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [1.0, 1e6])
+@pytest.mark.parametrize(
+    "layout, stored, per_head, widths",
+    [
+        pytest.param(chunks(28, 4), 7, True, (24, 40), id="matrix"),
+        pytest.param(chunks(28, 4), 7, False, (256, 72), id="tiles-of-columns"),
+        pytest.param(chunks(250, 100), 3, True, (24, 40), id="shares-of-slots"),
+        pytest.param(chunks(28, 4), 2, True, (136, 40), id="band"),
+    ],
+)
+def test_a_prefix_beside_bfloat16_tokens_errs_as_in_torch(layout, stored, per_head, widths, size, device, monkeypatch):
+    """In float16 over powers of two, or in float32 where a band mixes. Tokens of any magnitude, grouped queries."""
+    monkeypatch.setattr(band, "MIN_CHUNK_BLOCKS", 2)
+    drawn = make_inputs(
+        layout, per_head=per_head, rotated=False, blocks=stored, key_width=widths[0], value_width=widths[1]
+    )
+    inputs = {
+        **few(drawn, heads=2),
+        **{name: tensor for name, tensor in few(drawn).items() if name in ("key", "value")},
+    }
+    inputs = {name: tensor.detach().clone() for name, tensor in inputs.items()}
+    inputs["key"] *= size**0.5
+    inputs["value"] *= size
+    rounded = {name: x.to(torch.float32 if name == "mixing" else torch.bfloat16) for name, x in inputs.items()}
+    exact = {name: x.double() for name, x in rounded.items()}
+    rounded = on(device, rounded)
+    expected = mhla_attention(**exact, layout=layout, causal=True, backend="naive")
+    outputs = [mhla_attention(**rounded, layout=layout, causal=True, backend=x) for x in ("triton", "torch")]
+    kernels, plain = ((output.double().cpu() - expected).norm() / expected.norm() for output in outputs)
+    assert kernels <= 2 * plain, f"{kernels:.2e}, torch {plain:.2e}"
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

@@ -54,6 +54,8 @@ INSTRUCTIONS = {
     ("dit-16-blocks-72", "attend_kernel"): 480,
     ("dit-32-blocks-72", "outer_kernel"): 200,
     ("dit-32-blocks-72", "attend_kernel"): 300,
+    ("causal-2k", "outer_kernel"): 200,
+    ("causal-2k", "causal_attend_kernel"): 400,
 }
 # Programs that a multiprocessor of an H200 holds at least, in inference and in training; 1 for kernels not here.
 PROGRAMS = {

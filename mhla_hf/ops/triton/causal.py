@@ -7,8 +7,8 @@
     d_t = φ(q_t)·p_i + m_ii Σ_{j in i, j≤t} φ(q_t)·φ(k_j) + eps,  o_t = n_t / d_t            for chunk i = b(t)
 
 A chunk is worked on in tiles of rows; a row tile meets the tiles of its chunk up to its own. Scores are products of
-tokens in the tokens' own type, which float32 sums hold exactly. Keys and values that are not finite count as zero;
-outputs from their slot on are NaN.
+tokens in the tokens' own type, which float32 sums hold exactly. From the first slot on whose key or value is not
+finite, outputs are NaN; the others do not read it.
 
 Shape letters: B batch, T tokens, H query heads, G key heads (H or a divisor), S heads of the prefix (H, or G where all
 heads share the mixing weights), K and V widths, P width of the normaliser's pair, M chunks, N slots of a chunk.
@@ -27,14 +27,13 @@ from ...layouts.blocks import BlockLayout
 from ...layouts.sequences import SequenceLayout
 from ..band import StoredMixing
 from ..operands import Operands, first_blocks
-from .causal_gradient import causal_attention_backward, causal_flops, mixed_prefix
+from .causal_gradient import causal_attention_backward, causal_flops, mix_earlier
 from .chunks import (
     chunk_options,
-    diagonal_strides,
     inner_tile,
     is_per_head,
     matrix_product,
-    row_matrix_product,
+    other_tile,
     score_product,
     tile_of_program,
 )
@@ -43,12 +42,9 @@ from .device_functions import (
     denominators,
     dense_head_rows,
     divide,
-    finite_or_zero,
     head_rows,
-    load_matrix,
     load_rows,
     matrix_of_block,
-    slot_tokens,
     store_rows,
     token_product,
 )
@@ -62,8 +58,8 @@ def triton_causal_mhla_attention(
 ) -> Tensor:
     """Causal MHLA by Triton kernels, without checks, for normalisers that the kernels have.
 
-    The prefix is bfloat16 for bfloat16 tokens, otherwise float32; the backward pass recomputes it in float32.
-    Sums always run in float32.
+    Beside bfloat16 tokens, summaries and prefix are float16 with a power of two each where a matrix mixes them.
+    Otherwise they are float32, as in the backward pass, which computes them once more. Sums always run in float32.
 
     Args:
         operands: The tokens and the normaliser.
@@ -109,56 +105,52 @@ def limits(first_bad: Tensor, starts: Tensor | None, slots: int) -> Tensor:
 
 @triton.jit(do_not_specialize=COUNTS)
 def causal_attend_kernel(
-    query, key, value, normalizer_query, normalizer_key, prefix, prefix_sum, limit, diagonal, table, output,
+    query, key, value, normalizer_query, normalizer_key, prefix, scales, prefix_sum, limit, diagonal, table, output,
     denominator,
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
-    factor, eps, num_tokens, num_blocks, table_stride_batch, slots,
+    eps, num_tokens, num_blocks, table_stride_batch, slots,
     heads, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
-    PLAIN: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_PLAIN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
+    PLAIN: tl.constexpr, STORED: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """output_t = (factor · query_tᵀ prefix_i + m_ii Σ_{j ≤ t in i} (query_t · key_j) value_j) / d_t for chunk i.
+    """output_t = (query_tᵀ prefix_i + m_ii Σ_{j ≤ t in i} (query_t · key_j) value_j) / d_t for chunk i.
 
-    heads is the number of query heads; REPEATS of them share a key head, PREFIX_REPEATS a prefix. With `prefix_sum`,
-    d_t is written to `denominator`, from `normalizer_query` and `normalizer_key` if they are given; without it,
-    nothing is divided. Rows from the chunk's `limit` on become NaN.
+    heads is the number of query heads; REPEATS of them share a key head, PREFIX_REPEATS a prefix, which is to be
+    multiplied with `scales` if they are given. With `prefix_sum`, d_t is written to `denominator`, from
+    `normalizer_query` and `normalizer_key` if they are given; without it, nothing is divided. Rows from the chunk's
+    `limit` on become NaN.
     """
-    batch, head, line, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, first_line, lines, heads, REPEATS, BLOCK_TOKENS, VALUE, BLOCK_VALUE
-    )
+    (
+        batch, head, line, block, row_tile, column_tile, value_column, block_table, slot, tokens, present, stop
+    ) = tile_of_program(
+        table, limit, num_tokens, num_blocks, table_stride_batch, slots, first_line, lines,
+        heads, REPEATS, BLOCK_TOKENS, VALUE, BLOCK_VALUE,
+    )  # fmt: skip
     key_head = head // REPEATS
     column, plain_column = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_PLAIN)
-    value_column = column_tile * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
-    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    block_table = table + batch * table_stride_batch + block * slots
-    tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
+    queries = head_rows(query, batch, head)
     key_rows, value_rows = head_rows(key, batch, key_head), head_rows(value, batch, key_head)
-    rows = load_rows(head_rows(query, batch, head), tokens, present, column, WIDTH)
+    rows = load_rows(queries, tokens, present, column, WIDTH)
     own = diagonal + batch * mixing_stride_batch + head * mixing_stride_head
     weight = tl.load(own + block * mixing_stride_diagonal)
     matrix = matrix_of_block(line // PREFIX_REPEATS, block, num_blocks)
-    own_prefix = prefix + matrix * (WIDTH * VALUE)
-    if BLOCK_INNER < BLOCK_WIDTH:
-        result = row_matrix_product(
-            head_rows(query, batch, head), tokens, present, own_prefix, value_column, VALUE, 1,
-            WIDTH, VALUE, BLOCK_TOKENS, BLOCK_VALUE, BLOCK_INNER, False, PRECISION,
-        )  # fmt: skip
-    else:
-        matrix_rows = load_matrix(own_prefix, column, value_column, VALUE, 1, WIDTH, VALUE)
-        result = matrix_product(rows, matrix_rows, PRECISION)
-    result *= factor
+    result = matrix_product(
+        rows, queries, tokens, present, prefix, matrix, lines * REPEATS // PREFIX_REPEATS, num_blocks, value_column,
+        WIDTH, VALUE, STORED, BLOCK_INNER, False, PRECISION,
+    )  # fmt: skip
+    if scales is not None:
+        result *= tl.load(scales + matrix)
     divisor = tl.zeros((BLOCK_TOKENS,), tl.float32)
     if prefix_sum is not None:
         sums = tl.load(prefix_sum + matrix * PLAIN + plain_column, mask=plain_column < PLAIN, other=0.0)
         if normalizer_query is None:
             divisor += denominators(rows, sums, eps)
     for tile in range(row_tile + 1):
-        other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-        others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
+        other_slot, others, there = other_tile(block_table, tile, stop, num_tokens, BLOCK_TOKENS)
         seen = other_slot[None, :] <= slot[:, None]
-        keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
-        values = finite_or_zero(load_rows(value_rows, others, there, value_column, VALUE))
+        keys = load_rows(key_rows, others, there, column, WIDTH)
+        values = load_rows(value_rows, others, there, value_column, VALUE)
         scores = tl.where(seen, token_product(rows, tl.trans(keys), PRECISION) * weight, 0.0)
         result += score_product(scores, values, PRECISION)
         if prefix_sum is not None and normalizer_query is None:
@@ -168,19 +160,16 @@ def causal_attend_kernel(
             # Apart from the products above, which need the registers.
             plain_rows = load_rows(head_rows(normalizer_query, batch, head), tokens, present, plain_column, PLAIN)
             for tile in range(row_tile + 1):
-                other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-                others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
+                other_slot, others, there = other_tile(block_table, tile, stop, num_tokens, BLOCK_TOKENS)
                 seen = other_slot[None, :] <= slot[:, None]
                 plain_keys = load_rows(head_rows(normalizer_key, batch, key_head), others, there, plain_column, PLAIN)
-                plain_keys = finite_or_zero(plain_keys)
                 scores = tl.where(seen, token_product(plain_rows, tl.trans(plain_keys), PRECISION) * weight, 0.0)
                 divisor += tl.sum(scores, axis=1)
             divisor += denominators(plain_rows, sums, eps)
         result = divide(result, divisor, present)
         if column_tile == 0:
             tl.store(denominator + (batch * num_tokens + tokens) * heads + head, divisor, mask=present)
-    first_spoilt = tl.load(limit + (batch * (heads // REPEATS) + key_head) * num_blocks + block)
-    result = tl.where((slot >= first_spoilt)[:, None], float("nan"), result)
+    result = tl.where((slot >= stop)[:, None], float("nan"), result)
     outputs = dense_head_rows(output, batch, head, num_tokens, heads, VALUE)
     store_rows(outputs, tokens, present, value_column, result, VALUE)
 
@@ -213,27 +202,28 @@ def causal_attention(
     """
     (batch, _, heads, width), groups, columns = query.shape, key.shape[2], value.shape[-1]
     blocks, slots = table.shape[-2:]
-    summary, _, key_sum, first_bad = outer(
+    in_half = value.dtype == torch.bfloat16
+    summaries = outer(
         key, value, table, groups,
-        factor=1 / slots, dtype=torch.float32, total=divides, plain=normalizer_key, finite=True,
+        dtype=torch.float16 if in_half and not carry.numel() else torch.float32, total=divides, plain=normalizer_key,
+        finite=True,
     )  # fmt: skip
-    assert first_bad is not None
-    limit = limits(first_bad.unflatten(0, (batch, groups)), starts, slots)
-    prefix = mixed_prefix(summary, window, carry, batch, heads, value.dtype)
-    if value.dtype == torch.bfloat16:
-        prefix = prefix.bfloat16()
-    prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads, value.dtype)
+    assert summaries.first_bad is not None
+    limit = limits(summaries.first_bad.unflatten(0, (batch, groups)), starts, slots)
+    prefix, scales, prefix_sum = mix_earlier(summaries, window, carry, batch, heads, value.dtype)
     output = token_tensor(query, table, columns)
     denominator = empty_denominators(query, table, divides)
     plain_width = width if normalizer_key is None else normalizer_key.shape[-1]
-    value_tile, tiles, options = chunk_options(query, prefix, table, max(width, plain_width), columns)
+    # Kernels round a float32 prefix themselves.
+    factor = torch.bfloat16 if in_half else torch.float32
+    value_tile, tiles, options = chunk_options(query, factor, table, own, max(width, plain_width), columns)
     launch(
         causal_attend_kernel, batch * heads * blocks * tiles,
         as_rows(query), as_rows(key), as_rows(value), as_rows(normalizer_query), as_rows(normalizer_key),
-        prefix, prefix_sum, limit, own, table, output, denominator,
-        lines=(0, batch * groups), **diagonal_strides(own), factor=float(slots), eps=eps, REPEATS=heads // groups,
+        prefix, scales, prefix_sum, limit, own, table, output, denominator,
+        lines=(0, batch * groups), eps=eps, REPEATS=heads // groups,
         PREFIX_REPEATS=1 if is_per_head(own) else heads // groups, WIDTH=width, VALUE=columns, PLAIN=plain_width,
-        BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width),
+        STORED=prefix.shape[-1], BLOCK_WIDTH=padded(width), BLOCK_VALUE=value_tile, BLOCK_PLAIN=padded(plain_width),
         BLOCK_INNER=inner_tile(width, prefix.dtype), **options,
     )  # fmt: skip
     return output, denominator, limit

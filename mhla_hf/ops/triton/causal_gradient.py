@@ -9,8 +9,8 @@ the part of the gradients that the own chunk contributes is, with m = m_ii and s
 
 for the normaliser's pair p. One kernel computes dq, one dk and dv (with the roles of the tensors exchanged); dp is
 added to them, or computed by torch where p is not query and key themselves. The prefix adds products with its
-gradients, as in `block_gradient`. Rows of queries from the `limit` of a chunk on are left out, keys and values that
-are not finite count as zero. Programs and shape letters are those of the forward pass.
+gradients, as in `block_gradient`. Rows from the `limit` of a chunk on are left out: what their outputs get is NaN, and
+all others are finite but for queries. Programs and shape letters are those of the forward pass.
 """
 
 # No postponed annotations here: torch.library and Triton read them from the functions themselves.
@@ -26,11 +26,10 @@ from ..band import mixing_flops, run_mix_chunks, run_mix_chunks_backward
 from ..sums import repeat_heads
 from .chunks import (
     chunk_options,
-    diagonal_strides,
     inner_tile,
     is_per_head,
     matrix_product,
-    row_matrix_product,
+    other_tile,
     score_product,
     tile_of_program,
 )
@@ -38,18 +37,16 @@ from .device_functions import (
     COUNTS,
     denominator_gradient,
     dense_head_rows,
-    finite_or_zero,
     head_rows,
-    load_matrix,
     load_rows,
     matrix_of_block,
-    slot_tokens,
     store_rows,
     token_product,
 )
 from .launching import as_rows, dense_like, launch, multiplied_for, or_empty, padded, token_tensor
+from .mixing import mix
 from .operators import operator
-from .outer import outer
+from .outer import Sums, outer
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -57,7 +54,7 @@ def query_gradient_kernel(
     gradient, output, query, key, value, prefix, prefix_sum, scale, limit, diagonal, table, result, weight, share,
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
-    factor, num_tokens, num_blocks, table_stride_batch, slots,
+    num_tokens, num_blocks, table_stride_batch, slots,
     heads, REPEATS: tl.constexpr, PREFIX_REPEATS: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -68,43 +65,35 @@ def query_gradient_kernel(
     normaliser's pair is not query and key themselves. δ comes from the products made here where one tile holds all
     columns, free of the rounding of the outputs (dense `[B, T, heads, VALUE]`), otherwise from those.
     """
-    batch, head, line, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, first_line, lines, heads, REPEATS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH
-    )
+    (
+        batch, head, line, block, row_tile, column_tile, column, block_table, slot, tokens, present, stop
+    ) = tile_of_program(
+        table, limit, num_tokens, num_blocks, table_stride_batch, slots, first_line, lines,
+        heads, REPEATS, BLOCK_TOKENS, WIDTH, BLOCK_WIDTH,
+    )  # fmt: skip
     key_head = head // REPEATS
-    column = column_tile * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     value_column = tl.arange(0, BLOCK_VALUE)
-    stop = tl.load(limit + (batch * (heads // REPEATS) + key_head) * num_blocks + block)
-    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    block_table = table + batch * table_stride_batch + block * slots
-    tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
     used = present & (slot < stop)
     per_token = (batch * num_tokens + tokens) * heads + head
     key_rows, value_rows = head_rows(key, batch, key_head), head_rows(value, batch, key_head)
-    rows = load_rows(head_rows(gradient, batch, head), tokens, used, value_column, VALUE)
+    gradients = head_rows(gradient, batch, head)
+    rows = load_rows(gradients, tokens, used, value_column, VALUE)
     own = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
     for tile in range(row_tile + 1):
-        other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-        others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
+        other_slot, others, there = other_tile(block_table, tile, stop, num_tokens, BLOCK_TOKENS)
         seen = other_slot[None, :] <= slot[:, None]
-        values = finite_or_zero(load_rows(value_rows, others, there, value_column, VALUE))
-        keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
+        values = load_rows(value_rows, others, there, value_column, VALUE)
+        keys = load_rows(key_rows, others, there, column, WIDTH)
         scores = tl.where(seen, token_product(rows, tl.trans(values), PRECISION), 0.0)
         own += score_product(scores, keys, PRECISION)
     own_weight = tl.load(
         diagonal + batch * mixing_stride_batch + head * mixing_stride_head + block * mixing_stride_diagonal
     )
     matrix = matrix_of_block(line // PREFIX_REPEATS, block, num_blocks)
-    own_prefix = prefix + matrix * (WIDTH * VALUE)
-    if BLOCK_INNER < BLOCK_VALUE:
-        from_prefix = row_matrix_product(
-            head_rows(gradient, batch, head), tokens, used, own_prefix, column, 1, VALUE,
-            VALUE, WIDTH, BLOCK_TOKENS, BLOCK_WIDTH, BLOCK_INNER, False, PRECISION,
-        )  # fmt: skip
-    else:
-        columns = load_matrix(own_prefix, value_column, column, 1, VALUE, VALUE, WIDTH)
-        from_prefix = matrix_product(rows, columns, PRECISION)
-    total = own * own_weight + from_prefix * factor
+    total = own * own_weight + matrix_product(
+        rows, gradients, tokens, used, prefix, matrix, lines, num_blocks, column,
+        VALUE, WIDTH, VALUE, BLOCK_INNER, True, PRECISION,
+    )  # fmt: skip
     queries = load_rows(head_rows(query, batch, head), tokens, used, column, WIDTH).to(tl.float32)
     if scale is None:
         shares = tl.sum(queries * own, axis=1)
@@ -125,9 +114,8 @@ def query_gradient_kernel(
             # registers.
             key_sums = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
             for tile in range(row_tile + 1):
-                other_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-                others, there = slot_tokens(block_table, other_slot, slots, num_tokens)
-                keys = finite_or_zero(load_rows(key_rows, others, there, column, WIDTH))
+                other_slot, others, there = other_tile(block_table, tile, stop, num_tokens, BLOCK_TOKENS)
+                keys = load_rows(key_rows, others, there, column, WIDTH)
                 seen = tl.where(other_slot[None, :] <= slot[:, None], 1.0, 0.0).to(keys.dtype)
                 key_sums += token_product(seen, keys, PRECISION)
             sums = tl.load(prefix_sum + matrix * WIDTH + column, mask=column < WIDTH, other=0.0)
@@ -145,35 +133,22 @@ def query_gradient(
     gradient: Tensor, output: Tensor, query: Tensor, key: Tensor, value: Tensor, prefix: Tensor,
     prefix_sum: Tensor | None, scale: Tensor | None, own: Tensor, limit: Tensor, table: Tensor, weight: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries and of m_ii.
+    """Gradients of queries, `[B, T, H, K]`, and of m_ii, float32 `[B, H, M]`.
 
-    Args:
-        gradient: Gradient of the outputs, `[B, T, H, V]`.
-        output: `[B, T, H, V]`, dense.
-        query: As in [`causal.causal_attention`], like all that is not said here.
-        key: `[B, T, G, K]`.
-        value: `[B, T, G, V]`.
-        prefix: See [`mixed_prefix`], float32 `[..., M, K, V]`.
-        prefix_sum: Where the normaliser's pair is query and key themselves, `[..., M, K]`.
-        scale: One over the denominators, float32 `[B, T, H]`; `None` where nothing is divided.
-        own: The weights m_ii.
-        limit: See [`causal.limits`].
-        table: Token of each slot.
-        weight: To be written with `scale`, gradients of the denominators, float32 `[B, T, H]`, dense.
-
-    Returns:
-        `[B, T, H, K]`; and float32 `[B, H, M]`, without the part of a normaliser's pair other than query and key.
+    From arguments of [`causal.causal_attention`] and its dense outputs, the float32 prefix of [`mix_earlier`] `[...,
+    M', K, V]` and, where the normaliser's pair is query and key themselves, its sums `[..., M', K]`. `scale` is one
+    over the denominators, float32 `[B, T, H]`, or None; `weight`, of the same shape, gets their gradients with it.
     """
     batch, _, heads, width = query.shape
-    groups, (blocks, slots), columns = key.shape[2], table.shape[-2:], value.shape[-1]
-    tile, parts, options = chunk_options(query, prefix, table, columns, width)
+    groups, blocks, columns = key.shape[2], table.shape[-2], value.shape[-1]
+    tile, parts, options = chunk_options(query, prefix.dtype, table, own, columns, width)
     result = token_tensor(query, table, width)
     share = query.new_empty(batch, heads, blocks, parts * options["BLOCK_TOKENS"], dtype=torch.float32)
     launch(
         query_gradient_kernel, batch * heads * blocks * parts,
         as_rows(gradient), output, as_rows(query), as_rows(key), as_rows(value), prefix, prefix_sum, scale, limit, own,
         table, result, weight, share,
-        lines=(0, batch * groups), **diagonal_strides(own), factor=float(slots), REPEATS=heads // groups,
+        lines=(0, batch * groups), REPEATS=heads // groups,
         PREFIX_REPEATS=1 if is_per_head(own) else heads // groups, WIDTH=width, VALUE=columns,
         BLOCK_WIDTH=tile, BLOCK_VALUE=padded(columns), BLOCK_INNER=inner_tile(columns, prefix.dtype), **options,
     )  # fmt: skip
@@ -185,27 +160,28 @@ def key_gradient_kernel(
     rows, inner, other, matrices, vectors, scale, weight, limit, diagonal, table, result,
     first_line, lines,
     mixing_stride_batch, mixing_stride_head, mixing_stride_diagonal,
-    matrix_stride_row, matrix_stride_column, factor, num_tokens, num_blocks, table_stride_batch, slots,
-    heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr, PRECISION: tl.constexpr,
+    num_tokens, num_blocks, table_stride_batch, slots,
+    heads, REPEATS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSE: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """result_j = factor · rows_jᵀ matrix_i + m_ii Σ_{t ≥ j in i} (scale_t rows_j · inner_t + weight_t) other_t.
+    """result_j = rows_jᵀ matrix_i + m_ii Σ_{t ≥ j in i} (scale_t rows_j · inner_t + weight_t) other_t.
 
     The gradient of values for rows = keys, inner = queries, other = output gradients; that of keys for rows = values,
     inner = output gradients, other = queries, with δ for `weight` and the block's vector added to the result, if they
     are given. heads is the number of key heads; REPEATS heads of `inner` and `other` are summed for each.
     """
-    batch, head, line, block, row_tile, column_tile = tile_of_program(
-        num_blocks, slots, first_line, lines, heads, 1, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS
-    )
+    (
+        batch, head, line, block, row_tile, column_tile, column, block_table, slot, tokens, present, stop
+    ) = tile_of_program(
+        table, limit, num_tokens, num_blocks, table_stride_batch, slots, first_line, lines,
+        heads, 1, BLOCK_TOKENS, COLUMNS, BLOCK_COLUMNS,
+    )  # fmt: skip
     row_column = tl.arange(0, BLOCK_WIDTH)
-    column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     matrix = matrix_of_block(line, block, num_blocks)
-    stop = tl.minimum(tl.load(limit + (batch * heads + head) * num_blocks + block), slots)
-    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    block_table = table + batch * table_stride_batch + block * slots
-    tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
-    own = finite_or_zero(load_rows(head_rows(rows, batch, head), tokens, present, row_column, WIDTH))
+    used = present & (slot < stop)
+    own_rows = head_rows(rows, batch, head)
+    own = load_rows(own_rows, tokens, used, row_column, WIDTH)
     total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
     for repeat in range(REPEATS):
         row_head = head * REPEATS + repeat
@@ -214,8 +190,7 @@ def key_gradient_kernel(
             diagonal + batch * mixing_stride_batch + row_head * mixing_stride_head + block * mixing_stride_diagonal
         )
         for tile in range(row_tile, (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
-            later_slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-            later, there = slot_tokens(block_table, later_slot, stop, num_tokens)
+            later_slot, later, there = other_tile(block_table, tile, stop, num_tokens, BLOCK_TOKENS)
             per_token = (batch * num_tokens + later) * (heads * REPEATS) + row_head
             inner_rows = load_rows(inner_head, later, there, row_column, WIDTH)
             other_rows = load_rows(other_head, later, there, column, COLUMNS)
@@ -226,16 +201,11 @@ def key_gradient_kernel(
                 scores += tl.load(weight + per_token, mask=there, other=0.0)[None, :]
             scores = tl.where(later_slot[None, :] >= slot[:, None], scores * own_weight, 0.0)
             total += score_product(scores, other_rows, PRECISION)
-    start = matrices + matrix * (WIDTH * COLUMNS)
-    if BLOCK_INNER < BLOCK_WIDTH:
-        from_summaries = row_matrix_product(
-            head_rows(rows, batch, head), tokens, present, start, column, matrix_stride_row, matrix_stride_column,
-            WIDTH, COLUMNS, BLOCK_TOKENS, BLOCK_COLUMNS, BLOCK_INNER, True, PRECISION,
-        )  # fmt: skip
-    else:
-        columns = load_matrix(start, row_column, column, matrix_stride_row, matrix_stride_column, WIDTH, COLUMNS)
-        from_summaries = matrix_product(own, columns, PRECISION)
-    total += from_summaries * factor
+    STORED: tl.constexpr = WIDTH if TRANSPOSE else COLUMNS
+    total += matrix_product(
+        own, own_rows, tokens, used, matrices, matrix, lines, num_blocks, column,
+        WIDTH, COLUMNS, STORED, BLOCK_INNER, TRANSPOSE, PRECISION,
+    )  # fmt: skip
     if vectors is not None:
         total += tl.load(vectors + matrix * COLUMNS + column, mask=column < COLUMNS, other=0.0)[None, :]
     results = dense_head_rows(result, batch, head, num_tokens, heads, COLUMNS)
@@ -246,37 +216,21 @@ def key_gradient(
     rows: Tensor, inner: Tensor, other: Tensor, matrices: Tensor, own: Tensor, limit: Tensor, table: Tensor, *,
     transpose: bool, scale: Tensor | None, weight: Tensor | None = None, vectors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """m_ii Σ_{t ≥ j} (scale_t rows_j · inner_t + weight_t) other_t, plus the part of the summaries.
+    """Results of the kernel above, `[B, T, G, E]` in the dtype of `rows`.
 
-    The gradient of values for rows = keys, inner = queries, other = gradients of the outputs; that of keys for
-    rows = values, inner = gradients of the outputs, other = queries.
-
-    Args:
-        rows: `[B, T, G, D]`.
-        inner: `[B, T, H, D]`.
-        other: `[B, T, H, E]`.
-        matrices: Gradients of the summaries, float32 `[B, G, M, D, E]`, or with `transpose` `[B, G, M, E, D]`; dense.
-        own: As in [`causal.causal_attention`].
-        limit: See [`causal.limits`].
-        table: Token of each slot.
-        transpose: Multiply with the transposed matrices.
-        scale: float32 `[B, T, H]`; 1 if `None`.
-        weight: float32 `[B, T, H]`; given together with `vectors`.
-        vectors: Added to the rows of each chunk, float32 `[B, G, M, E]`, dense.
-
-    Returns:
-        `[B, T, G, E]` in the dtype of `rows`.
+    From rows `[B, T, G, D]`, `inner` `[B, T, H, D]` and `other` `[B, T, H, E]`; gradients of the summaries, float32
+    `[B, G, M', D, E]`, or with `transpose` `[B, G, M', E, D]`; `scale` and `weight`, float32 `[B, T, H]`, and with
+    `weight` the gradients of sums of keys, float32 `[B, G, M', E]`.
     """
     batch, _, groups, width = rows.shape
-    columns, (blocks, slots) = other.shape[-1], table.shape[-2:]
-    tile, tiles, options = chunk_options(rows, matrices, table, width, columns)
+    columns, blocks = other.shape[-1], table.shape[-2]
+    tile, tiles, options = chunk_options(rows, matrices.dtype, table, own, width, columns)
     result = token_tensor(rows, table, columns)
     launch(
         key_gradient_kernel, batch * groups * blocks * tiles,
         as_rows(rows), as_rows(inner), as_rows(other), matrices, vectors, scale, weight, limit, own, table, result,
-        lines=(0, batch * groups), **diagonal_strides(own), matrix_stride_row=1 if transpose else columns,
-        matrix_stride_column=width if transpose else 1, factor=1 / slots, REPEATS=inner.shape[2] // groups,
-        WIDTH=width, COLUMNS=columns, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile,
+        lines=(0, batch * groups), REPEATS=inner.shape[2] // groups, WIDTH=width,
+        COLUMNS=columns, TRANSPOSE=transpose, BLOCK_WIDTH=padded(width), BLOCK_COLUMNS=tile,
         BLOCK_INNER=inner_tile(width, matrices.dtype), **options,
     )  # fmt: skip
     return result
@@ -301,22 +255,11 @@ def pair_gradients(
     query: Tensor, key: Tensor, mixed_sums: Tensor, grad_sums: Tensor, own: Tensor, limit: Tensor, table: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of a normaliser's pair other than query and key themselves, and its part of that of m_ii.
+    """Gradients of a normaliser's pair other than query and key themselves, and its part of that of m_ii `[B, H, M]`.
 
-    By operations of torch: no product of theirs is large, and few models have such a pair.
-
-    Args:
-        query: Queries of the normaliser, `[B, T, H, P]`.
-        key: Its keys, `[B, T, G, P]`.
-        mixed_sums: Their mixed sums, float32 `[B, H or G, M, P]`.
-        grad_sums: Gradients of the chunks' sums, float32 `[B, G, M, P]`.
-        own: As in [`causal.causal_attention`].
-        limit: See [`causal.limits`].
-        table: Token of each slot.
-        weight: Gradients of the denominators, float32 `[B, T, H]`.
-
-    Returns:
-        `[B, T, H, P]` and `[B, T, G, P]` in their dtypes, and float32 `[B, H, M]`.
+    By operations of torch: no product of theirs is large, and few models have such a pair. From that pair `[B, T, H,
+    P]` and `[B, T, G, P]`, its mixed sums `[B, H or G, M, P]`, gradients of the chunks' sums `[B, G, M, P]` and of the
+    denominators `[B, T, H]`.
     """
     heads, groups = query.shape[2], key.shape[2]
     counted = torch.arange(table.shape[-1], device=table.device) < repeat_heads(limit, heads, 1)[..., None]
@@ -332,13 +275,13 @@ def pair_gradients(
     return _rows_of_tokens(grad_queries, query, table), _rows_of_tokens(grad_keys, key, table), grad_own
 
 
-def mixed_prefix(
-    summary: Tensor, window: Tensor, carry: Tensor, batch: int, heads: int, tokens: torch.dtype
-) -> Tensor:
-    """The prefix of every chunk, Σ_{b<i} m_ib S_b, or the same of z.
+def mix_earlier(
+    summaries: Sums, window: Tensor, carry: Tensor, batch: int, heads: int, tokens: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The prefix of every chunk, Σ_{b<i} m_ib S_b, and the same of z.
 
     Args:
-        summary: S `[B · G, M', K, V]`, or z `[B · G, M', P]`; float32.
+        summaries: S and z of B · G lines; float16 only where there is nothing to carry.
         window: See [`mhla_hf.ops.band.StoredMixing.earlier_weights`], like `carry`.
         carry: Given together with it.
         batch: B.
@@ -346,19 +289,26 @@ def mixed_prefix(
         tokens: Dtype of the tokens.
 
     Returns:
-        `[B, S, M', ...]`, dense.
+        As from [`mixing.mix`], for B · S lines.
     """
-    summary = summary.unflatten(0, (batch, -1))
-    if window.shape[1] != 1:
-        summary = repeat_heads(summary, heads, 1)
-    with multiplied_for(tokens, summary.device):
-        return run_mix_chunks(summary.flatten(3), window, carry).view(summary.shape)
+    if summaries.scales is not None:
+        lines = summaries.scales.shape[1]
+        return mix(summaries, window.squeeze(2), lines // batch, (0, lines))
+
+    def mixed(summary: Tensor) -> Tensor:
+        summary = summary.unflatten(0, (batch, -1))
+        if window.shape[1] != 1:
+            summary = repeat_heads(summary, heads, 1)
+        return run_mix_chunks(summary.flatten(3), window, carry).view(-1, *summary.shape[2:])
+
+    with multiplied_for(tokens, window.device):
+        return mixed(summaries.products), None, None if summaries.sums is None else mixed(summaries.sums)
 
 
-def mixed_prefix_backward(
+def mix_earlier_backward(
     gradient: Tensor, summary: Tensor, window: Tensor, carry: Tensor, batch: int, tokens: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of S or z `[B, G, M', ...]`, `window`, `carry`, from that of [`mixed_prefix`] `[B · S, M', ...]`."""
+    """Gradients of S or z `[B, G, M', ...]`, `window`, `carry`, from that of [`mix_earlier`] `[B · S, M', ...]`."""
     gradient, summary = gradient.unflatten(0, (batch, -1)), summary.unflatten(0, (batch, -1))
     groups, prefixes = summary.shape[1], gradient.shape[1]
     summary = repeat_heads(summary, prefixes, 1).flatten(3)
@@ -375,55 +325,43 @@ def causal_attention_backward(
     table: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value, the normaliser's pair (empty without one of its own), window, carry and own."""
-    batch, heads, groups, slots = query.shape[0], query.shape[2], key.shape[2], table.shape[-1]
+    batch, heads, groups = query.shape[0], query.shape[2], key.shape[2]
     divides, has_pair = denominator.numel() > 0, normalizer_query is not None
     scale, weight = denominator.reciprocal() if divides else None, torch.empty_like(denominator)
     shared = {"own": own, "limit": limit, "table": table}
     # In float32, and not those of the forward pass: the terms of gradients cancel.
-    summary, _, key_sum, _ = outer(
-        key, value, table, groups,
-        factor=1 / slots, dtype=torch.float32, total=divides, plain=normalizer_key, finite=True,
-    )  # fmt: skip
-    prefix = mixed_prefix(summary, window, carry, batch, heads, value.dtype)
-    prefix_sum = None if key_sum is None else mixed_prefix(key_sum, window, carry, batch, heads, value.dtype)
+    summaries = outer(key, value, table, groups, dtype=torch.float32, total=divides, plain=normalizer_key, limit=limit)
+    prefix, _, prefix_sum = mix_earlier(summaries, window, carry, batch, heads, value.dtype)
     grad_query, grad_own = query_gradient(
         gradient, output.contiguous(), query, key, value, prefix, None if has_pair else prefix_sum, scale,
         weight=weight, **shared,
     )  # fmt: skip
     del prefix
     grad_prefix, _, grad_prefix_sum, _ = outer(
-        query, gradient, table, heads if is_per_head(own) else groups, factor=float(slots), dtype=torch.float32,
+        query, gradient, table, heads if is_per_head(own) else groups, dtype=torch.float32,
         scale=scale, total=divides, plain=normalizer_query, weight=weight if divides else None, limit=limit,
     )  # fmt: skip
-    grad_summary, grad_window, grad_carry = mixed_prefix_backward(
-        grad_prefix, summary, window, carry, batch, value.dtype
-    )
+    mixing = window, carry, batch, value.dtype
+    grad_summary, grad_window, grad_carry = mix_earlier_backward(grad_prefix, summaries.products, *mixing)
     grad_sum = None
-    if grad_prefix_sum is not None and key_sum is not None:
-        grad_sum, *of_sums = mixed_prefix_backward(grad_prefix_sum, key_sum, window, carry, batch, value.dtype)
+    if grad_prefix_sum is not None and summaries.sums is not None:
+        grad_sum, *of_sums = mix_earlier_backward(grad_prefix_sum, summaries.sums, *mixing)
         grad_window, grad_carry = grad_window + of_sums[0], grad_carry + of_sums[1]
-    del summary, grad_prefix
+    del summaries, grad_prefix
     grad_key = key_gradient(
         value, gradient, query, grad_summary, transpose=True, scale=scale,
         weight=weight if divides and not has_pair else None, vectors=None if has_pair else grad_sum, **shared,
     )  # fmt: skip
     grad_value = key_gradient(key, query, gradient, grad_summary, transpose=False, scale=scale, **shared)
-    grad_normalizer_query, grad_normalizer_key = query.new_empty(0), query.new_empty(0)
+    pair = [query.new_empty(0), query.new_empty(0)]
     if normalizer_query is not None and normalizer_key is not None and prefix_sum is not None and grad_sum is not None:
-        blocks = table.shape[-2]
-        grad_normalizer_query, grad_normalizer_key, more = pair_gradients(
-            normalizer_query,
-            normalizer_key,
-            prefix_sum[:, :, :blocks],
-            grad_sum[:, :, :blocks],
-            weight=weight,
-            **shared,
-        )
+        blocks, prefix_sum = table.shape[-2], prefix_sum.unflatten(0, (batch, -1))
+        *pair, more = pair_gradients(
+            normalizer_query, normalizer_key, prefix_sum[:, :, :blocks], grad_sum[:, :, :blocks],
+            weight=weight, **shared,
+        )  # fmt: skip
         grad_own += more
-    return (
-        grad_query, grad_key, grad_value, grad_normalizer_query, grad_normalizer_key,
-        grad_window, grad_carry, grad_own.sum_to_size(own.shape),
-    )  # fmt: skip
+    return grad_query, grad_key, grad_value, *pair, grad_window, grad_carry, grad_own.sum_to_size(own.shape)
 
 
 @torch.library.register_fake("mhla_hf::causal_attention_backward")

@@ -11,14 +11,15 @@ import triton
 import triton.language as tl
 
 from .device_functions import (
-    finite_or_zero,
+    factors,
     halves,
-    load_matrix,
     load_rows,
+    load_summary,
     place_of_program,
     product,
     raw_product,
-    to_tf32,
+    row_product,
+    slot_tokens,
 )
 from .launching import (
     MAX_TILE,
@@ -27,7 +28,7 @@ from .launching import (
     multiplies_exactly,
     multiplies_from_shared_memory,
     padded,
-    product_precision,
+    row_precision,
     table_sizes,
     token_tile,
 )
@@ -35,32 +36,42 @@ from .launching import (
 
 @triton.jit
 def tile_of_program(
-    num_blocks, slots, first_line, lines,
-    heads, REPEATS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    table, limit, num_tokens, num_blocks, table_stride_batch, slots, first_line, lines,
+    heads, REPEATS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Place of this program, whose parts are tiles of a chunk.
 
     Lines are those of key heads, REPEATS of the heads heads of the rows share one.
 
     Returns:
-        Batch entry; head of the rows; line of the rows, counted within the group; block; row tile; column tile.
+        Batch entry; head of the rows; line of the rows, counted within the group; block; row tile; column tile and its
+        columns; table of the block; slots of the rows, their tokens and which hold one; and the block's `limit`.
     """
     COLUMN_TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     parts = (slots + BLOCK_TOKENS - 1) // BLOCK_TOKENS * COLUMN_TILES
     batch, head, block, part, _ = place_of_program(parts, num_blocks, first_line, lines, heads // REPEATS, REPEATS)
     line = (tl.program_id(0) % (lines * REPEATS)).to(tl.int64)
-    return batch, head, line, block, part // COLUMN_TILES, part % COLUMN_TILES
+    row_tile, column_tile = part // COLUMN_TILES, part % COLUMN_TILES
+    column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    block_table = table + batch * table_stride_batch + block * slots
+    slot = row_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    tokens, present = slot_tokens(block_table, slot, slots, num_tokens)
+    stop = tl.load(limit + (batch * (heads // REPEATS) + head // REPEATS) * num_blocks + block)
+    return batch, head, line, block, row_tile, column_tile, column, block_table, slot, tokens, present, stop
+
+
+@triton.jit
+def other_tile(block_table, tile, stop, num_tokens, BLOCK_TOKENS: tl.constexpr):
+    """Slots of a tile of the chunk, their tokens, and which hold one that is finite, in slots before `stop`."""
+    slot = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    tokens, present = slot_tokens(block_table, slot, stop, num_tokens)
+    return slot, tokens, present
 
 
 @triton.jit
 def score_product(scores, rows, PRECISION: tl.constexpr):
-    """scores @ rows of tokens, for scores that were computed here in float32.
-
-    Beside bfloat16 rows, in place of one product through TF32, two through bfloat16, which take as long: the scores
-    are split into two numbers, so that 16 bits of them count and the rows stay as they are.
-    """
-    if PRECISION == "tf32" and rows.dtype == tl.bfloat16:
+    """scores @ rows of tokens, for scores that were computed here in float32, and may be split as matrices are."""
+    if PRECISION == "bf16x2":
         high, low = halves(scores)
         result = raw_product(high, rows, "bf16") + raw_product(low, rows, "bf16")
     else:
@@ -69,57 +80,44 @@ def score_product(scores, rows, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def matrix_product(rows, matrix, PRECISION: tl.constexpr):
-    """rows of tokens @ a matrix of float32 or bfloat16, split as in [`score_product`] or rounded for TF32."""
-    if PRECISION == "tf32" and rows.dtype == tl.bfloat16:
-        high, low = halves(matrix)
-        result = raw_product(rows, high, "bf16") + raw_product(rows, low, "bf16")
-    else:
-        if PRECISION == "tf32":
-            matrix = to_tf32(matrix)
-        result = raw_product(rows, matrix, PRECISION)
-    return result
-
-
-@triton.jit
-def row_matrix_product(
-    head, tokens, present, matrix, column, stride_row, stride_column,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_INNER: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
+def matrix_product(
+    rows, head, tokens, present, summaries, matrix, lines, num_blocks, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    TRANSPOSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[`matrix_product`] of rows of one head and some columns of a matrix, BLOCK_INNER of its rows at a time.
+    """Rows of tokens, of one head, @ some columns of a matrix of [`device_functions.load_summary`].
 
-    For matrices that would take too many registers at once. With CLEAN, numbers that are not finite count as zero.
+    BLOCK_INNER of the matrix's rows at a time where all would take too many registers; the tokens' rows are then read
+    once more.
     """
-    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-    for start in range(0, WIDTH, BLOCK_INNER):
-        inner = start + tl.arange(0, BLOCK_INNER)
-        rows = load_rows(head, tokens, present, inner, WIDTH)
-        if CLEAN:
-            rows = finite_or_zero(rows)
-        part = load_matrix(matrix, inner, column, stride_row, stride_column, WIDTH, COLUMNS)
-        total += matrix_product(rows, part, PRECISION)
+    if BLOCK_INNER < rows.shape[1]:
+        total = tl.zeros((rows.shape[0], column.shape[0]), tl.float32)
+        for start in range(0, ROWS, BLOCK_INNER):
+            inner = start + tl.arange(0, BLOCK_INNER)
+            part = load_summary(
+                summaries, matrix, lines, num_blocks, inner, column, ROWS, COLUMNS, STORED, TRANSPOSE
+            )  # fmt: skip
+            some = load_rows(head, tokens, present, inner, ROWS)
+            total += row_product(some, factors(part, PRECISION), PRECISION)
+    else:
+        inner = tl.arange(0, rows.shape[1])
+        whole = load_summary(summaries, matrix, lines, num_blocks, inner, column, ROWS, COLUMNS, STORED, TRANSPOSE)
+        total = row_product(rows, factors(whole, PRECISION), PRECISION)
     return total
 
 
-def diagonal_strides(own: torch.Tensor) -> dict[str, int]:
-    """Kernel arguments for weights m_ii `[B or 1, H or 1, M]`."""
-    batch, head = (0 if size == 1 else stride for size, stride in zip(own.shape[:2], own.stride()))
-    return {"mixing_stride_batch": batch, "mixing_stride_head": head, "mixing_stride_diagonal": own.stride(2)}
-
-
 def is_per_head(own: torch.Tensor) -> bool:
-    """Whether every query head has weights of its own; see [`diagonal_strides`]."""
+    """Whether every query head has weights of its own, of m_ii `[B or 1, H or 1, M]`."""
     return own.shape[1] != 1
 
 
 def inner_tile(width: int, matrices: torch.dtype) -> int:
-    """Rows of a matrix `[width, ...]` that a program multiplies with at a time, see [`row_matrix_product`]."""
+    """Rows of a matrix `[width, ...]` that a program multiplies with at a time, see [`matrix_product`]."""
     return padded(width) if padded(width) <= 64 else 128 // matrices.itemsize
 
 
 def chunk_options(
-    tokens: torch.Tensor, matrices: torch.Tensor, table: torch.Tensor, width: int, columns: int
+    tokens: torch.Tensor, matrices: torch.dtype, table: torch.Tensor, own: torch.Tensor, width: int, columns: int
 ) -> tuple[int, int, dict[str, Any]]:
     """Launch of a kernel of causal attention, whose programs take a tile of a chunk's rows each.
 
@@ -129,8 +127,9 @@ def chunk_options(
 
     Args:
         tokens: `[B, T, H, D]`, H being the heads of the launch.
-        matrices: Factors of the tokens.
+        matrices: Dtype of the factors of the tokens.
         table: Token of each slot, `[M, N]` or `[B, M, N]`.
+        own: m_ii, float32 `[B or 1, H or 1, M]`.
         width: Width of the rows that a program holds whole.
         columns: Columns of the result.
 
@@ -139,30 +138,24 @@ def chunk_options(
     """
     slots = table.shape[-1]
     columns_tile, tokens_tile, num_warps = _tiles(
-        width, columns, slots, tokens.dtype, matrices.dtype, multiplies_exactly(tokens.dtype),
+        width, columns, slots, tokens.dtype, matrices, multiplies_exactly(tokens.dtype),
         multiplies_from_shared_memory(tokens.device),
     )  # fmt: skip
+    precision = row_precision(tokens.dtype, matrices, multiplies_exactly(tokens.dtype))
+    batch, head = (0 if size == 1 else stride for size, stride in zip(own.shape[:2], own.stride()))
     options = {
-        **table_sizes(table, tokens),
-        "heads": tokens.shape[2],
-        "BLOCK_TOKENS": tokens_tile,
-        "PRECISION": product_precision(tokens.dtype, matrices.dtype),
-        "num_warps": num_warps,
-        "num_stages": 1,
-    }
+        **table_sizes(table, tokens), "heads": tokens.shape[2], "mixing_stride_batch": batch,
+        "mixing_stride_head": head, "mixing_stride_diagonal": own.stride(2), "BLOCK_TOKENS": tokens_tile,
+        "PRECISION": precision, "num_warps": num_warps, "num_stages": 1,
+    }  # fmt: skip
     return columns_tile, ceil_divide(columns, columns_tile) * ceil_divide(slots, tokens_tile), options
 
 
 @cache
 def _tiles(
-    width: int,
-    columns: int,
-    slots: int,
-    tokens: torch.dtype,
-    matrices: torch.dtype,
-    exact: bool,
+    width: int, columns: int, slots: int, tokens: torch.dtype, matrices: torch.dtype, exact: bool,
     from_shared_memory: bool,
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int]:  # fmt: skip
     """Columns of the result and tokens that a program takes, and its warps."""
     row_bytes = padded(width) * tokens.itemsize
     wide = padded(width) > 128
@@ -178,8 +171,5 @@ def _tiles(
         most_tokens = 32
     else:
         most_tokens = 64
-    return (
-        columns_tile,
-        min(token_tile(slots, width), most_tokens),
-        4 if row_bytes * columns_tile <= 128 * 64 and not exact else 8,
-    )
+    num_warps = 4 if row_bytes * columns_tile <= 128 * 64 and not exact else 8
+    return columns_tile, min(token_tile(slots, width), most_tokens), num_warps

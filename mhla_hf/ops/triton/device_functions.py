@@ -263,18 +263,14 @@ def inverse_rms(mean_square, eps, present):
 
 
 @triton.jit
-def is_finite(rows):
-    """Which numbers are neither NaN nor infinite."""
-    return tl.abs(rows.to(tl.float32)) < float("inf")
+def all_finite(tile):
+    """Whether no number of a float32 tile is NaN or infinite. A maximum of numbers may lose NaN, that of bits not."""
+    sizes = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.max(sizes, axis=1), axis=0) < 0x7F800000
 
 
 @triton.jit
-def finite_or_zero(rows):
-    """The rows, zero where they are not finite: zero times NaN would reach sums that leave the number out."""
-    return tl.where(is_finite(rows), rows, 0.0).to(rows.dtype)
-
-
-@triton.jit
-def first_bad_slot(rows, slot, slots):
-    """The first of the slots whose row is not finite; `slots` if there is none."""
-    return tl.min(tl.min(tl.where(is_finite(rows), slots, slot[:, None]), axis=1), axis=0).to(tl.int32)
+def first_bad_slot(head, tokens, present, column, WIDTH: tl.constexpr, slot, slots):
+    """The first of the slots whose row of one head is not finite; `slots` if there is none."""
+    finite = tl.abs(load_rows(head, tokens, present, column, WIDTH).to(tl.float32)) < float("inf")
+    return tl.min(tl.min(tl.where(finite, slots, slot[:, None]), axis=1), axis=0).to(tl.int32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of outer products of token rows within each block: summaries, and gradients of mixed summaries.
 
-    products_b = factor Σ_{t in b} left_t ⊗ (scale_t right_t)      [K, V]
+    products_b = Σ_{t in b} left_t ⊗ (scale_t right_t)      [K, V]
     sums_b     = Σ_{t in b} weight_t plain_t                       [P]
 
 Products in float16 are below 2 and come with a power of two each, so that tokens of any size keep 11 bits, as float32
@@ -27,7 +27,7 @@ from torch import Tensor
 from .device_functions import (
     COUNTS,
     add_product,
-    finite_or_zero,
+    all_finite,
     first_bad_slot,
     head_rows,
     load_rows,
@@ -77,7 +77,7 @@ def add_sums(total, rows, weight, per_token, present, BLOCK_TOKENS: tl.constexpr
 @triton.jit(do_not_specialize=COUNTS)
 def outer_kernel(
     left, right, plain, scale, weight, limit, table, products, scales, sums, first_bad,
-    first_line, lines, factor, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
+    first_line, lines, num_tokens, num_blocks, table_stride_batch, slots, splits, split_slots,
     heads, REPEATS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr, BLOCK_PLAIN: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     LIMIT_REPEATS: tl.constexpr, PRECISION: tl.constexpr,
@@ -87,10 +87,10 @@ def outer_kernel(
     heads is the number of heads of the products; each sums REPEATS heads of the rows. For a group of lines from
     `first_line` on, `products` are `[lines, splits, M', LEFT, RIGHT]`. With `scales` `[tiles, lines, splits, M']`, for
     each column tile, they are `[tiles, lines, splits, M', LEFT, BLOCK_RIGHT]` (RIGHT where that is less), and to be
-    multiplied with these and not with `factor`. `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left`
-    where it is None, and nothing is summed where `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of
-    which LIMIT_REPEATS heads of the rows share one. With `first_bad` `[tiles, lines, splits, M']`, numbers that are
-    not finite count as zero and the first slot that has one is written there, or `slots`.
+    multiplied with these. `scale` and `weight` are `[B, T, heads · REPEATS]`. `plain` is `left` where it is None, and
+    nothing is summed where `sums` is. Slots from `limit` `[B, heads, M]` on are left out, of which LIMIT_REPEATS heads
+    of the rows share one. With `first_bad` `[tiles, lines, splits, M']`, the first slot whose rows are not finite is
+    written there, or `slots`; sums are zero where there is one. REPEATS is 1 then.
     """
     COLUMN_TILES: tl.constexpr = (RIGHT + BLOCK_RIGHT - 1) // BLOCK_RIGHT
     batch, head, block, part, _ = place_of_program(splits * COLUMN_TILES, num_blocks, first_line, lines, heads, 1)
@@ -109,7 +109,6 @@ def outer_kernel(
     # Empty blocks after the others have no row in the table.
     end = tl.where(block < num_blocks, tl.minimum(first + split_slots, slots), 0)
     stop = end
-    found_bad = tl.full((), slots, tl.int32)
     for repeat in range(REPEATS):
         row_head = head * REPEATS + repeat
         if limit is not None:
@@ -123,10 +122,6 @@ def outer_kernel(
             per_token = (batch * num_tokens + tokens) * (heads * REPEATS) + row_head
             left_rows = load_rows(left_head, tokens, present, left_column, LEFT)
             right_rows = load_rows(right_head, tokens, present, right_column, RIGHT)
-            if first_bad is not None:
-                found_bad = tl.minimum(found_bad, first_bad_slot(left_rows, slot, slots))
-                found_bad = tl.minimum(found_bad, first_bad_slot(right_rows, slot, slots))
-                left_rows, right_rows = finite_or_zero(left_rows), finite_or_zero(right_rows)
             if scale is not None:
                 row_scale = tl.load(scale + per_token, mask=present, other=0.0)
                 right_rows = right_rows.to(tl.float32) * row_scale[:, None]
@@ -136,31 +131,45 @@ def outer_kernel(
             if sums is not None:
                 if plain is not None:
                     plain_rows = load_rows(head_rows(plain, batch, row_head), tokens, present, plain_column, PLAIN)
-                    if first_bad is not None:
-                        found_bad = tl.minimum(found_bad, first_bad_slot(plain_rows, slot, slots))
-                        plain_rows = finite_or_zero(plain_rows)
                 else:
                     plain_rows = left_rows
                 total = add_sums(total, plain_rows, weight, per_token, present, BLOCK_TOKENS)
-    if scales is None:
-        pointers = products + matrix * (LEFT * RIGHT) + left_column[:, None] * RIGHT + right_column[None, :]
-        inside = (left_column < LEFT)[:, None] & (right_column < RIGHT)[None, :]
-        tl.store(pointers, accumulator * factor, mask=inside)
-    else:
+    if first_bad is not None:
+        # A number that is not finite leaves no sum finite that it is part of, even times zero.
+        finite = all_finite(accumulator)
+        if plain is not None:
+            finite = finite & all_finite(total)
+        found_bad = tl.full((), slots, tl.int32)
+        if finite == 0:
+            for offset in tl.range(first, end, BLOCK_TOKENS, num_stages=1):
+                slot = offset + tile_slot
+                tokens, present = slot_tokens(block_table, slot, end, num_tokens)
+                rows = head_rows(left, batch, head)
+                found_bad = first_bad_slot(rows, tokens, present, left_column, LEFT, slot, found_bad)
+                rows = head_rows(right, batch, head)
+                found_bad = first_bad_slot(rows, tokens, present, right_column, RIGHT, slot, found_bad)
+                if plain is not None:
+                    rows = head_rows(plain, batch, head)
+                    found_bad = first_bad_slot(rows, tokens, present, plain_column, PLAIN, slot, found_bad)
+        tl.store(first_bad + tile_matrix, found_bad)
+        # Outputs that would need these sums are NaN. For others their weight is zero, and zero times NaN is not zero.
+        accumulator = tl.where(found_bad < slots, 0.0, accumulator)
+        total = tl.where(found_bad < slots, 0.0, total)
+    STORED: tl.constexpr = BLOCK_RIGHT if scales is not None and BLOCK_RIGHT < RIGHT else RIGHT
+    column, place = right_column, matrix
+    if scales is not None:
         # The last tile of columns has zeros beyond them: gradients of mixing weights are sums over all.
-        STORED: tl.constexpr = BLOCK_RIGHT if BLOCK_RIGHT < RIGHT else RIGHT
+        column, place = tl.arange(0, BLOCK_RIGHT), tile_matrix
         power, inverse = tile_scale(accumulator)
         tl.store(scales + tile_matrix, power)
-        column = tl.arange(0, BLOCK_RIGHT)
-        pointers = products + tile_matrix * (LEFT * STORED) + left_column[:, None] * STORED + column[None, :]
-        inside = (left_column < LEFT)[:, None] & (column < STORED)[None, :]
-        tl.store(pointers, (accumulator * inverse).to(tl.float16), mask=inside)
+        accumulator *= inverse
+    pointers = products + place * (LEFT * STORED) + left_column[:, None] * STORED + column[None, :]
+    inside = (left_column < LEFT)[:, None] & (column < STORED)[None, :]
+    tl.store(pointers, accumulator.to(products.dtype.element_ty), mask=inside)
     if sums is not None:
         if column_tile == 0:
             # The 16 columns are the same.
             tl.store(sums + matrix * PLAIN + plain_column, tl.max(total, axis=1), mask=plain_column < PLAIN)
-    if first_bad is not None:
-        tl.store(first_bad + tile_matrix, found_bad)
 
 
 class Sums(NamedTuple):
@@ -183,10 +192,10 @@ class Sums(NamedTuple):
 
 def outer(
     left: Tensor, right: Tensor, table: Tensor, num_heads: int, lines: tuple[int, int] | None = None, *,
-    dtype: torch.dtype, factor: float = 1.0, scale: Tensor | None = None, total: bool = False,
+    dtype: torch.dtype, scale: Tensor | None = None, total: bool = False,
     plain: Tensor | None = None, weight: Tensor | None = None, limit: Tensor | None = None, finite: bool = False,
 ) -> Sums:  # fmt: skip
-    """factor Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
+    """Σ_t left_t ⊗ (scale_t right_t) for each block, and Σ_t weight_t plain_t.
 
     Args:
         left: `[B, T, H, K]`.
@@ -195,13 +204,13 @@ def outer(
         num_heads: G; H / G heads in a row are summed.
         lines: The first line of a group and its number of lines, of B · G; all of them if not given.
         dtype: Dtype of the products.
-        factor: Factor of the products; 1 for float16.
         scale: float32 `[B, T, H]`; 1 if not given.
         total: Whether to sum `plain` too.
         plain: `[B, T, H, P]`; `left` if not given.
         weight: float32 `[B, T, H]`; 1 if not given.
         limit: int32 `[B, H', M]`, H' a divisor of H: the slots of a block from there on are left out.
-        finite: Count numbers that are not finite as zero, and find the first slot of each block that has one.
+        finite: Find the first slot of each block that has a number that is not finite. Sums of a share of the slots,
+            and for a tile of columns, are zero where it has one.
 
     Returns:
         See [`Sums`].
@@ -228,8 +237,7 @@ def outer(
     num_stages = 3 if halves and from_shared_memory and narrowed else stages(precision, from_shared_memory, width)
     if OVERTAKES_ROWS and total and plain is None:
         num_stages = 1
-    # The search for numbers that are not finite takes registers, too.
-    takes_four_warps = from_shared_memory and precision in ("bf16", "fp16", "bf16x2") and not finite
+    takes_four_warps = from_shared_memory and precision in ("bf16", "fp16", "bf16x2")
     tiles = ceil_divide(value, value_tile)
     # The slots of a block are shared out only where there is one group.
     splits, share = 1, sizes["slots"]
@@ -247,7 +255,7 @@ def outer(
     launch(
         outer_kernel, lines[1] * rows * splits * tiles,
         as_rows(left), as_rows(right), as_rows(plain), scale, weight, limit, table, products, scales, sums, first_bad,
-        lines=lines, **sizes, factor=factor, splits=splits, split_slots=share, heads=num_heads,
+        lines=lines, **sizes, splits=splits, split_slots=share, heads=num_heads,
         REPEATS=heads // num_heads, LEFT=width, RIGHT=value, PLAIN=plain_width, BLOCK_LEFT=padded(width),
         BLOCK_RIGHT=value_tile, BLOCK_PLAIN=padded(plain_width), BLOCK_TOKENS=tile,
         LIMIT_REPEATS=1 if limit is None else heads // limit.shape[1], PRECISION=precision,
