@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..training.config import LR_SCHEDULES, PRECISIONS, TRAIN_MODES
-from ..training.layers import LayerCall, Trainable
+from ..training.layers import LayerCall, Trainable, swapped_parameters
 from ..training.optimizers import ADAM, LOGARITHM, MATRIX, Muon
 from ..training.parameters import learning_rate_factor, set_learning_rate
+from ..training.processes import Processes
 from ..utils.files import atomic_file
 from ..utils.options import Options, option
 
@@ -166,7 +167,10 @@ class LayerTraining:
     Attributes:
         names: Names of the parameters that train.
         losses: Loss of every step so far.
+        errors: Held-out error of the layer before and after, once [`settle`] has measured them.
     """
+
+    errors: tuple[float, float] | None = None
 
     def __init__(self, layer: Trainable, settings: MatchSettings, file: Path | None, steps: int) -> None:
         self.layer, self.settings, self.file, self.steps = layer, settings, file, steps
@@ -175,6 +179,7 @@ class LayerTraining:
         if file is not None and file.is_file():
             with safe_open(str(file), framework="pt") as stored:
                 self.losses = json.loads(stored.metadata()["losses"])
+                self.errors = json.loads(stored.metadata().get("errors", "null"))
 
     @property
     def finished(self) -> bool:
@@ -192,6 +197,7 @@ class LayerTraining:
                 module.to(device)
             for parameter in self.parameters.values():
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            self.former = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
             self._restore()
             yield
         finally:
@@ -218,6 +224,34 @@ class LayerTraining:
             parameter = self.parameters[name]
             self.optimizer.state[parameter][kind] = value.to(parameter.device)
 
+    @torch.no_grad()
+    def settle(self, calls: Sequence[Callable[[], LayerCall]], processes: Processes) -> None:
+        """Keep what was trained if it lowers the loss on records that no step has seen, else what was there before.
+
+        Args:
+            calls: Functions that return the layer's calls in the records of this process.
+            processes: Those that have the others.
+        """
+
+        def error() -> float:
+            losses = sum(processes.all([self._loss(call()).item() for call in calls]), [])
+            return math.fsum(losses) / len(losses)
+
+        after = error()
+        with swapped_parameters({parameter: self.former[name] for name, parameter in self.parameters.items()}):
+            before = error()
+        self.errors = (before, after)
+        if not after < before:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.former[name])
+
+    def summary(self) -> dict[str, Any]:
+        """Its losses, and the held-out error before and after where that was measured, as plain JSON values."""
+        found: dict[str, Any] = summarize(self.losses)
+        if self.errors is not None:
+            found |= dict(zip(("held_out_before", "held_out_after"), self.errors))
+        return found
+
     def take_step(self, calls: Iterable[LayerCall], numbers: Sequence[int]) -> None:
         """Take an optimizer step.
 
@@ -235,10 +269,7 @@ class LayerTraining:
         set_learning_rate(self.optimizer, factor)
         losses = []
         for call in calls:
-            call = send_to_device(call, self.weight.device, non_blocking=True)
-            call = call._replace(hidden_states=call.hidden_states.to(self.weight.dtype))
-            with autocast(self.weight.device, settings.mixed_precision):
-                loss = layer_loss(self.layer, call) / len(numbers)
+            loss = self._loss(call) / len(numbers)
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
@@ -257,6 +288,12 @@ class LayerTraining:
         self.optimizer.zero_grad()
         self.losses.append(loss_value)
 
+    def _loss(self, call: LayerCall) -> torch.Tensor:
+        call = send_to_device(call, self.weight.device, non_blocking=True)
+        call = call._replace(hidden_states=call.hidden_states.to(self.weight.dtype))
+        with autocast(self.weight.device, self.settings.mixed_precision):
+            return layer_loss(self.layer, call)
+
     def save(self) -> None:
         """Save the weights; of a layer that is not finished the optimizer's moments, too."""
         if self.file is None:
@@ -268,4 +305,4 @@ class LayerTraining:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(self.file) as temporary:
             plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(plain, temporary, {"losses": json.dumps(self.losses)})
+            save_file(plain, temporary, {"losses": json.dumps(self.losses), "errors": json.dumps(self.errors)})

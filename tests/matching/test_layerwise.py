@@ -256,3 +256,30 @@ def test_mistakes(change, message):
             arguments[key] = choices[arguments[key]]
     with pytest.raises(ValueError, match=message):
         match_layers(arguments.pop("model"), arguments.pop("batches"), **arguments)
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk", "none"])
+def test_a_layer_keeps_what_it_learned_only_where_its_held_out_error_falls(cache, tmp_path):
+    """Compared with errors that are computed here, on the batches that no step has seen."""
+    data = batches("bert", count=5)
+    for number, rate in enumerate((1e-3, 3.0)):
+        student, teacher = pair("bert")
+        before = [matching_losses(student, batch) for batch in data[3:]]
+        start = weights(student)
+        report = match_layers(
+            student, data, steps=6, held_out=2, learning_rate=rate, mhla_learning_rate=rate, cache=cache,
+            cache_dtype="float32", output=tmp_path / str(number), save_every=2,
+        )  # fmt: skip
+        after = [matching_losses(student, batch, teacher=teacher) for batch in data[3:]]
+        for name, figures in report.to_dict()["layers"].items():
+            own, now = (sum(losses[name] for losses in found) / 2 for found in (before, after))
+            assert figures["held_out_before"] == pytest.approx(own, rel=1e-4)
+            is_kept = figures["held_out_after"] < figures["held_out_before"]
+            assert now == pytest.approx(figures["held_out_after"] if is_kept else own, rel=1e-4)
+            changed = {
+                key for key, value in student.state_dict().items()
+                if key.startswith(name) and not torch.equal(value, start[key])
+            }  # fmt: skip
+            assert bool(changed) == is_kept == (rate < 1)
+    with pytest.raises(ValueError, match="held_out=5"):
+        match_layers(student, data, held_out=5)
