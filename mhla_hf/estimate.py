@@ -256,7 +256,7 @@ def find_candidate(location: str | Path, component: str | None = None, **hub: An
             for same in (preset for preset, content in PRESETS.items() if content.repository == name):
                 error.args = (f"{error} The preset {same} is the same model, and needs no download.",)
             raise
-    directory = ModelDirectory.read(root, component, location=name, require_supported=False)
+    directory = ModelDirectory.read(locations.unpacked(root), component, location=name, require_supported=False)
     if directory.is_mhla:
         raise ValueError(f"{name} is MHLA already: give the model that it was converted from.")
     if directory.is_transformers:

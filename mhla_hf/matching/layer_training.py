@@ -234,7 +234,7 @@ class LayerTraining:
         """
 
         def error() -> float:
-            losses = sum(processes.all([self._loss(call()).item() for call in calls]), [])
+            losses: list[float] = sum(processes.all([self._loss(call()).item() for call in calls]), [])
             return math.fsum(losses) / len(losses)
 
         after = error()

@@ -170,7 +170,7 @@ class RecoveryData:
             plan.check_samples(2)
             self._check_room(parse_sizes(str(plan.config.sizes))[0])
 
-    def fitted_recipe(self) -> Recipe:
+    def fitted(self) -> Recipe:
         """The recipe with blocks that fit the samples, where it names none.
 
         Blocks of vision models are made for the token grid of the images, which need not be the configuration's. Rows

@@ -400,7 +400,7 @@ class Recovery:
         if decide(lambda: self.work.is_done(CONVERTED)):
             return None
         if self.data is not None:
-            self.recipe = decide(self.data.fitted_recipe)
+            self.recipe = decide(self.data.fitted)
         report = RecoveryReport(
             self.work.output, self.recipe.family, recipe=self.recipe.to_dict(), seed=self.settings.seed
         )

@@ -110,8 +110,9 @@ class RecoveryReport:
         content = with_present_names(read_json(path or output / REPORT, "the report"))
         known = {item.name: content[item.name] for item in fields(cls) if item.name in content}
         # Files are sorted by name.
-        figures = {name: content["figures"][name] for name in TITLES if name in content["figures"]}
-        return cls(output, **{**known, "figures": figures})
+        for part, names in (("figures", TITLES), ("beside", BESIDE)):
+            known[part] = {name: content[part][name] for name in names if name in content.get(part, {})}
+        return cls(output, **known)
 
     @property
     def kept(self) -> str:

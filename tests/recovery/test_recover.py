@@ -247,7 +247,7 @@ def test_blocks_are_made_for_the_grid_of_the_images(name, tmp_path, caplog):
     ViTImageProcessor(size={"height": half, "width": half}).save_pretrained(tmp_path / "source")
     with pytest.raises(ValueError, match="data.height and data.width: give both"):
         mhla_hf.recover(tmp_path / "source", tmp_path / "out", "digits", changes={"data.height": half})
-    changes = {key: value for key, value in SMALL.items() if not key.startswith("match")}
+    changes = dict(SMALL)
     # ViT reads another size than its own where it is told to.
     grid = [usual // 2, usual // 2] if name == "dinov2" else [usual, 2 * usual]
     if name == "vit":
@@ -268,21 +268,32 @@ def test_resampled_weights_are_warned_of(sources, tmp_path, caplog):
     side = IMAGE_SIZE // 2
     source = Images([lambda: np.zeros((side, side, 3), np.uint8)] * 10, ViTImageProcessor(do_resize=False), 2, "")
     module._warn_of_resampling(model, source)
-    assert "the mixing weights are those of 4x4 blocks" in caplog.text and "have 2x2: training sees" in caplog.text
+    assert (
+        "the mixing weights are those of 2x2 blocks" in caplog.text
+        and "of 2x2 patches have 1x1: training" in caplog.text
+    )
 
 
-@pytest.mark.parametrize("length, expected", [(64, 16), (100, 16), (4096, None)])
+@pytest.mark.parametrize("length, expected", [(64, 16), (100, 16), (4096, 32)])
 def test_rows_of_text_have_four_blocks(length, expected, tmp_path, sources, caplog):
-    """The default block of a model may be as long as a row: what is measured there would be linear attention."""
-    directory = ModelDirectory.read(sources["llama"][0])
+    """The default block of a model may be as long as a row, of 128 tokens at most here: linear attention."""
     options = {"data": "generated", "hub": {}, "cache": tmp_path, "seed": 0, "progress": False, "prompts": None}
     recipe = default_recipe("causal").changed({"data.max_length": length})
-    recipe_of = lambda recipe: RecoveryData(directory=directory, recipe=recipe, **options).fitted_recipe()  # noqa: E731
-    assert recipe_of(recipe).mhla.get("block_size") == (None if expected is None else [expected])
-    assert ("they get blocks of 16 (--block-size)" in caplog.text) == (expected is not None)
-    given = recipe.changed({"mhla.block_size": [length]})
-    assert recipe_of(given).mhla["block_size"] == [length]
-    assert f"rows of {min(length, 4096)} tokens have 1 blocks of {length}" in caplog.text
+
+    def fitted(recipe):
+        return RecoveryData(
+            directory=ModelDirectory.read(Path(sources["llama"][0])), recipe=recipe, **options
+        ).fitted()
+
+    assert (
+        fitted(recipe).mhla["block_size"] == [expected] and f"get blocks of {expected} (--block-size)" in caplog.text
+    )
+    caplog.clear()
+    assert fitted(recipe.changed({"mhla.block_size": [expected]})).mhla["block_size"] == [expected]
+    assert not caplog.text
+    longest = min(length, 128)
+    assert fitted(recipe.changed({"mhla.block_size": [longest]})).mhla["block_size"] == [longest]
+    assert f"rows of {longest} tokens have 1 blocks of {longest}" in caplog.text
 
 
 def test_window_and_linear_attention_are_measured_beside(sources, tmp_path):
@@ -340,12 +351,12 @@ def test_a_calibrated_model_is_recovered_from(sources, tmp_path):
     convert_pretrained(directory, tmp_path / "mhla", layers="0,2", block_size=[8], progress=False)
     with pytest.raises(ValueError, match="is MHLA already; load its softmax original"):
         mhla_hf.recover(tmp_path / "mhla", tmp_path / "out", data)
-    calibrate_directory(tmp_path / "mhla", data=data, samples=8, fit_steps=4, device="cpu")
+    calibrate_directory(tmp_path / "mhla", data=data, samples=24, fit_steps=40, device="cpu")
     changes = {**SMALL, **EXTRA["bert"]}
     options = {"changes": changes, "device": "cpu", "progress": False}
     report = mhla_hf.recover(tmp_path / "mhla", tmp_path / "out", data, stages=["match"], **options)
     assert list(report.figures) == ["softmax", "converted", "calibrate", "match"]
-    assert report.stages["calibrate"]["layers"] and report.stages["calibrate"]["probe"]["samples"] == 8
+    assert report.stages["calibrate"]["layers"] and report.stages["calibrate"]["probe"]["samples"] == 24
     assert report.figures["match"]["cosine"] > 0.5
     found, calibrated = load("bert", tmp_path / "out"), load("bert", tmp_path / "mhla")
     assert found.config.mhla == calibrated.config.mhla
