@@ -134,9 +134,9 @@ def _show_recovery(report: "RecoveryReport") -> None:
         row["CPU seconds"] = None if seconds is None else f"{seconds:.0f}"
         cells.append({"model": {**TITLES, **BESIDE}[state], **row})
     show_table(cells, title="Held-out quality")
+    say(f"Model: {report.output}; figures: {report.output / 'report.json'}")
     for note in report.notes():
         say(f"{note}.")
-    say(f"Model: {report.output}; figures: {report.output / 'report.json'}")
 
 
 def _figure(name: str, value: float | None) -> str | None:

@@ -409,16 +409,18 @@ def match_blocks(
                 file = None if output is None else output / f"{block.name}.safetensors"
                 training = LayerTraining(block, options, file, count)
                 with only_trainable(model, training.names), training.prepared(None):
-                    for step in range(len(training.losses), count):
-                        number = order.dataset_index(step)
-                        owner = owners[number]
-                        call = records.call(number, index) if owner == processes.rank else None
-                        training.take_step([processes.share(call, owner)], [number])
-                        if progress is not None:
-                            progress(block.name, step + 1, training.losses[-1])
-                    if unseen and training.errors is None:
-                        mine = [number for number in unseen if owners[number] == processes.rank]
-                        training.settle([partial(records.call, number, index) for number in mine], processes)
+                    mine = [number for number in unseen if owners[number] == processes.rank]
+                    calls = [partial(records.call, number, index) for number in mine]
+                    while not training.finished:
+                        for step in range(len(training.losses), count):
+                            number = order.dataset_index(step)
+                            owner = owners[number]
+                            call = records.call(number, index) if owner == processes.rank else None
+                            training.take_step([processes.share(call, owner)], [number])
+                            if progress is not None:
+                                progress(block.name, step + 1, training.losses[-1])
+                        if unseen:
+                            training.settle(calls, processes)
                     for parameter in training.parameters.values():
                         processes.send(parameter, 0)
                     if processes.rank == 0:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MIXING_FACTOR, _CONVOLUTION_FACTOR = 2.5, 0.5
 # Smaller matrices, such as tables of few rows, are no maps to orthogonalise.
 _LEAST_SIDE = 8
+# Rates of a second attempt, relative to those of the first.
+_SECOND_RATE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +170,11 @@ class LayerTraining:
         names: Names of the parameters that train.
         losses: Loss of every step so far.
         errors: Held-out error of the layer before and after, once [`settle`] has measured them.
+        attempt: 1, or 2 for the second attempt.
     """
 
     errors: tuple[float, float] | None = None
+    attempt = 1
 
     def __init__(self, layer: Trainable, settings: MatchSettings, file: Path | None, steps: int) -> None:
         self.layer, self.settings, self.file, self.steps = layer, settings, file, steps
@@ -180,6 +184,7 @@ class LayerTraining:
             with safe_open(str(file), framework="pt") as stored:
                 self.losses = json.loads(stored.metadata()["losses"])
                 self.errors = json.loads(stored.metadata().get("errors", "null"))
+                self.attempt = int(stored.metadata().get("attempt", 1))
 
     @property
     def finished(self) -> bool:
@@ -209,7 +214,11 @@ class LayerTraining:
                     module.to(next(iter(before.values()))[1])
 
     def _restore(self) -> None:
-        self.optimizer = layer_optimizer(self.layer, self.names, self.settings)
+        settings = self.settings
+        if self.attempt == 2:
+            rates = {name: _SECOND_RATE * getattr(settings, name) for name in ("learning_rate", "mhla_learning_rate")}
+            settings = replace(settings, **rates)
+        self.optimizer = layer_optimizer(self.layer, self.names, settings)
         # Quantised weights are integers.
         self.weight = next(value for value in self.layer.parameters().values() if value.is_floating_point())
         self.scaler = torch.amp.GradScaler(self.weight.device.type, enabled=self.settings.mixed_precision == "fp16")
@@ -228,6 +237,9 @@ class LayerTraining:
     def settle(self, calls: Sequence[Callable[[], LayerCall]], processes: Processes) -> None:
         """Keep what was trained if it lowers the loss on records that no step has seen, else what was there before.
 
+        A layer that learned nothing has a second attempt, at a tenth of the rates: it is not finished then. The rates
+        are for layers far from their originals, and lead away from where calibration comes close.
+
         Args:
             calls: Functions that return the layer's calls in the records of this process.
             processes: Those that have the others.
@@ -244,12 +256,15 @@ class LayerTraining:
         if not after < before:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.former[name])
+            if self.attempt == 1:
+                self.attempt, self.errors, self.losses = 2, None, []
+                self._restore()
 
     def summary(self) -> dict[str, Any]:
         """Its losses, and the held-out error before and after where that was measured, as plain JSON values."""
         found: dict[str, Any] = summarize(self.losses)
         if self.errors is not None:
-            found |= dict(zip(("held_out_before", "held_out_after"), self.errors))
+            found |= dict(zip(("held_out_before", "held_out_after"), self.errors)) | {"attempt": self.attempt}
         return found
 
     def take_step(self, calls: Iterable[LayerCall], numbers: Sequence[int]) -> None:
@@ -305,4 +320,5 @@ class LayerTraining:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(self.file) as temporary:
             plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(plain, temporary, {"losses": json.dumps(self.losses), "errors": json.dumps(self.errors)})
+            state = {name: json.dumps(getattr(self, name)) for name in ("losses", "errors", "attempt")}
+            save_file(plain, temporary, state)

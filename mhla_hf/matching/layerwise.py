@@ -191,34 +191,39 @@ class Matching:
         with ExitStack() as stack:
             for run in runs:
                 stack.enter_context(run.prepared(None if records is None else self.device))
-            steps = max((run.steps for run in runs), default=0)
-            for step in range(min((len(run.losses) for run in runs), default=steps), steps):
-                numbers = self._numbers(step)
-                # A process that was killed while it saved several layers left some of them ahead.
-                behind = [run for run in runs if len(run.losses) == step < run.steps]
-                made = [self._record(number, self._rounded) for number in numbers if records is None]
-                for run in behind:
-                    name = run.layer.name
-                    kept = (records.call(number, name) for number in numbers) if records is not None else ()
-                    run.take_step([record[name] for record in made] or kept, numbers)
-                    if self.progress is not None:
-                        self.progress(name, step + 1, run.losses[-1])
-                finished = [run for run in behind if run.finished]
-                self._fit_projections(finished, records)
-                if self.unseen and finished:
-                    self._settle(finished, records)
-                # Layers that train one after another are saved when they are finished.
-                due = records is None and (step + 1) % (self.settings.save_every or steps) == 0
-                for run in behind:
-                    if due or run.finished or signals.received is not None:
-                        run.save()
-                if signals.received is not None:
-                    way_on = "nothing was saved, for there is no output"
-                    if self.output is not None:
-                        way_on = f"the same command continues from there (saved in {self.output})"
-                    name = runs[0].layer.name
-                    message = f"stopped matching {name} after step {step + 1} of {steps}; {way_on}"
-                    raise TrainingStopped(message, signals.received)
+            while any(not run.finished for run in runs):
+                self._take_steps(runs, records, signals)
+
+    def _take_steps(self, runs: Sequence[LayerTraining], records: Records | None, signals: StopSignals) -> None:
+        """Take the steps of one attempt."""
+        steps = max((run.steps for run in runs), default=0)
+        for step in range(min((len(run.losses) for run in runs), default=steps), steps):
+            numbers = self._numbers(step)
+            # A process that was killed while it saved several layers left some of them ahead.
+            behind = [run for run in runs if len(run.losses) == step < run.steps]
+            made = [self._record(number, self._rounded) for number in numbers if records is None]
+            for run in behind:
+                name = run.layer.name
+                kept = (records.call(number, name) for number in numbers) if records is not None else ()
+                run.take_step([record[name] for record in made] or kept, numbers)
+                if self.progress is not None:
+                    self.progress(name, step + 1, run.losses[-1])
+            finished = [run for run in behind if run.finished]
+            self._fit_projections(finished, records)
+            if self.unseen and finished:
+                self._settle(finished, records)
+            # Layers that train one after another are saved when they are finished.
+            due = records is None and (step + 1) % (self.settings.save_every or steps) == 0
+            for run in behind:
+                if due or run.finished or signals.received is not None:
+                    run.save()
+            if signals.received is not None:
+                way_on = "nothing was saved, for there is no output"
+                if self.output is not None:
+                    way_on = f"the same command continues from there (saved in {self.output})"
+                name = runs[0].layer.name
+                message = f"stopped matching {name} after step {step + 1} of {steps}; {way_on}"
+                raise TrainingStopped(message, signals.received)
 
     def _settle(self, runs: Sequence[LayerTraining], records: Records | None) -> None:
         """Have layers keep what they learned where their held-out error has fallen."""

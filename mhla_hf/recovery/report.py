@@ -143,10 +143,10 @@ class RecoveryReport:
         return f"{sum(stayed)} of {len(stayed)}" if stayed else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without `output` and the fingerprint."""
+        """Plain JSON values, without `output` and the fingerprint, and with `notes`."""
         names = [item.name for item in fields(self) if item.name not in ("output", "fingerprint")]
         content = {name: getattr(self, name) for name in names}
-        return {**content, "version": __version__}
+        return {**content, "notes": self.notes(), "version": __version__}
 
 
 def write_plot(path: Path, report: RecoveryReport) -> None:
