@@ -84,9 +84,11 @@ class Candidate:
         class_name: Class of the softmax model.
         is_linear: Whether the model's own attention is linear.
         window: Width of the sliding window that some layers have, or `None`.
+        windowed: Those layers, where the configuration names them.
     """
 
     window: int | None = None
+    windowed: tuple[int, ...] = ()
 
     def __init__(self, directory: ModelDirectory, config: Any) -> None:
         self.directory, self.config = directory, config
@@ -146,6 +148,8 @@ class TransformersModel(Candidate):
         super().__init__(directory, config)
         text = config.get_text_config()
         self.window = getattr(text, "sliding_window", None) or getattr(text, "local_attention", None)
+        kinds = enumerate(getattr(text, "layer_types", None) or ())
+        self.windowed = tuple(index for index, kind in kinds if kind == "sliding_attention")
 
     def build(self, mhla: Mapping[str, Any] | None = None, *, one_block: bool = False) -> Any:
         import transformers
@@ -252,7 +256,7 @@ def find_candidate(location: str | Path, component: str | None = None, **hub: An
             for same in (preset for preset, content in PRESETS.items() if content.repository == name):
                 error.args = (f"{error} The preset {same} is the same model, and needs no download.",)
             raise
-    directory = ModelDirectory.read(root, component, location=name, require_supported=False)
+    directory = ModelDirectory.read(locations.unpacked(root), component, location=name, require_supported=False)
     if directory.is_mhla:
         raise ValueError(f"{name} is MHLA already: give the model that it was converted from.")
     if directory.is_transformers:
@@ -297,6 +301,7 @@ class Estimate:
         is_linear: Whether the model's own attention is linear.
         kv_bytes: Keys and values of all tokens in bfloat16; `None` for models that do not decode.
         state_bytes: The cache of MHLA after as many tokens, in bfloat16.
+        windowed: Layers that stay softmax, each with a sliding window of its own.
         training: Memory of a recovery in bytes, a row for each recipe, the recommended one first; see
             [`training_memory`].
     """
@@ -314,6 +319,7 @@ class Estimate:
     is_linear: bool = False
     kv_bytes: int | None = None
     state_bytes: int | None = None
+    windowed: tuple[int, ...] = ()
     training: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -362,6 +368,10 @@ class Estimate:
             f"the model becomes at most {gains['all']:.2f} times as fast with MHLA in all layers, and "
             f"{gains['2/3']:.2f} times with MHLA in two thirds of them."
         )
+        if self.windowed:
+            text += (
+                f" Layers {shorten_list(map(str, self.windowed), 32)} stay softmax: they have windows of their own."
+            )
         if self.tokens <= MEASURED_TOKENS and gains["2/3"] >= LEAST_BOUND:
             text += f" Up to {MEASURED_TOKENS:,} tokens softmax attention was faster on an H100."
         if self.refusal is not None:
@@ -396,6 +406,7 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
         )
     kv_bytes, count["tokens"] = count.pop("cache_bytes"), count["tokens"] or math.prod(grid)
     own = {"parameters": count_parameters(softmax), "is_linear": candidate.is_linear, "kv_bytes": kv_bytes}
+    own["windowed"] = candidate.windowed
     found = Estimate(candidate.name, candidate.class_name, grid, **count, **own)
     try:
         model = on_meta(candidate, candidate.options(grid))

@@ -123,16 +123,20 @@ def recover_command(
 
 
 def _show_recovery(report: "RecoveryReport") -> None:
-    from ..recovery.report import LABELS, TITLES
+    from ..recovery.report import BESIDE, LABELS, TITLES
 
     names = dict.fromkeys(name for figures in report.figures.values() for name in figures)
     cells = []
-    for state, figures in report.figures.items():
+    for state, figures in {**report.figures, **report.beside}.items():
         seconds = report.seconds.get(state, {}).get("cpu_seconds")
         row = {LABELS.get(name, name): _figure(name, figures.get(name)) for name in names}
-        cells.append({"model": TITLES[state], **row, "CPU seconds": None if seconds is None else f"{seconds:.0f}"})
+        row["left as they were"] = report.left_alone(state)
+        row["CPU seconds"] = None if seconds is None else f"{seconds:.0f}"
+        cells.append({"model": {**TITLES, **BESIDE}[state], **row})
     show_table(cells, title="Held-out quality")
     say(f"Model: {report.output}; figures: {report.output / 'report.json'}")
+    for note in report.notes():
+        say(f"{note}.")
 
 
 def _figure(name: str, value: float | None) -> str | None:

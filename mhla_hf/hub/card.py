@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -24,7 +24,7 @@ from ..models.directory import CONVERSION_RECORD, TRAINING_RECORD, ModelDirector
 from ..models.registry import FAMILIES, MHLA_CLASSES, mhla_class_for
 from ..models.stub import TAGS
 from ..recovery.recipes import STAGES
-from ..recovery.report import LABELS, PLOT, REPORT, TITLES, with_present_names
+from ..recovery.report import BESIDE, LABELS, PLOT, REPORT, TITLES, with_present_names
 from ..utils import model_cards
 from ..utils.compat.transformers import task_classes
 from ..utils.files import atomic_file, read_json
@@ -114,7 +114,7 @@ class Records:
     @property
     def is_trained(self) -> bool:
         """`True` if a training after the conversion is on record."""
-        figures = entry(self.recovery, "figures", kind=dict) or {}
+        figures = {*(entry(self.recovery, "figures", kind=dict) or {})} - {*_discarded(self.recovery)}
         return bool(self.training) or any(STAGES[name].memory for name in figures if name in STAGES)
 
 
@@ -178,8 +178,10 @@ def model_card(
     data.datasets = [origin] if is_hub_id(origin) else None
     location = data.base_model or next((_public_location(found["location"]) for found in opened.origins()), "")
     title = text.name or (f"{location.rpartition('/')[2]} with MHLA" if location else "A model with MHLA")
+    recovery = _recovery_facts(records.recovery)
     quality = _quality(records.recovery)
-    data.eval_results = _eval_results(data.pipeline_tag, quality, origin) or None
+    kept = [state for state in quality if state not in recovery["discarded"]]
+    data.eval_results = _eval_results(data.pipeline_tag, {state: quality[state] for state in kept}, origin) or None
     data.model_name = one_line(title, _LONGEST) if data.eval_results else None
     sample = next((name for name in _SAMPLES if (directory / name).is_file()), None)
     if text.prompt is not None:
@@ -194,15 +196,16 @@ def model_card(
         models=[{**describe_model(model), "towers": _tower_options(model)} for model in models],
         attention=models[0].original_attention,
         is_official=records.conversion.get("command") == "import-official",
-        is_untrained=bool(records.conversion) and not records.is_trained,
+        is_untrained=bool(records.conversion) and not records.is_trained and not recovery["stages"],
         sample=sample,
         plot=PLOT if (directory / PLOT).is_file() else None,
         use=_usage(models[0], data, repo_id or _PLACEHOLDER, text),
-        recovery=_recovery_facts(records.recovery),
+        recovery=recovery,
+        state=TITLES[kept[-1]] if kept else "",
         training=_training_facts(records.training),
         quality=[
-            {"model": TITLES[state], **{LABELS[key]: figures.get(key) for key in LABELS}}
-            for state, figures in quality.items()
+            {"model": {**TITLES, **BESIDE}[state], **{LABELS[key]: figures.get(key) for key in LABELS}}
+            for state, figures in {**quality, **_quality(records.recovery, "beside", BESIDE)}.items()
         ],
         speed=[_speed(Path(path).expanduser()) for path in benchmarks],
         plain=plain,
@@ -424,9 +427,11 @@ def _usage(model: ModelDirectory, data: ModelCardData, location: str, text: Card
 # Recovery and training
 
 
-def _quality(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+def _quality(
+    report: dict[str, Any], part: str = "figures", states: Iterable[str] = TITLES
+) -> dict[str, dict[str, float]]:
     """Return the held-out figures of each state of a model that has any, in order."""
-    figures = {state: {key: entry(report, "figures", state, key) for key in LABELS} for state in TITLES}
+    figures = {state: {key: entry(report, part, state, key) for key in LABELS} for state in states}
     known = {
         state: {key: value for key, value in found.items() if value is not None} for state, found in figures.items()
     }
@@ -469,12 +474,19 @@ def _recovery_facts(report: dict[str, Any]) -> dict[str, Any]:
     found = {noun: entry(report, "data", name, kind=int) for noun, name in counts.items()}
     return {
         "stages": stages,
+        "discarded": _discarded(report),
         "descriptions": {name: stage.description for name, stage in STAGES.items()},
         "data": [pluralize(count, noun) for noun, count in found.items() if count is not None],
         "origin": entry(report, "data", "origin", kind=str),
         "seed": entry(report, "seed", kind=int),
         "machine": [found for name in ("device", "date") if (found := entry(report, "machine", name, kind=str))],
     }
+
+
+def _discarded(report: dict[str, Any]) -> list[str]:
+    """Return the stages of a recovery whose result was left out."""
+    found = entry(report, "discarded", kind=list) or []
+    return [name for name in STAGES if name in found]
 
 
 def _training_facts(record: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from ..training.layers import (
 from ..training.processes import Processes
 from ..training.teacher import SharedTeacher
 from ..utils.messages import format_bytes, shorten_list
-from .layer_training import LayerTraining, MatchSettings, Progress, summarize
+from .layer_training import LayerTraining, MatchSettings, Progress
 from .records import free_room, tensor_bytes
 
 
@@ -357,6 +357,7 @@ def match_blocks(
     steps: Sequence[int],
     teacher: SharedTeacher,
     output: Path | None,
+    held_out: int = 0,
     progress: Progress | None = None,
     **settings: Any,
 ) -> dict[str, dict[str, float]]:
@@ -372,11 +373,14 @@ def match_blocks(
         steps: Steps of the block of each MHLA layer; one with 0 is left as it is, as are layers outside the blocks.
         teacher: The original, with the values of all parameters; those outside the blocks must be the model's.
         output: Directory of finished blocks; a killed run repeats the block that it was at.
+        held_out: Number of the last batches that are not trained on. A block whose error on them does not fall keeps
+            the weights that it had.
         progress: Called after every step with the block, its steps and the loss.
         **settings: Options of `MatchSettings`.
 
     Returns:
-        Loss of the first step, and mean of the last tenth, of each block that was trained.
+        Loss of the first step, and mean of the last tenth, of each block that was trained; and the error on held-out
+        batches before and after, where there are such.
 
     Raises:
         ValueError: If the model has no list of blocks, its blocks hand on more than hidden states, or the hidden
@@ -384,7 +388,7 @@ def match_blocks(
         FloatingPointError: If a loss is no longer finite.
     """
     options, processes = MatchSettings.from_dict(settings), Processes()
-    order = DataOrder(dataset_size=num_batches, batch_size=1, seed=options.seed, stage=STAGE)
+    order = DataOrder(dataset_size=num_batches - held_out, batch_size=1, seed=options.seed, stage=STAGE)
     report: dict[str, dict[str, float]] = {}
     with evaluating(model):
         blocks = list_blocks(model, on_device(make_batch(0), model))
@@ -392,6 +396,8 @@ def match_blocks(
         of_blocks = [0 if block.mhla is None else by_layer[block.mhla] for block in blocks]
         counts = {index: count for index, count in enumerate(of_blocks) if count}
         numbers = sorted({order.dataset_index(step) for step in range(max(counts.values(), default=0))})
+        unseen = range(num_batches - held_out, num_batches) if numbers else range(0)
+        numbers += unseen
         owners = {number: processes.owner(place) for place, number in enumerate(numbers)}
         with processes.together():
             records = _Records.start(blocks, processes.share_of(numbers), make_batch, model, teacher)
@@ -403,18 +409,23 @@ def match_blocks(
                 file = None if output is None else output / f"{block.name}.safetensors"
                 training = LayerTraining(block, options, file, count)
                 with only_trainable(model, training.names), training.prepared(None):
-                    for step in range(len(training.losses), count):
-                        number = order.dataset_index(step)
-                        owner = owners[number]
-                        call = records.call(number, index) if owner == processes.rank else None
-                        training.take_step([processes.share(call, owner)], [number])
-                        if progress is not None:
-                            progress(block.name, step + 1, training.losses[-1])
+                    mine = [number for number in unseen if owners[number] == processes.rank]
+                    calls = [partial(records.call, number, index) for number in mine]
+                    while not training.finished:
+                        for step in range(len(training.losses), count):
+                            number = order.dataset_index(step)
+                            owner = owners[number]
+                            call = records.call(number, index) if owner == processes.rank else None
+                            training.take_step([processes.share(call, owner)], [number])
+                            if progress is not None:
+                                progress(block.name, step + 1, training.losses[-1])
+                        if unseen:
+                            training.settle(calls, processes)
                     for parameter in training.parameters.values():
                         processes.send(parameter, 0)
                     if processes.rank == 0:
                         training.save()
-                report[block.name] = {"steps": count, **summarize(training.losses)}
+                report[block.name] = {"steps": count, **training.summary()}
             if index < last_trained:
                 records.advance(block, index, records.student)
     return report

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..training.config import LR_SCHEDULES, PRECISIONS, TRAIN_MODES
-from ..training.layers import LayerCall, Trainable
+from ..training.layers import LayerCall, Trainable, swapped_parameters
 from ..training.optimizers import ADAM, LOGARITHM, MATRIX, Muon
 from ..training.parameters import learning_rate_factor, set_learning_rate
+from ..training.processes import Processes
 from ..utils.files import atomic_file
 from ..utils.options import Options, option
 
@@ -34,6 +35,8 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MIXING_FACTOR, _CONVOLUTION_FACTOR = 2.5, 0.5
 # Smaller matrices, such as tables of few rows, are no maps to orthogonalise.
 _LEAST_SIDE = 8
+# Rates of a second attempt, relative to those of the first.
+_SECOND_RATE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,12 @@ class LayerTraining:
     Attributes:
         names: Names of the parameters that train.
         losses: Loss of every step so far.
+        errors: Held-out error of the layer before and after, once [`settle`] has measured them.
+        attempt: 1, or 2 for the second attempt.
     """
+
+    errors: tuple[float, float] | None = None
+    attempt = 1
 
     def __init__(self, layer: Trainable, settings: MatchSettings, file: Path | None, steps: int) -> None:
         self.layer, self.settings, self.file, self.steps = layer, settings, file, steps
@@ -175,6 +183,8 @@ class LayerTraining:
         if file is not None and file.is_file():
             with safe_open(str(file), framework="pt") as stored:
                 self.losses = json.loads(stored.metadata()["losses"])
+                self.errors = json.loads(stored.metadata().get("errors", "null"))
+                self.attempt = int(stored.metadata().get("attempt", 1))
 
     @property
     def finished(self) -> bool:
@@ -192,6 +202,7 @@ class LayerTraining:
                 module.to(device)
             for parameter in self.parameters.values():
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            self.former = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
             self._restore()
             yield
         finally:
@@ -203,7 +214,11 @@ class LayerTraining:
                     module.to(next(iter(before.values()))[1])
 
     def _restore(self) -> None:
-        self.optimizer = layer_optimizer(self.layer, self.names, self.settings)
+        settings = self.settings
+        if self.attempt == 2:
+            rates = {name: _SECOND_RATE * getattr(settings, name) for name in ("learning_rate", "mhla_learning_rate")}
+            settings = replace(settings, **rates)
+        self.optimizer = layer_optimizer(self.layer, self.names, settings)
         # Quantised weights are integers.
         self.weight = next(value for value in self.layer.parameters().values() if value.is_floating_point())
         self.scaler = torch.amp.GradScaler(self.weight.device.type, enabled=self.settings.mixed_precision == "fp16")
@@ -217,6 +232,40 @@ class LayerTraining:
             name, _, kind = key.rpartition("::")
             parameter = self.parameters[name]
             self.optimizer.state[parameter][kind] = value.to(parameter.device)
+
+    @torch.no_grad()
+    def settle(self, calls: Sequence[Callable[[], LayerCall]], processes: Processes) -> None:
+        """Keep what was trained if it lowers the loss on records that no step has seen, else what was there before.
+
+        A layer that learned nothing has a second attempt, at a tenth of the rates: it is not finished then. The rates
+        are for layers far from their originals, and lead away from where calibration comes close.
+
+        Args:
+            calls: Functions that return the layer's calls in the records of this process.
+            processes: Those that have the others.
+        """
+
+        def error() -> float:
+            losses: list[float] = sum(processes.all([self._loss(call()).item() for call in calls]), [])
+            return math.fsum(losses) / len(losses)
+
+        after = error()
+        with swapped_parameters({parameter: self.former[name] for name, parameter in self.parameters.items()}):
+            before = error()
+        self.errors = (before, after)
+        if not after < before:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.former[name])
+            if self.attempt == 1:
+                self.attempt, self.errors, self.losses = 2, None, []
+                self._restore()
+
+    def summary(self) -> dict[str, Any]:
+        """Its losses, and the held-out error before and after where that was measured, as plain JSON values."""
+        found: dict[str, Any] = summarize(self.losses)
+        if self.errors is not None:
+            found |= dict(zip(("held_out_before", "held_out_after"), self.errors)) | {"attempt": self.attempt}
+        return found
 
     def take_step(self, calls: Iterable[LayerCall], numbers: Sequence[int]) -> None:
         """Take an optimizer step.
@@ -235,10 +284,7 @@ class LayerTraining:
         set_learning_rate(self.optimizer, factor)
         losses = []
         for call in calls:
-            call = send_to_device(call, self.weight.device, non_blocking=True)
-            call = call._replace(hidden_states=call.hidden_states.to(self.weight.dtype))
-            with autocast(self.weight.device, settings.mixed_precision):
-                loss = layer_loss(self.layer, call) / len(numbers)
+            loss = self._loss(call) / len(numbers)
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
@@ -257,6 +303,12 @@ class LayerTraining:
         self.optimizer.zero_grad()
         self.losses.append(loss_value)
 
+    def _loss(self, call: LayerCall) -> torch.Tensor:
+        call = send_to_device(call, self.weight.device, non_blocking=True)
+        call = call._replace(hidden_states=call.hidden_states.to(self.weight.dtype))
+        with autocast(self.weight.device, self.settings.mixed_precision):
+            return layer_loss(self.layer, call)
+
     def save(self) -> None:
         """Save the weights; of a layer that is not finished the optimizer's moments, too."""
         if self.file is None:
@@ -268,4 +320,5 @@ class LayerTraining:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(self.file) as temporary:
             plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(plain, temporary, {"losses": json.dumps(self.losses)})
+            state = {name: json.dumps(getattr(self, name)) for name in ("losses", "errors", "attempt")}
+            save_file(plain, temporary, state)

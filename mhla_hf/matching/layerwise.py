@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from ..training.teacher import SharedTeacher, shared_teacher
 from ..utils.destinations import RunFolder, remove_directory, remove_leftovers
 from ..utils.machine import parse_dtype
 from ..utils.messages import check_choice, check_count, format_bytes
-from .layer_training import LayerTraining, MatchSettings, Progress, autocast, layer_loss, summarize, trained_names
+from .layer_training import LayerTraining, MatchSettings, Progress, autocast, layer_loss, trained_names
 from .records import Record, Records, choose_cache, free_room, tensor_bytes
 from .ridge import ProjectionFit
 
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 STAGE = "transfer"
 # Folder of records on the disk.
 ACTIVATIONS = "activations"
-# Records that a projection is fitted to in the end, and which of them are held out: one in N.
+# Records that a projection is fitted to in the end, and which of them are held out where none is by itself: one in N.
 _FITTED_RECORDS, _HELD_OUT = 128, 4
 # Inputs with an entry for every token of every sample, in the order they are looked for.
 _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "pixel_values")
@@ -61,12 +62,15 @@ class MatchingReport:
     Attributes:
         losses: Loss of every step of each layer, before the step, by the name of its attention module: the squared
             distance to the original's output divided by that output's variance.
+        layers: Of each layer the loss of the first step and the mean of the last tenth, and the error on held-out
+            batches before and after, where there are such.
         cache: Where the records were: `"memory"`, `"disk"` or `"none"`.
         cache_bytes: Size of all records, computed before recording; 0 if there was nothing to record.
         seconds: Of the two parts, `"recording"` and `"training"`, in this process.
     """
 
     losses: dict[str, list[float]] = field(default_factory=dict)
+    layers: dict[str, dict[str, float]] = field(default_factory=dict)
     cache: str = "none"
     cache_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -76,9 +80,8 @@ class MatchingReport:
         return [sum(step) / len(step) for step in zip(*self.losses.values(), strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: of each layer the loss of the first step and the mean of the last tenth."""
-        layers = {name: summarize(losses) for name, losses in self.losses.items()}
-        return {"layers": layers, "cache": self.cache, "cache_bytes": self.cache_bytes, "seconds": self.seconds}
+        """Plain JSON values, without the losses of all steps."""
+        return {"layers": self.layers, "cache": self.cache, "cache_bytes": self.cache_bytes, "seconds": self.seconds}
 
 
 class Batches:
@@ -117,6 +120,7 @@ class Matching:
         progress: Called after every step.
         dtype: Type in which hidden states and outputs are kept.
         device: Where a layer trains; None for where it is.
+        held_out: Number of the last batches that are not trained on.
     """
 
     model: nn.Module
@@ -129,6 +133,7 @@ class Matching:
     progress: Progress | None
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | None = None
+    held_out: int = 0
 
     def __post_init__(self) -> None:
         self.processes = Processes()
@@ -137,7 +142,9 @@ class Matching:
         self.names = [layer.name for layer in self.mine]
         by_layer = [self.steps] * len(self.layers) if isinstance(self.steps, int) else self.steps
         self.layer_steps = {layer.name: steps for layer, steps in zip(self.layers, by_layer, strict=True)}
-        self.order = DataOrder(dataset_size=len(self.data), batch_size=1, seed=self.settings.seed, stage=STAGE)
+        count = len(self.data) - self.held_out
+        self.unseen = [*range(count, len(self.data))]
+        self.order = DataOrder(dataset_size=count, batch_size=1, seed=self.settings.seed, stage=STAGE)
         self.report = MatchingReport(seconds={"recording": 0.0, "training": 0.0})
 
     @contextmanager
@@ -184,31 +191,47 @@ class Matching:
         with ExitStack() as stack:
             for run in runs:
                 stack.enter_context(run.prepared(None if records is None else self.device))
-            steps = max((run.steps for run in runs), default=0)
-            for step in range(min((len(run.losses) for run in runs), default=steps), steps):
-                numbers = self._numbers(step)
-                # A process that was killed while it saved several layers left some of them ahead.
-                behind = [run for run in runs if len(run.losses) == step < run.steps]
-                made = [self._record(number, self._rounded) for number in numbers if records is None]
-                for run in behind:
-                    name = run.layer.name
-                    kept = (records.call(number, name) for number in numbers) if records is not None else ()
-                    run.take_step([record[name] for record in made] or kept, numbers)
-                    if self.progress is not None:
-                        self.progress(name, step + 1, run.losses[-1])
-                self._fit_projections([run for run in behind if run.finished], records)
-                # Layers that train one after another are saved when they are finished.
-                due = records is None and (step + 1) % (self.settings.save_every or steps) == 0
-                for run in behind:
-                    if due or run.finished or signals.received is not None:
-                        run.save()
-                if signals.received is not None:
-                    way_on = "nothing was saved, for there is no output"
-                    if self.output is not None:
-                        way_on = f"the same command continues from there (saved in {self.output})"
-                    name = runs[0].layer.name
-                    message = f"stopped matching {name} after step {step + 1} of {steps}; {way_on}"
-                    raise TrainingStopped(message, signals.received)
+            while any(not run.finished for run in runs):
+                self._take_steps(runs, records, signals)
+
+    def _take_steps(self, runs: Sequence[LayerTraining], records: Records | None, signals: StopSignals) -> None:
+        """Take the steps of one attempt."""
+        steps = max((run.steps for run in runs), default=0)
+        for step in range(min((len(run.losses) for run in runs), default=steps), steps):
+            numbers = self._numbers(step)
+            # A process that was killed while it saved several layers left some of them ahead.
+            behind = [run for run in runs if len(run.losses) == step < run.steps]
+            made = [self._record(number, self._rounded) for number in numbers if records is None]
+            for run in behind:
+                name = run.layer.name
+                kept = (records.call(number, name) for number in numbers) if records is not None else ()
+                run.take_step([record[name] for record in made] or kept, numbers)
+                if self.progress is not None:
+                    self.progress(name, step + 1, run.losses[-1])
+            finished = [run for run in behind if run.finished]
+            self._fit_projections(finished, records)
+            if self.unseen and finished:
+                self._settle(finished, records)
+            # Layers that train one after another are saved when they are finished.
+            due = records is None and (step + 1) % (self.settings.save_every or steps) == 0
+            for run in behind:
+                if due or run.finished or signals.received is not None:
+                    run.save()
+            if signals.received is not None:
+                way_on = "nothing was saved, for there is no output"
+                if self.output is not None:
+                    way_on = f"the same command continues from there (saved in {self.output})"
+                name = runs[0].layer.name
+                message = f"stopped matching {name} after step {step + 1} of {steps}; {way_on}"
+                raise TrainingStopped(message, signals.received)
+
+    def _settle(self, runs: Sequence[LayerTraining], records: Records | None) -> None:
+        """Have layers keep what they learned where their held-out error has fallen."""
+        kept = records or Records()
+        for number in self.unseen if records is None else ():
+            kept.calls[number] = self._record(number, self._rounded)
+        for run in runs:
+            run.settle([partial(kept.call, number, run.layer.name) for number in self.unseen], Processes(alone=True))
 
     def _fit_projections(self, runs: Sequence[LayerTraining], records: Records | None) -> None:
         """Fit the output projections of layers that are trained once more in closed form, as calibration does."""
@@ -220,11 +243,13 @@ class Matching:
             for layer in self.mine
             if layer.name in finished and f"{layer.projection_name}.weight" in trained
         }
-        for number in self._needed()[:_FITTED_RECORDS] if fits else ():
+        seen = self._needed()[:_FITTED_RECORDS]
+        held_out = self.unseen or [number for number in seen if number % _HELD_OUT == 1]
+        for number in sorted({*seen, *held_out}) if fits else ():
             made = self._record(number, self._rounded) if records is None else {}
             for layer, fit in fits.items():
                 call = made[layer.name] if records is None else records.call(number, layer.name)
-                self._observe(layer, call, fit, number % _HELD_OUT == 1)
+                self._observe(layer, call, fit, number in held_out)
         for fit in fits.values():
             if min(fit.counts):
                 with torch.no_grad():
@@ -258,7 +283,7 @@ class Matching:
     def _records(self, cache: str, signals: StopSignals) -> Records | None:
         """Record all batches that steps take; None where each step makes its records."""
         began = time.perf_counter()
-        needed = self._needed()
+        needed = self._needed() + self.unseen
         if cache != "none":
             calls = self._record(needed[0], self._kept)
             size = tensor_bytes(calls)
@@ -311,9 +336,10 @@ class Matching:
 
     def _exchange(self, runs: Sequence[LayerTraining]) -> None:
         """Send the weights and losses of all layers to all processes."""
-        mine = {run.layer.name: run.losses for run in runs}
-        losses = {name: values for each in self.processes.all(mine) for name, values in each.items()}
-        self.report.losses = {layer.name: losses[layer.name] for layer in self.layers}
+        mine = {run.layer.name: (run.losses, run.summary()) for run in runs}
+        found = {name: values for each in self.processes.all(mine) for name, values in each.items()}
+        self.report.losses = {layer.name: found[layer.name][0] for layer in self.layers}
+        self.report.layers = {layer.name: found[layer.name][1] for layer in self.layers}
         for number, layer in enumerate(self.layers):
             parameters = layer.parameters()
             for name in trained_names(layer, self.settings.train):
@@ -325,6 +351,7 @@ class Matching:
             **{name: value for name, value in self.settings.to_dict().items() if name != "save_every"},
             "steps": list(self.layer_steps.values()),
             "batch_size": self.batch_size,
+            **({"held_out": self.held_out} if self.held_out else {}),
             "cache_dtype": str(self.dtype),
             "model or data": "-".join(
                 (model_fingerprint(self.model), model_fingerprint(self.teacher), samples_fingerprint(self.data, 16))
@@ -357,6 +384,7 @@ def match_layers(
     cache_dtype: str | torch.dtype = "bfloat16",
     device: torch.device | str | None = None,
     output: str | Path | None = None,
+    held_out: int = 0,
     progress: Progress | None = None,
     **settings: Any,
 ) -> MatchingReport:
@@ -387,6 +415,8 @@ def match_layers(
             layers train where they are.
         output: Directory for records and finished layers. A run that was stopped or killed resumes when called again
             with the same arguments; a killed one repeats the layer that it was at.
+        held_out: Number of the last batches that are not trained on. A layer whose error on them does not fall keeps
+            the weights that it had.
         progress: Called after every step.
         **settings: Options of `mhla_hf.matching.layer_training.MatchSettings`: `learning_rate` (6e-3) of
             projections and norms, `mhla_learning_rate` (2e-2) of the parameters of `mhla`, `optimizer` (`"muon"` or
@@ -415,9 +445,11 @@ def match_layers(
     dtype = parse_dtype(cache_dtype)
     assert dtype is not None
     _check_not_offloaded(model)
+    data = Batches(batches, num_batches, _input_device(model))
+    check_count("held_out", held_out, 0, len(data) - 1)
     matching = Matching(
         model=model,
-        data=Batches(batches, num_batches, _input_device(model)),
+        data=data,
         settings=MatchSettings.from_dict(settings),
         steps=by_layer,
         batch_size=batch_size,
@@ -426,6 +458,7 @@ def match_layers(
         progress=progress,
         dtype=dtype,
         device=None if device is None else torch.device(device),
+        held_out=held_out,
     )
     with matching.prepared():
         before = {

@@ -40,7 +40,7 @@ _MORE_NAMES = {"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"}
 _UNSUPPORTED = {"face_adapter": "Wan-Animate", "motion_encoder": "Wan-Animate", "vace_": "Wan-VACE"}
 _BLOCK = re.compile(r"blocks\.([0-9]{1,6})\.")
 _MIXING = re.compile(r"blocks\.([0-9]{1,6})\.attn1\.mhla\.mixing")
-_OTHERS = "Of other models than Wan only diffusers directories are converted"
+_OTHERS = "Of other models than Wan directories are converted; of a GGUF language model one with that file alone"
 _ADVICE = f"{_OTHERS}. If it is a complete Wan, give config (--config), or num_heads of an official checkpoint."
 # More prefixes than training frameworks nest.
 _PREFIX_ROUNDS = 8

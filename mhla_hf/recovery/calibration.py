@@ -45,7 +45,7 @@ from .own_weights import fit_own_weights, trained_weights
 
 
 Progress = Callable[[int, int], None]
-"""Called with the number of batches and steps so far and of all."""
+"""Called with the number of batches, fitting steps and calls that were solved for so far, and of all."""
 
 FIT_STEPS = 300
 """Steps of the fit of a layer's own weights, where nothing else is said."""
@@ -221,7 +221,9 @@ def calibrate_model(
         _check_weights(layers)
         mine = processes.share_of(layers)
         groups, count = _groups(model, mine, layers, batches)
-        total = len(groups) * count + len(mine) * fit_steps
+        # A layer is solved in two passes over its calls at least.
+        passes = 2 * min(count, _CLOSED_FORM_CALLS)
+        total = len(groups) * count + len(mine) * (fit_steps + passes)
         advance = StepCounter(progress, total)
         probe = _Probe(model, layers, batches, advance)
         solved: dict[str, LayerCalibration] = {}
@@ -366,10 +368,10 @@ def _calibrate_layer(
     candidates: list[Changes] = [{**start, **fit_heads(layer, calls, start)} for start in starts]
     if fit_steps and trained_weights(layer):
         candidates.append(fit_own_weights(layer, probe, candidates[-1], fit_steps, advance))
-    errors = [_held_out_error(layer, calls, own) for own in ({}, *candidates)]
+    errors = [_held_out_error(layer, calls, own, advance) for own in ({}, *candidates)]
     # The fit of the projection is the most expensive one: it has no say in the choice.
     own = candidates[min(range(len(candidates)), key=lambda index: errors[1 + index])]
-    solution = _project(layer, calls, own)
+    solution = _project(layer, calls, own, advance)
     scale = max(solution.scale, torch.finfo(torch.float32).tiny)
     report.error_before = report.error_after = errors[0] / scale
     changes = {**own, **solution.changes}
@@ -387,12 +389,15 @@ def _calibrate_layer(
 
 
 @torch.no_grad()
-def _held_out_error(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -> float:
+def _held_out_error(
+    layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes, advance: Callable[[], None]
+) -> float:
     """Squared error of a layer's output on held-out samples, with other values for parameters of `mhla`."""
     total = 0.0
     with swapped_parameters(own):
         for call in calls:
             if call.held_out.any():
+                advance()
                 heads = layer.mhla(*call.args, **call.kwargs)
                 mine, theirs = (layer.project(call.rows(x.flatten(2), True)).float() for x in (heads, call.heads))
                 total += float((mine - theirs).square().sum())
@@ -400,11 +405,14 @@ def _held_out_error(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Chan
 
 
 @torch.no_grad()
-def _project(layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes) -> ProjectionSolution:
+def _project(
+    layer: AttentionLayer, calls: Sequence[HeadsCall], own: Changes, advance: Callable[[], None]
+) -> ProjectionSolution:
     """Fit the output projection to a layer with other values for parameters of `mhla`."""
     fit = ProjectionFit(layer)
     with swapped_parameters(own):
         for call in calls:
+            advance()
             heads = layer.mhla(*call.args, **call.kwargs)
             for held_out in (False, True):
                 mine, theirs = (call.rows(tokens.flatten(2), held_out) for tokens in (heads, call.heads))

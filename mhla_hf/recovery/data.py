@@ -15,15 +15,18 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..conversion.planning import PlanOptions
+from ..conversion.transformers_planning import plan_transformers_model
 from ..families.inputs import example_inputs
+from ..integrations.transformers.configuration import max_positions
+from ..integrations.transformers.modules import patch_grid
 from ..matching.blockwise import record_bytes
 from ..matching.records import choose_cache, free_room
 from ..models.directory import ModelDirectory, find_pipeline
 from ..models.registry import TRAINED, is_mhla_class, mhla_class_for
-from ..training.config import DIGITS, GENERATED, CacheConfig, TrainingConfig, parse_sizes
+from ..training.config import DIGITS, GENERATED, LONGEST_TEXT, CacheConfig, TrainingConfig, parse_sizes
 from ..training.data import probes
 from ..training.data.batches import BatchSource, Latents, RecordedCalls, drawn_held_out, load_calls
-from ..training.data.images import image_batches, open_images
+from ..training.data.images import Images, image_batches, open_images
 from ..training.data.latent_cache import MANIFEST, CachePlan, LatentDataset, make_cache, read_prompts
 from ..training.data.order import folder_fingerprint, stable_seed
 from ..training.data.texts import ROW_LENGTH, PackedText, generate_text, open_texts, text_batches
@@ -49,6 +52,8 @@ from .recipes import (
 
 logger = logging.getLogger(__name__)
 
+# Blocks of a row of text.
+_LEAST_BLOCKS = 4
 _TEXTS = "a folder of .txt, .md, .rst or .py files, a .jsonl file, or the id of a data set"
 _MEDIA = "a folder of {} with captions, 'digits', or prompts (--prompts FILE) for the original to make"
 _DATA = {
@@ -81,8 +86,6 @@ def origin_of(data: str | None) -> dict[str, str]:
 
 def family_of_transformers(part: ModelDirectory) -> str | None:
     """`causal`, `encoder` or `vision`, from the options that a model would have; `None` if it has several towers."""
-    from ..conversion.transformers_planning import plan_transformers_model
-
     options = plan_transformers_model(part, None, PlanOptions()).report.mhla
     if "causal" not in options:
         return None
@@ -167,6 +170,47 @@ class RecoveryData:
             plan.check_samples(2)
             self._check_room(parse_sizes(str(plan.config.sizes))[0])
 
+    def fitted(self) -> Recipe:
+        """The recipe with blocks that fit the samples, where it names none.
+
+        Blocks of vision models are made for the token grid of the images, which need not be the configuration's. Rows
+        of text have a few blocks at least: with a single one, MHLA is linear attention.
+        """
+        recipe, mhla = self.recipe, self.recipe.mhla
+        if recipe.family == "causal":
+            return self._with_blocks_of_rows()
+        if recipe.family != "vision" or mhla.get("grid") or self.data is None:
+            return recipe
+        config = self.directory.load_config()
+        processor, images, _ = open_images(config, self.directory.root, self.data)
+        source = Images([*images.values()], processor, 1, "", size=recipe.data.size)
+        found = patch_grid(config, *source.batch("start", 0, 1)["pixel_values"].shape[-2:])
+        if found == (usual := patch_grid(config)):
+            return recipe
+        logger.warning(
+            "images have %d x %d patches, and %d x %d in the model's configuration: the blocks are made for those of "
+            "the images (--height and --width choose another size)",
+            *found,
+            *usual,
+        )
+        return recipe.changed({"mhla.grid": [*found]})
+
+    def _with_blocks_of_rows(self) -> Recipe:
+        every = PlanOptions(layers="all")
+        block = plan_transformers_model(self.directory, dict(self.recipe.mhla), every).report.mhla["block_size"][0]
+        longest = max_positions(self.directory.load_config().get_text_config()) or LONGEST_TEXT
+        length = min(self.recipe.data.max_length or ROW_LENGTH, longest)
+        if _LEAST_BLOCKS * block <= length:
+            return self.recipe
+        own = 2 ** int(math.log2(max(1, length // _LEAST_BLOCKS)))
+        is_given = self.recipe.mhla.get("block_size") is not None
+        advice = "give longer rows (--max-length)" if is_given else f"they get blocks of {own} (--block-size)"
+        logger.warning(
+            "rows of %d tokens have %.2g blocks of %d, and MHLA with a single block is linear attention: %s",
+            *(length, length / block, block, advice),
+        )
+        return self.recipe if is_given else self.recipe.changed({"mhla.block_size": [own]})
+
     def _check_room(self, size: Any) -> None:
         """Check that what the stages keep of this many samples fits into memory, or on the disk.
 
@@ -245,7 +289,7 @@ class RecoveryData:
             data = str(self.cache)
         amounts: dict[str, Any] = {"samples": options.samples, "held_out": options.held_out, "seed": self.seed}
         of_text: dict[str, Any] = {"length": options.max_length, "text_field": options.text_field}
-        return open_data(model, self.directory, data, **amounts, **of_text)
+        return open_data(model, self.directory, data, size=options.size, **amounts, **of_text)
 
     def _make_cache(self, model: nn.Module) -> None:
         """Encode images or videos to latents and embeddings."""
@@ -376,6 +420,7 @@ def open_data(
     samples: int,
     held_out: int,
     seed: int,
+    size: tuple[int, int] | None = None,
     **of_text: Any,
 ) -> BatchSource:
     """Open data for a converted model.
@@ -388,6 +433,7 @@ def open_data(
         samples: Rows, passages or images to train on.
         held_out: Samples to hold out.
         seed: Seed of their order, and of noise.
+        size: Height and width of images for vision models; `None` for those of the image processor.
         **of_text: Further arguments of `text_batches`; of no effect on others.
 
     Raises:
@@ -402,5 +448,5 @@ def open_data(
         objective = objective_for(model, None if directory.index is None else directory, config)
         return Latents(LatentDataset(Path(data).expanduser()), objective, model, held_out, seed)
     if any(len(layer.mhla.blocks) == 2 for layer in mhla_layers(model)):
-        return image_batches(model, directory.root, data, samples=samples, held_out=held_out, seed=seed)
+        return image_batches(model, directory.root, data, samples=samples, held_out=held_out, seed=seed, size=size)
     return text_batches(model, directory.root, data, samples=samples, held_out=held_out, seed=seed, **of_text)

@@ -50,6 +50,8 @@ _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the 
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
+# One recorded batch in this many is held out.
+_HELD_OUT_SHARE = 8
 # Values that are texts even where YAML reads them as something else.
 _TEXTS = ("family", "layers", "text_field")
 VARIANTS = ("fast", "paper")
@@ -61,7 +63,7 @@ def _count(default: int, help: str, minimum: int = 1, maximum: int = MOST_STEPS)
 
 
 def _side(help: str) -> int | None:
-    return option(None, help, minimum=8, maximum=LONGEST_SIDE, families=VIDEO + IMAGES)
+    return option(None, help, minimum=8, maximum=LONGEST_SIDE, families=(*VIDEO, *IMAGES, "vision"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +82,16 @@ class DataOptions(Options):
         families=(*TEXT, *dict.fromkeys(WITHOUT_OBJECTIVE + DATA_FREE)),
     )
     text_field: str | None = option(None, "Field of texts or chats. Default: messages, else text.", families=TEXT)
-    height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos.")
-    width: int | None = _side("Width in pixels. Default: the model's own, 832 for videos.")
+    height: int | None = _side("Height in pixels. Default: the model's own, 480 for videos; of its image processor.")
+    width: int | None = _side("Width in pixels. Default: the model's own, 832 for videos; of its image processor.")
     num_frames: int | None = option(
         None, "Frames of a video. Default: 81.", minimum=1, maximum=MOST_FRAMES, families=VIDEO
     )
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width, where both are given."""
+        return None if self.height is None or self.width is None else (self.height, self.width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +104,7 @@ class CalibrateOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PartOptions(Options):
+class PartOptions(Options):
     """Training of one part of the model after another, from records of the original."""
 
     steps: int = _count(600, "Average optimizer steps per layer; layers that matter more get more.")
@@ -107,9 +114,14 @@ class _PartOptions(Options):
     learning_rate: float = option(6e-3, "Peak learning rate of what the original has.", above=0)
     mhla_learning_rate: float = option(2e-2, "Peak learning rate of the parameters that MHLA adds.", above=0)
 
+    @property
+    def held_out(self) -> int:
+        """How many of the batches are not trained on, but decide whether a part keeps what it learned; none of one."""
+        return min(self.batches - 1, max(1, self.batches // _HELD_OUT_SHARE))
+
 
 @dataclass(frozen=True, kw_only=True)
-class MatchOptions(_PartOptions):
+class MatchOptions(PartOptions):
     """Matching: each layer alone learns the output of the layer it replaced."""
 
     cache: str = option(
@@ -118,7 +130,7 @@ class MatchOptions(_PartOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockwiseOptions(_PartOptions):
+class BlockwiseOptions(PartOptions):
     """Block matching: each block learns the original's hidden states, on the inputs it has now."""
 
     steps: int = _count(230, "Average optimizer steps per block; blocks that matter more get more.")
@@ -244,7 +256,9 @@ class Recipe:
             stage = STAGES[name]
             if stage.part in sizes and stage.memory and getattr(options, "cache", "") != "none":
                 samples = RECOVERED[self.family].call_samples if from_calls else options.batch_size
-                kept[stage.part] += round(sizes[stage.part] * samples * min(options.batches, options.steps))
+                kept[stage.part] += round(
+                    sizes[stage.part] * samples * min(options.batches, options.steps + options.held_out)
+                )
         return kept["layer"], kept["block"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -554,6 +568,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield f"it has no stage; give one of {', '.join(STAGES)}"
     if "finetune" in recipe.stages and recipe.family in ("encoder", "vision"):
         yield f"finetune: {models_of(recipe.family)} have no objective to be fine-tuned by; use distill"
+    if recipe.family == "vision" and (recipe.data.height is None) != (recipe.data.width is None):
+        yield "data.height and data.width: give both"
     for name, options in recipe.stages.items():
         if STAGES[name].needs_objective and recipe.family in WITHOUT_OBJECTIVE:
             yield f"{name}: {models_of(recipe.family)} have no objective yet; use calibrate and match"

@@ -16,10 +16,11 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..config import automatic_share
+from ..config import MHLAConfig, automatic_share
 from ..conversion import convert_pretrained
 from ..conversion.convert import plan_model
 from ..conversion.planning import PlanOptions
-from ..models.directory import ModelDirectory
+from ..integrations.transformers.modules import patch_grid
+from ..layers.weight_record import STATE_KEY, record_step
+from ..models.directory import CONVERSION_RECORD, ModelDirectory
 from ..models.registry import TRAINED, family_for
 from ..models.weight_files import check_weights
 from ..training.config import TrainingConfig
@@ -42,16 +45,27 @@ from ..training.parameters import load_model
 from ..training.processes import Processes, TrainingStopped, has_joined, join_processes
 from ..training.teacher import SharedTeacher
 from ..utils.destinations import LOCK, MOVED_LAST, RunFolder, atomic_directory, differences, remove_directory
-from ..utils.files import TEMPORARY_PREFIX, atomic_file, write_json
-from ..utils.locations import HUB_OPTIONS
+from ..utils.files import TEMPORARY_PREFIX, atomic_file, read_json, write_json
+from ..utils.locations import HUB_OPTIONS, is_hub_id
 from ..utils.machine import choose_device, machine_facts, parse_dtype
 from ..utils.messages import check_count, shorten_text
 from ..utils.options import check_names
 from . import stages as runs
 from .calibration import write_models
 from .data import RecoveryData, data_or_default, family_of_transformers, origin_of
-from .recipes import FAMILIES, FORMER, STAGES, VARIANTS, Recipe, check_arguments, default_recipe, models_of, parse_keep
-from .report import PLOT, REPORT, RecoveryReport, with_present_names, write_plot
+from .recipes import (
+    FAMILIES,
+    FORMER,
+    STAGES,
+    TEXT,
+    VARIANTS,
+    Recipe,
+    check_arguments,
+    default_recipe,
+    models_of,
+    parse_keep,
+)
+from .report import CONVERTED, PLOT, REPORT, RecoveryReport, is_worse, with_present_names, write_plot
 from .selection import select_layers
 from .stages import Quality, RunProgress, StageSettings
 
@@ -59,7 +73,7 @@ from .stages import Quality, RunProgress, StageSettings
 logger = logging.getLogger(__name__)
 
 WORK = "work"
-RUN, CONVERTED, MODEL, DATA, RESULT = "run.json", "converted", "model", "data", "result"
+RUN, MODEL, DATA, RESULT = "run.json", "model", "data", "result"
 DONE, WEIGHTS = "done.json", "weights.safetensors"
 # Batches that layers are tried on when they are selected.
 _SELECTION_BATCHES, _SELECTION_BATCH_SIZE = 8, 4
@@ -102,7 +116,9 @@ def recover(
     `output` is a directory that all see.
 
     Args:
-        source: A pipeline of diffusers or a model of transformers; a directory or a Hub id.
+        source: A pipeline of diffusers or a model of transformers; a directory or a Hub id. Also a model that was
+            calibrated and nothing else: its weights are the result of the stage `calibrate`, and its original is where
+            its record says.
         output: The directory to make.
         data: For diffusion models a folder of videos or images with captions or classes, as for `mhla-hf train`; for
             text a folder of .txt, .md, .rst and .py files, a JSONL file or the id of a data set; for vision models a
@@ -154,7 +170,7 @@ def recover(
     variant = str(recipe) if recipe in VARIANTS else None
     given = check_arguments(recipe, layers, keep, budget, stages, changes)
     # Files of the Hub are fetched once.
-    part, family = processes.in_turn(lambda: find_model(source, component, **hub))
+    part, family, calibrated = processes.in_turn(lambda: find_start(source, component, **hub))
     if given is not None and given.family != family:
         raise ValueError(
             f"{given.name} is for {models_of(given.family)}, not for {models_of(family)} as {part.location}"
@@ -164,12 +180,16 @@ def recover(
         "mhla.window": None if given is None else window,
     }
     own = {name: value for name, value in own.items() if value is not None}
+    if calibrated is not None:
+        if given is not None or own or blocks is not None or block_size is not None:
+            raise ValueError(f"{source} is converted already: leave recipe, layers, keep, window and blocks out")
+        own = options_of(calibrated, family)
     for name, other, value in (("blocks", "block_size", blocks), ("block_size", "blocks", block_size)):
         if value is not None:
             own = {f"mhla.{other}": None, **own, f"mhla.{name}": value}
     chosen = (given or default_recipe(family, variant, window)).changed({**own, **(changes or {})})
     if stages is not None:
-        chosen = chosen.only(tuple(stages))
+        chosen = chosen.only((*(["calibrate"] if calibrated else []), *stages))
     if budget is not None:
         chosen = chosen.with_budget(budget)
     share = automatic_share(chosen.layers)
@@ -192,7 +212,6 @@ def recover(
     work = WorkFolder(Path(output).expanduser())
     settings = StageSettings(work.path, save_every, seed, place, progress and not processes.rank, accelerator)
     settings.check(chosen)
-    run = Recovery(part, work, chosen, settings, keep_stages, cast, hub)
     open_data: OpenData | None = data if callable(data) else None
     given_data: RecoveryData | None = None
     if learns and open_data is None:
@@ -208,6 +227,7 @@ def recover(
             accelerator=accelerator,
         )
         open_data = given_data.open
+    run = Recovery(part, work, chosen, settings, keep_stages, cast, hub, given_data, calibrated)
     with ExitStack() as claim:
         with processes.together():
             if processes.rank == 0:
@@ -264,6 +284,47 @@ def find_model(location: str | Path, component: str | None = None, **hub: Any) -
     return part, family
 
 
+def find_start(
+    location: str | Path, component: str | None = None, **hub: Any
+) -> tuple[ModelDirectory, str, ModelDirectory | None]:
+    """Find the model to recover, or the original of one that was calibrated and nothing else, and that one.
+
+    Raises:
+        ValueError: As [`find_model`], and if the original of a calibrated model is not where its record says.
+    """
+    opened = ModelDirectory.open(location, component, **hub)
+    if not opened.is_mhla or opened.config.get(STATE_KEY) != "calibrated":
+        return *find_model(location, component, **hub), None
+    original = opened.find_original(**{name: value for name, value in hub.items() if name != "revision"})
+    if original is None:
+        raise ValueError(f"{location} is MHLA already, and its original is not found; recover from that")
+    source = original.location if is_hub_id(original.location) else original.root
+    return *find_model(source, component, **hub), opened
+
+
+def options_of(calibrated: ModelDirectory, family: str) -> dict[str, Any]:
+    """Return the changes of a recipe that convert a model as a converted one was."""
+    options = MHLAConfig.from_dict(calibrated.config["mhla"]).to_dict()
+    layers = options.pop("layers", None)
+    left_out = ("causal", "blocks") if family in TEXT else ("causal",)
+    changed = {f"mhla.{name}": value for name, value in options.items() if name not in left_out}
+    return {**changed, "layers": "all" if layers is None else ",".join(map(str, layers))}
+
+
+def take_calibrated(model: nn.Module, calibrated: ModelDirectory, names: Collection[str]) -> dict[str, Any]:
+    """Give a converted model the weights of its calibrated copy; return the report of that calibration."""
+    values = dict(load_model(calibrated).named_parameters())
+    before = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in names:
+                before[name] = parameter.detach().clone()
+                parameter.copy_(values[name])
+    record_step(model, "calibrated", before)
+    path = calibrated.root / CONVERSION_RECORD
+    return read_json(path, "the record").get("calibration") or {} if path.is_file() else {}
+
+
 OpenData = Callable[[nn.Module], BatchSource]
 
 
@@ -281,6 +342,8 @@ class Recovery:
     keep_stages: bool
     dtype: torch.dtype | None
     hub: Mapping[str, Any]
+    data: RecoveryData | None = None
+    calibrated: ModelDirectory | None = None
 
     @property
     def processes(self) -> Processes:
@@ -323,7 +386,7 @@ class Recovery:
         """Write the recovered directory, to be published."""
         content = report.to_dict()
         record = {"recovery": {key: value for key, value in content.items() if key != "recipe"}}
-        if "calibrate" in report.stages:
+        if "calibrate" in report.stages and "calibrate" not in report.discarded:
             record["calibration"] = report.stages["calibrate"]
         with atomic_directory(self.work.path / RESULT) as temporary:
             write_models(self._converted(), temporary, {self.source.component: model}, record)
@@ -336,6 +399,8 @@ class Recovery:
         layers: str | list[int] = self.recipe.layers
         if decide(lambda: self.work.is_done(CONVERTED)):
             return None
+        if self.data is not None:
+            self.recipe = decide(self.data.fitted)
         report = RecoveryReport(
             self.work.output, self.recipe.family, recipe=self.recipe.to_dict(), seed=self.settings.seed
         )
@@ -402,12 +467,17 @@ class Recovery:
         """Run the stages after those that are done; the model ends with the weights of the last."""
         names, work = [*self.recipe.stages], self.work
         pending = names[names.index(done[-1]) + 1 :] if done else names
+        run = RunProgress(self.recipe, len(mhla_layers(model)), self.settings.progress and bool(pending))
+        run.bar.set_description_str("measuring")
         if pending:
             quality = Quality(model, data, self.processes)
             if not done:
                 report.figures = {"softmax": quality.original, CONVERTED: quality.measure(model)}
                 report.data, report.machine = {**data.describe(), **origin}, machine_facts(self.settings.device)
                 report.fingerprint = data.fingerprint
+                report.beside |= quality.beside(model, "window", "window")
+                if "calibrate" not in names:
+                    report.beside |= quality.beside(model, "linear", "mixing")
             # Before anything changes: the original's values of what later stages train.
             teacher = SharedTeacher(model)
             layers = find_projections(model, mhla_layers(model), on_device(data.batch("start", 0, 1), model))
@@ -418,22 +488,59 @@ class Recovery:
             teacher.keep(sorted(set().union(*changes.values())))
         if done:
             work.load_weights(done[-1], model)
-        run = RunProgress(self.recipe, len(mhla_layers(model)), self.settings.progress and bool(pending))
+        _warn_of_resampling(model, data)
         for name in pending:
+            kept, records = report.kept, [layer.mhla.record for layer in layers]
             with _timed() as seconds:
                 settings = replace(self.settings, folder=work.path / name, run=run)
-                details = getattr(runs, name)(model, teacher, data, self.recipe.stages[name], settings)
+                if name == "calibrate" and self.calibrated is not None:
+                    details = take_calibrated(model, self.calibrated, of_layers)
+                else:
+                    details = getattr(runs, name)(model, teacher, data, self.recipe.stages[name], settings)
             report.figures[name], report.seconds[name], report.stages[name] = quality.measure(model), seconds, details
+            if name == "calibrate":
+                report.beside |= quality.beside(model, "linear_calibrated", "mixing")
+            if self.processes.decide(partial(is_worse, report.figures[name], report.figures[kept])):
+                report.discarded.append(name)
+                self._restore(model, names[names.index(name) - 1] if name != names[0] else None)
+                for layer, record in zip(layers, records, strict=True):
+                    layer.mhla.record = record
             changed = {key: each for key, each in model.named_parameters() if key in changes[name]}
             with self.processes.together():
                 if self.processes.rank == 0:
                     work.finish(name, report, changed)
                     logger.info("%s: %s in %.0f s", name, report.figures[name], seconds["seconds"])
+                    if name in report.discarded:
+                        logger.warning(report.notes()[-1])
                     for earlier in () if self.keep_stages else names[: names.index(name)]:
                         work.remove(earlier)
         run.bar.close()
         model.requires_grad_(True).eval()
         return report
+
+    @torch.no_grad()
+    def _restore(self, model: nn.Module, stage: str | None) -> None:
+        """Give a model the weights that it had after a stage, or the conversion."""
+        converted = load_model(self._converted())
+        for parameter, value in zip(model.parameters(), converted.parameters(), strict=True):
+            parameter.copy_(value)
+        if stage is not None:
+            self.work.load_weights(stage, model)
+
+
+def _warn_of_resampling(model: nn.Module, data: BatchSource) -> None:
+    """Warn where images have another grid than the blocks were made for: training then sees resampled weights."""
+    pixels = data.batch("start", 0, 1).get("pixel_values")
+    mhla: Any = mhla_layers(model)[0].mhla
+    if pixels is None or len(mhla.blocks) != 2:
+        return
+    grid = patch_grid(model.config, *pixels.shape[-2:])
+    if (blocks := tuple(mhla.layout_for(grid).blocks)) != tuple(mhla.blocks):
+        logger.warning(
+            "the mixing weights are those of %s blocks, and images of %s patches have %s: training sees resampled "
+            "weights. Convert for this grid (mhla.grid) instead.",
+            *("x".join(map(str, sides)) for sides in (mhla.blocks, grid, blocks)),
+        )
 
 
 @contextmanager

@@ -251,7 +251,13 @@ class _Trial:
 
 
 def importance(
-    model: nn.Module, teacher: SharedTeacher, batches: Sequence[Batch], processes: Processes | None = None
+    model: nn.Module,
+    teacher: SharedTeacher,
+    batches: Sequence[Batch],
+    processes: Processes | None = None,
+    *,
+    known: Sequence[float] = (),
+    progress: Callable[[list[float]], None] | None = None,
 ) -> list[float]:
     """By how much each MHLA layer raises the relative squared error of the model's output.
 
@@ -260,6 +266,8 @@ def importance(
         teacher: Its original, with the values of all parameters of the layers.
         batches: What the outputs are compared on.
         processes: Processes that share the layers; this one alone by default.
+        known: What an earlier call, which was stopped, has told its `progress` last.
+        progress: Called with all errors so far: with no layer, and with each as it was.
 
     Returns:
         For each layer the part of the error that goes when it alone has its original attention and weights; 0 where
@@ -267,7 +275,12 @@ def importance(
     """
     with evaluating(model):
         trial = _Trial(model, teacher, batches)
-        errors = (processes or Processes(alone=True)).map(trial.error, [[], *([layer] for layer in trial.layers)])
+        processes, errors = processes or Processes(alone=True), [*known]
+        choices: list[list[AttentionLayer]] = [[], *([layer] for layer in trial.layers)]
+        while len(errors) < len(choices):
+            errors += processes.map(trial.error, choices[len(errors) :][: processes.size])
+            if progress is not None:
+                progress(errors)
         return [max(0.0, errors[0] - error) for error in errors[1:]]
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,20 @@ from ..matching.layer_training import summarize
 from ..matching.layerwise import match_layers
 from ..training.config import TrainingConfig
 from ..training.data.batches import BatchSource, Latents, RecordedCalls
-from ..training.data.texts import PackedText
+from ..training.data.images import Images
+from ..training.data.texts import PackedText, Passages
 from ..training.evaluation import evaluate_batches
-from ..training.layers import Batch, base_model, evaluating, mhla_layers, on_device, original_heads, run
+from ..training.layers import (
+    Batch,
+    Changes,
+    base_model,
+    evaluating,
+    mhla_layers,
+    on_device,
+    original_heads,
+    run,
+    swapped_parameters,
+)
 from ..training.libraries import DiffusionTrainer, TransformersTrainer
 from ..training.processes import Processes, check_distribution
 from ..training.teacher import SharedTeacher
@@ -44,6 +55,7 @@ from .recipes import (
     DistillOptions,
     FinetuneOptions,
     MatchOptions,
+    PartOptions,
     Recipe,
 )
 from .selection import importance, steps_by_importance
@@ -55,10 +67,17 @@ _LEAST_SHARE = 0.25
 _TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 4, 4
 # As in matching: the runs are short.
 _SECOND_BETA = 0.99
+# Batches that there are at least where there are enough samples, and how often steps of matching go through them.
+_LEAST_RECORDS, _MOST_PASSES = 8, 8
 _BATCH_SIZE = 16
 _BAR = "{desc}: {percentage:3.0f}% of the run |{bar}| [{elapsed}<{remaining}{postfix}]"
 # Tokens of a batch beyond which the logits of a large vocabulary fill the memory.
 _MOST_TOKENS = 4096
+# Data of models that take little time to measure.
+_SMALL = (PackedText, Passages, Images)
+
+
+Part = TypeVar("Part", bound=PartOptions)
 
 
 class RunProgress:
@@ -175,7 +194,7 @@ def calibrate(
         model,
         batches,
         fit_steps=options.fit_steps,
-        progress=lambda done, _: advance("", done),
+        progress=lambda done, total: advance("", done * settings.run.costs["calibrate"] // total),
         processes=settings.processes,
     )
     return report.to_dict()
@@ -185,6 +204,7 @@ def match(
     model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: MatchOptions, settings: StageSettings
 ) -> dict[str, Any]:
     """Train each layer towards the output of the one that it replaced."""
+    options = fitted_to(data, options)
     # A share of very few steps rounds to none.
     divided = _steps(model, teacher, data, options.steps, _LEAST_SHARE, settings)
     steps = {name: max(1, count) for name, count in divided.items()}
@@ -198,22 +218,41 @@ def blockwise(
     model: nn.Module, teacher: SharedTeacher, data: BatchSource, options: BlockwiseOptions, settings: StageSettings
 ) -> dict[str, Any]:
     """Train the blocks one after the other on what those before give them, towards the original's hidden states."""
+    options = fitted_to(data, options)
     divided = _steps(model, teacher, data, options.steps, 0.0, settings)
     steps = {name: count if count >= _LEAST_SHARE * options.steps else 0 for name, count in divided.items()}
     make, shared = _recorded("blockwise", data, options, settings, steps)
     return {"blocks": match_blocks(model, make, teacher=teacher, **shared)}
 
 
+def fitted_to(data: BatchSource, options: Part) -> Part:
+    """Options of matching that fit the samples: each is recorded once, and seen a limited number of times.
+
+    What is held out is then of other samples than what is trained on. Samples of diffusion models are other ones with
+    each noise.
+    """
+    if isinstance(data, Latents):
+        return options
+    size = 1 if isinstance(data, RecordedCalls) else max(1, min(options.batch_size, len(data) // _LEAST_RECORDS))
+    batches = min(options.batches, len(data) // size)
+    return replace(options, batch_size=size, batches=batches, steps=min(options.steps, _MOST_PASSES * batches))
+
+
 def _recorded(
     stage: str,
     data: BatchSource,
-    options: MatchOptions | BlockwiseOptions,
+    options: PartOptions,
     settings: StageSettings,
     steps: Mapping[str, int],
 ) -> tuple[Callable[[int], Batch], dict[str, Any]]:
     """What makes the batches of a stage that trains part after part, and its arguments."""
     arguments = {name: getattr(options, name) for name in ("optimizer", "learning_rate", "mhla_learning_rate")}
-    arguments |= {"num_batches": options.batches, "steps": [*steps.values()], "seed": settings.seed}
+    arguments |= {
+        "held_out": options.held_out,
+        "num_batches": options.batches,
+        "steps": [*steps.values()],
+        "seed": settings.seed,
+    }
     arguments |= {"output": settings.folder, "progress": settings.run.follow(stage, steps)}
     # Order and noise of its batches follow from the name of a stage: they stay what they were.
     seeded = FORMER if stage == "blockwise" else stage
@@ -223,20 +262,23 @@ def _recorded(
 def _steps(
     model: nn.Module, teacher: SharedTeacher, data: BatchSource, steps: int, least: float, settings: StageSettings
 ) -> dict[str, int]:
-    """Divide the steps of a stage among the layers, by their names; a run that is resumed keeps the division."""
-    file, processes = settings.folder / "steps.json", settings.processes
+    """Divide the steps of a stage among the layers, by their names; a run that is resumed keeps what was tried."""
+    file, processes, count = settings.folder / "steps.json", settings.processes, len(mhla_layers(model))
 
-    def stored() -> list[int] | None:
-        return read_json(file, "the steps of each layer")["steps"] if file.is_file() else None
+    def keep(errors: list[float], divided: list[int] | None = None) -> None:
+        settings.run.bar.set_description_str(f"tried {len(errors)} of {count + 1}")
+        if processes.rank == 0:
+            settings.folder.mkdir(parents=True, exist_ok=True)
+            write_json(file, {"errors": errors, "steps": divided})
 
-    divided = processes.decide(stored)
-    if divided is None:
-        trial = data.batches("layers", _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
-        divided = steps_by_importance(steps, importance(model, teacher, trial, processes), least)
+    stored = processes.decide(lambda: read_json(file, "the steps of each layer") if file.is_file() else {})
+    if (divided := stored.get("steps")) is None:
+        # The rows of language models have many tokens, and take long.
+        trial = data.batches("layers", 1 if isinstance(data, PackedText) else _TRIAL_BATCHES, _TRIAL_BATCH_SIZE)
+        values = importance(model, teacher, trial, processes, known=stored.get("errors", ()), progress=keep)
+        divided = steps_by_importance(steps, values, least)
         with processes.together():
-            if processes.rank == 0:
-                settings.folder.mkdir(parents=True, exist_ok=True)
-                write_json(file, {"steps": divided})
+            keep([], divided)
     return {layer.name: count for layer, count in zip(mhla_layers(model), divided, strict=True)}
 
 
@@ -357,6 +399,27 @@ class Quality:
             agreed = torch.cat([(mine.argmax(-1) == theirs.argmax(-1)).float() for mine, theirs in pairs])
             figures["agreement"] = agreed.mean().item()
         return figures
+
+    def beside(self, model: nn.Module, key: str, part: str) -> dict[str, dict[str, float]]:
+        """Measure what a model is without what MHLA adds; nothing for models where that says little.
+
+        Args:
+            model: The model, whose weights are as before at the end.
+            key: The key in what is returned, one of [`BESIDE`][mhla_hf.recovery.report.BESIDE].
+            part: `"window"` leaves the window alone, `"mixing"` mixes all blocks with the same weight, which is linear
+                attention.
+        """
+        modules = [layer.mhla for layer in mhla_layers(model)]
+        changes: Changes = {}
+        for mhla in modules if isinstance(self.source, _SMALL) or modules[0].window_bias is not None else ():
+            if part == "mixing" and mhla.mixing.shape[-1] > 1:
+                changes[mhla.mixing] = torch.full_like(mhla.mixing, mhla.mixing.mean().item())
+            if part == "window" and mhla.window_bias is not None:
+                changes[mhla.window_bias] = torch.full_like(mhla.window_bias, -math.inf)
+        if not changes:
+            return {}
+        with swapped_parameters(changes):
+            return {key: self.measure(model)}
 
     def _absolute(self, model: Any) -> dict[str, float]:
         if isinstance(self.source, Latents):

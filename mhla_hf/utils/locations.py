@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .destinations import atomic_directory
 from .files import path_inside
 from .messages import did_you_mean, shorten_text
 
@@ -172,6 +173,7 @@ def find_directory(location: str | Path, *, subfolder: str | None = None, **hub:
     if path is not None:
         # The name alone: records are published, and the rest of the path is private.
         origin["location"] = path.resolve().name
+        path = unpacked(path)
     else:
         patterns = f"{subfolder}/*" if subfolder else None
         path = download_repository(str(location), allow_patterns=patterns, **hub)
@@ -182,6 +184,47 @@ def find_directory(location: str | Path, *, subfolder: str | None = None, **hub:
     if not folder.is_dir():
         raise SourceNotFoundError(f"subfolder={subfolder!r} is not in {location}.")
     return folder, origin
+
+
+def unpacked(directory: Path) -> Path:
+    """Return a directory with the model of a GGUF file, for a directory that has one and no configuration.
+
+    transformers reads language models from such files, and cannot save what it has read: the weights move into a new
+    model in float32, which is kept beside the cache of the Hub.
+
+    Args:
+        directory: Any directory; those of other models are returned as they are.
+
+    Raises:
+        ValueError: If transformers does not read the file.
+    """
+    files = [*directory.glob("*.gguf")]
+    if len(files) != 1 or any((directory / name).is_file() for name in ("config.json", PIPELINE_INDEX)):
+        return directory
+    from huggingface_hub.constants import HF_HOME
+
+    state = files[0].stat()
+    key = hashlib.sha256(f"{files[0].resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
+    target = Path(HF_HOME) / "mhla_hf" / f"{files[0].stem}-{key}"
+    if target.is_dir():
+        return target
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    read: dict[str, Any] = {"pretrained_model_name_or_path": directory, "gguf_file": files[0].name}
+    try:
+        packed = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**read)
+    except Exception as error:  # A library's code raises anything.
+        raise ValueError(f"{files[0]} is not read by transformers: {shorten_text(str(error), 300)}") from error
+    config = packed.config
+    config.__dict__.pop("quantization_config", None)
+    model = type(packed)(config)
+    model.load_state_dict(packed.state_dict())
+    with atomic_directory(target) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+    return target
 
 
 def local_origin(directory: Path) -> dict[str, str]:

@@ -8,8 +8,11 @@ import pytest
 import torch
 from diffusers import GGUFQuantizationConfig, WanTransformer3DModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mhla_hf import MHLAWanTransformer3DModel, convert, convert_pretrained
+from mhla_hf.estimate import find_candidate
+from mhla_hf.utils.locations import unpacked
 from mhla_hf.utils.tensor_files import read_entries
 from tests import tiny
 from tests.command_line import run_command
@@ -103,3 +106,66 @@ def test_truncated_files(wan_gguf, tmp_path):
         with pytest.raises(ValueError, match="cut.gguf is damaged, truncated or not a GGUF file"):
             convert_pretrained(tmp_path / "cut.gguf", tmp_path / "out", MHLA, progress=False)
     assert not (tmp_path / "out").exists()
+
+
+WORDS = ["<s>", "</s>", *(chr(65 + index) for index in range(26)), "AB", "ABC"]
+
+
+def write_language_model(path):
+    """A tiny Llama with a tokenizer, some matrices in Q8_0, as llama.cpp names them."""
+    width, heads, layers = 32, 2, 2
+    generator = torch.Generator().manual_seed(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {"context_length": 64, "embedding_length": width, "block_count": layers}.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_uint32("llama.feed_forward_length", 2 * width)
+    writer.add_uint32("llama.attention.head_count", heads)
+    writer.add_uint32("llama.attention.head_count_kv", heads)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("llama.rope.freq_base", 10_000.0)
+    writer.add_uint32("llama.vocab_size", len(WORDS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(WORDS)
+    writer.add_token_merges(["A B", "AB C"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    shapes = {"token_embd": (len(WORDS), width), "output": (len(WORDS), width), "output_norm": (width,)}
+    for layer in range(layers):
+        shapes |= {f"blk.{layer}.{name}": (width, width) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+        shapes |= {f"blk.{layer}.{name}": (2 * width, width) for name in ("ffn_gate", "ffn_up")}
+        shapes |= {f"blk.{layer}.ffn_down": (width, 2 * width)}
+        shapes |= {f"blk.{layer}.{name}": (width,) for name in ("attn_norm", "ffn_norm")}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, generator=generator).numpy()
+        packs = "ffn" in name and len(shape) == 2
+        data = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0) if packs else values
+        kind = gguf.GGMLQuantizationType.Q8_0 if packs else None
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return path
+
+
+def test_language_models_are_converted_from_a_directory_with_a_file(tmp_path, monkeypatch):
+    """With the weights and tokens that transformers reads from the file."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "tiny-GGUF"
+    source.mkdir()
+    file = write_language_model(source / "tiny-Q8_0.gguf")
+    run_command("convert", str(source), str(tmp_path / "mhla"), "--block-size", "8", "--layers", "1")
+    original = AutoModelForCausalLM.from_pretrained(source, gguf_file=file.name)
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "mhla")
+    own = dict(converted.named_parameters())
+    assert all(torch.equal(own[name], value) for name, value in original.named_parameters())
+    assert converted.config.mhla["layers"] == [1] and not hasattr(converted.config, "quantization_config")
+    assert json.loads((tmp_path / "mhla" / "conversion.json").read_text())["source"]["location"] == "tiny-GGUF"
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "mhla")("ABCA")["input_ids"]
+    assert tokens == AutoTokenizer.from_pretrained(source, gguf_file=file.name)("ABCA")["input_ids"]
+    # The same for the estimate and for recoveries, from the cache.
+    (kept,) = (tmp_path / "cache" / "mhla_hf").iterdir()
+    assert unpacked(source) == kept and find_candidate(source).class_name == "LlamaForCausalLM"
+    assert unpacked(kept) == kept
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="tiny-Q8_0.gguf is not read by transformers"):
+        convert_pretrained(source, tmp_path / "damaged")

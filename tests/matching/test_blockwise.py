@@ -3,6 +3,7 @@
 
 import copy
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -67,6 +68,32 @@ def test_only_blocks_learn(name, tmp_path):
     changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
     assert changed and all(key.startswith(f"{found[-1]}.") for key in changed)
     assert not model.training and all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("rate", [1e-3, 3.0])
+def test_a_block_keeps_what_it_learned_only_where_its_held_out_error_falls(rate, tmp_path):
+    """The next block gets what the one before gives it with the weights that it ends with."""
+    model, teacher, batch = converted("bert")
+    other = {name: value.flip(0) for name, value in batch.items()}
+    before = copy.deepcopy(model.state_dict())
+    settings = {**SETTINGS, "learning_rate": rate, "mhla_learning_rate": rate}
+    arguments = {"num_batches": 3, "held_out": 1, "steps": [4, 0, 4], "teacher": teacher, "output": tmp_path}
+    data = [batch, batch, other]
+    report = match_blocks(model, data.__getitem__, **arguments, **settings)
+    after = copy.deepcopy(model.state_dict())
+    for name, figures in report.items():
+        changed = {key for key in after if key.startswith(f"{name}.") and not torch.equal(after[key], before[key])}
+        assert bool(changed) == (figures["held_out_after"] < figures["held_out_before"]) == (rate < 1)
+    output = partial(first_output, trunk_for(model, other), other, padding=True)
+    with torch.no_grad():
+        target = teacher.compute(lambda _: output())
+        error = (output() - target).square().mean() / target.var(unbiased=False)
+    # The last block is compared at the model's output.
+    expected = figures["held_out_after" if rate < 1 else "held_out_before"]
+    assert error.item() == pytest.approx(expected, rel=1e-4)
+    model.load_state_dict(before)
+    again = match_blocks(model, data.__getitem__, progress=lambda *_: pytest.fail("a step"), **arguments, **settings)
+    assert again == report and all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
 
 
 def matched(output, stop=None):

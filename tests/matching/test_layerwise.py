@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -256,3 +257,62 @@ def test_mistakes(change, message):
             arguments[key] = choices[arguments[key]]
     with pytest.raises(ValueError, match=message):
         match_layers(arguments.pop("model"), arguments.pop("batches"), **arguments)
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk", "none"])
+def test_a_layer_keeps_what_it_learned_only_where_its_held_out_error_falls(cache, tmp_path):
+    """Compared with errors that are computed here, on the batches that no step has seen."""
+    data = batches("bert", count=5)
+    for number, rate in enumerate((1e-3, 100.0)):
+        student, teacher = pair("bert")
+        before = [matching_losses(student, batch) for batch in data[3:]]
+        start = weights(student)
+        report = match_layers(
+            student, data, steps=6, held_out=2, learning_rate=rate, mhla_learning_rate=rate, cache=cache,
+            cache_dtype="float32", output=tmp_path / str(number), save_every=2,
+        )  # fmt: skip
+        after = [matching_losses(student, batch, teacher=teacher) for batch in data[3:]]
+        for name, figures in report.to_dict()["layers"].items():
+            own, now = (sum(losses[name] for losses in found) / 2 for found in (before, after))
+            assert figures["held_out_before"] == pytest.approx(own, rel=1e-4)
+            is_kept = figures["held_out_after"] < figures["held_out_before"]
+            assert now == pytest.approx(figures["held_out_after"] if is_kept else own, rel=1e-4)
+            changed = {
+                key for key, value in student.state_dict().items()
+                if key.startswith(name) and not torch.equal(value, start[key])
+            }  # fmt: skip
+            assert bool(changed) == is_kept == (rate < 1)
+            # What has not helped is tried again at a tenth of the rates.
+            assert figures["attempt"] == (1 if rate < 1 else 2)
+    with pytest.raises(ValueError, match="held_out=5"):
+        match_layers(student, data, held_out=5)
+
+
+def test_a_second_attempt_is_made_at_a_tenth_of_the_rates(tmp_path):
+    """It ends as a first attempt at these rates, and a run that was stopped within it goes on from there."""
+    data, results = batches("bert", count=4), []
+    options = {"steps": 8, "held_out": 1, "cache": "none", "save_every": 2, "train": "mhla"}
+    for number, rate in enumerate((0.1, 1.0, 1.0)):
+        student, _ = pair("bert")
+        seen = []
+
+        def progress(*step, seen=seen, number=number):
+            seen.append(step)
+            if number == 2 and len(seen) == 8 * 3 + 4:
+                raise KeyboardInterrupt
+
+        run = partial(match_layers, student, data, output=tmp_path / str(number), mhla_learning_rate=rate, **options)
+        if number == 2:
+            with pytest.raises(KeyboardInterrupt):
+                run(progress=progress)
+            student, _ = pair("bert")
+            run = partial(run.func, student, *run.args[1:], **run.keywords)
+        report = run(progress=lambda *step, seen=seen: seen.append(step))
+        results.append((report.layers, weights(student)))
+    first, again = results[0][0], results[1][0]
+    assert again == results[2][0] and equal(results[1][1], results[2][1])
+    repeated = [name for name in again if again[name]["attempt"] == 2 and first[name]["attempt"] == 1]
+    assert repeated
+    for name in repeated:
+        assert first[name]["held_out_after"] == pytest.approx(again[name]["held_out_after"])
+        assert all(torch.equal(results[0][1][key], value) for key, value in results[1][1].items() if name in key)

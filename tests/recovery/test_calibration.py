@@ -227,8 +227,10 @@ def test_groups_of_layers_give_the_same(monkeypatch):
     apart = mhla_hf.calibrate(other, batches, fit_steps=20, progress=lambda *count: seen.append(count))
     assert together.layers == apart.layers
     assert_same_state(other, state(model))
-    count = len(together.layers) * (len(batches) + 20)
-    assert seen == [(done, count) for done in range(1, count + 1)]
+    # A layer is recorded, trained, and solved in two passes over its calls or a little less.
+    count = len(together.layers) * (len(batches) + 20 + 2 * len(batches))
+    assert seen[-1] == (count, count) and len(seen) >= 0.9 * count
+    assert seen[:-1] == [(done, count) for done in range(1, len(seen))]
 
 
 class Stopped(BaseException):
@@ -249,7 +251,7 @@ def test_interrupted(moment):
     before = state(model)
 
     def stop(done, count):
-        assert count == 4 + 2 * len(mhla_layers(model))
+        assert count == 4 + (2 + 2 * 4) * len(mhla_layers(model))
         if done == moment:
             raise Stopped
 

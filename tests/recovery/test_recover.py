@@ -16,21 +16,31 @@ from diffusers import DiTPipeline, WanPipeline
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
+from transformers import ViTImageProcessor
 from typer.testing import CliRunner
 
 import mhla_hf
+from mhla_hf import convert, convert_pretrained
 from mhla_hf.cli.main import app
 from mhla_hf.estimate import find_candidate, on_meta, training_memory
+from mhla_hf.hub import model_card
 from mhla_hf.matching.blockwise import _Records
 from mhla_hf.matching.records import Records
 from mhla_hf.models.directory import ModelDirectory
 from mhla_hf.recovery import data
 from mhla_hf.recovery import recover as module
-from mhla_hf.recovery.data import RecoveryData
+from mhla_hf.recovery.calibration import calibrate_directory
+from mhla_hf.recovery.data import RecoveryData, open_data
 from mhla_hf.recovery.recipes import IMAGES, WITHOUT_OBJECTIVE, default_recipe
+from mhla_hf.recovery.report import is_worse
+from mhla_hf.recovery.selection import _Trial
+from mhla_hf.recovery.stages import Quality
 from mhla_hf.training.data.batches import load_calls
+from mhla_hf.training.data.images import Images
+from mhla_hf.training.processes import Processes
 from tests import tiny, tiny_images, tiny_joint
 from tests.families.cases import WanAnimateCase
+from tests.integrations.transformers.tiny_models import IMAGE_SIZE, PATCH_SIZE, softmax_model
 
 from .sources import model_directory, text_folder, tokenizer
 
@@ -176,6 +186,187 @@ def test_a_run_of_an_earlier_version_resumes(sources, tmp_path, monkeypatch):
         report = recover("bert", sources, out, stages=("match", "blocks", "distill"), resume=True)
     assert list(report.figures) == ["softmax", "converted", "match", "blockwise", "distill"]
     assert report.figures["blockwise"] == before["figures"]["blocks"]
+
+
+@pytest.mark.parametrize("kind, worse", [("bert", "distill"), ("bert", "blockwise"), ("llama", "distill")])
+def test_a_stage_that_ends_worse_is_discarded(kind, worse, sources, tmp_path, monkeypatch, caplog):
+    """What is written, and what the next stage gets, is the better model, of a resumed run too."""
+    stages = ("match", "distill") if worse == "distill" else ("match", "blockwise", "distill")
+    ruinous = {"distill.learning_rate": 1e-5}
+    ruinous |= {f"{worse}.{rate}": 5.0 for rate in ("learning_rate", "mhla_learning_rate")}
+    options = {"layers": "all", "stages": stages}
+    if worse == "blockwise":
+        # The check of single blocks would spare the stage.
+        monkeypatch.setattr(module.runs.BlockwiseOptions, "held_out", 0)
+    report = recover(kind, sources, tmp_path / "out", ruinous, **options)
+    assert report.discarded == [worse]
+    name = {"bert": "cosine", "llama": "above_softmax_percent"}[kind]
+    figures = [report.figures[state][name] for state in ("match", worse)]
+    assert figures[1] < figures[0] if kind == "bert" else figures[1] > figures[0]
+    others = [stage for stage in stages if stage != worse]
+    better = recover(kind, sources, tmp_path / "better", {**ruinous, worse: None}, **{**options, "stages": others})
+    first, second = weights(tmp_path / "out"), weights(tmp_path / "better")
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert [report.figures[each] for each in others] == [better.figures[each] for each in others]
+    assert report.kept == others[-1]
+    label = {"bert": "cosine to the original", "llama": "above softmax, %"}[kind]
+    note = f"{worse} ended worse ({label} {figures[1]:.4g} after {figures[0]:.4g}): its result was discarded"
+    assert report.notes() == [note] and note in caplog.text
+    card = model_card(tmp_path / "out").text
+    assert f"The stage `{worse}` ended worse than it began: its result was discarded." in card
+    assert 'The row "' + {"distill": "matched", "blockwise": "distilled"}[worse] + '" is this model' in card
+    assert "Not trained since" not in card
+    # A run that was stopped after the stage goes on from the better state.
+    following = stages[stages.index(worse) + 1 :]
+    if following:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(module.runs, following[0], lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            recover(kind, sources, tmp_path / "parts", ruinous, **options)
+        again = recover(kind, sources, tmp_path / "parts", ruinous, resume=True, **options)
+        assert again.figures == report.figures and again.discarded == [worse]
+        found = weights(tmp_path / "parts")
+        assert all(torch.equal(first[key], found[key]) for key in first)
+
+
+def test_figures_are_compared_by_their_direction():
+    nan = float("nan")
+    assert is_worse({"cosine": 0.7}, {"cosine": 0.9}) and not is_worse({"cosine": 0.9}, {"cosine": 0.9})
+    for name in ("above_softmax_percent", "loss", "bits_per_byte"):
+        assert is_worse({name: 2.0}, {name: 1.0}) and not is_worse({name: 1.0}, {name: 2.0})
+    assert is_worse({"cosine": nan}, {"cosine": 0.9}) and not is_worse({"cosine": 0.9}, {"cosine": nan})
+    # Classifiers are judged by cosine, diffusion models by what is above softmax.
+    assert is_worse({"agreement": 1.0, "cosine": 0.7}, {"agreement": 0.5, "cosine": 0.9})
+    assert is_worse({"loss": 0.1, "above_softmax_percent": 3.0}, {"loss": 0.2, "above_softmax_percent": 2.0})
+
+
+@pytest.mark.parametrize("name", ["dinov2", "vit"])
+def test_blocks_are_made_for_the_grid_of_the_images(name, tmp_path, caplog):
+    """Of the size that the image processor gives, or the one that is asked for; both sizes are said."""
+    half, usual = IMAGE_SIZE // 2, IMAGE_SIZE // PATCH_SIZE
+    softmax_model(name).save_pretrained(tmp_path / "source")
+    ViTImageProcessor(size={"height": half, "width": half}).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="data.height and data.width: give both"):
+        mhla_hf.recover(tmp_path / "source", tmp_path / "out", "digits", changes={"data.height": half})
+    changes = dict(SMALL)
+    # ViT reads another size than its own where it is told to.
+    grid = [usual // 2, usual // 2] if name == "dinov2" else [usual, 2 * usual]
+    if name == "vit":
+        changes |= {"data.height": IMAGE_SIZE, "data.width": 2 * IMAGE_SIZE}
+    options = {"stages": ["calibrate", "blockwise", "distill"], "device": "cpu", "progress": False}
+    report = mhla_hf.recover(tmp_path / "source", tmp_path / "out", "digits", changes=changes, **options)
+    assert report.recipe["mhla"]["grid"] == grid == load("vit", tmp_path / "out").config.mhla["grid"]
+    said = f"images have {grid[0]} x {grid[1]} patches, and {usual} x {usual} in the model's configuration"
+    assert said in caplog.text and "resampled" not in caplog.text
+    assert report.figures["calibrate"]["cosine"] > 0.5
+
+
+def test_resampled_weights_are_warned_of(sources, tmp_path, caplog):
+    """A program's own data may have another size than the blocks were made for."""
+    model = transformers.AutoModel.from_pretrained(
+        sources["vit"][0], attn_implementation="mhla", mhla={"block_size": [2, 2], "resize": "block_size"}
+    )
+    side = IMAGE_SIZE // 2
+    source = Images([lambda: np.zeros((side, side, 3), np.uint8)] * 10, ViTImageProcessor(do_resize=False), 2, "")
+    module._warn_of_resampling(model, source)
+    assert (
+        "the mixing weights are those of 2x2 blocks" in caplog.text
+        and "of 2x2 patches have 1x1: training" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("length, expected", [(64, 16), (100, 16), (4096, 32)])
+def test_rows_of_text_have_four_blocks(length, expected, tmp_path, sources, caplog):
+    """The default block of a model may be as long as a row, of 128 tokens at most here: linear attention."""
+    options = {"data": "generated", "hub": {}, "cache": tmp_path, "seed": 0, "progress": False, "prompts": None}
+    recipe = default_recipe("causal").changed({"data.max_length": length})
+
+    def fitted(recipe):
+        return RecoveryData(
+            directory=ModelDirectory.read(Path(sources["llama"][0])), recipe=recipe, **options
+        ).fitted()
+
+    assert (
+        fitted(recipe).mhla["block_size"] == [expected] and f"get blocks of {expected} (--block-size)" in caplog.text
+    )
+    caplog.clear()
+    assert fitted(recipe.changed({"mhla.block_size": [expected]})).mhla["block_size"] == [expected]
+    assert not caplog.text
+    longest = min(length, 128)
+    assert fitted(recipe.changed({"mhla.block_size": [longest]})).mhla["block_size"] == [longest]
+    assert f"rows of {longest} tokens have 1 blocks of {longest}" in caplog.text
+
+
+def test_window_and_linear_attention_are_measured_beside(sources, tmp_path):
+    """By models that are made of the same weights, with the window alone and with a single block."""
+    report = recover(
+        "llama", sources, tmp_path / "out", {"mhla.window": "adjacent"}, stages=["calibrate"], layers="all"
+    )
+    assert list(report.beside) == ["window", "linear_calibrated"]
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["beside"] == report.beside
+    directory, data = sources["llama"]
+    model = load("llama", tmp_path / "out")
+    source = open_data(model, ModelDirectory.read(Path(directory)), data, samples=12, held_out=4, seed=0, length=32)
+    quality = partial(Quality, source=source, processes=Processes(alone=True))
+    original = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    for key, converted in (("window", convert(original, model.config.mhla)), ("linear_calibrated", model)):
+        measure = quality(converted)
+        with torch.no_grad():
+            for name, parameter in converted.named_parameters():
+                if key == "window" and name.endswith("window_bias"):
+                    parameter.fill_(-torch.inf)
+                if key != "window" and name.endswith("mhla.mixing"):
+                    parameter.fill_(0.25)
+        assert measure.measure(converted)["bits_per_byte"] == pytest.approx(
+            report.beside[key]["bits_per_byte"], rel=1e-4
+        )
+    card = model_card(tmp_path / "out").text
+    assert "| window without MHLA, nothing trained |" in card and "| linear attention, calibrated |" in card
+    # Diffusion models are measured beside where they have a window.
+    plain = recover("bert", sources, tmp_path / "bert", {"distill.steps": 1}, stages=["distill"])
+    assert list(plain.beside) == ["linear"] and plain.kept in plain.figures
+
+
+def test_the_trial_of_layers_goes_on_where_it_was_stopped(sources, tmp_path, monkeypatch):
+    whole = recover("bert", sources, tmp_path / "whole", stages=["match"])
+    error, tried = _Trial.error, []
+
+    def stop_at_the_third(self, kept):
+        tried.append([layer.name for layer in kept])
+        if len(tried) == 3:
+            raise KeyboardInterrupt
+        return error(self, kept)
+
+    monkeypatch.setattr(_Trial, "error", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        recover("bert", sources, tmp_path / "out", stages=["match"])
+    report = recover("bert", sources, tmp_path / "out", stages=["match"], resume=True)
+    # With no layer, and with each of three: the third is tried again.
+    assert len(tried) == 5 and tried[2] == tried[3]
+    assert report.figures == whole.figures
+
+
+def test_a_calibrated_model_is_recovered_from(sources, tmp_path):
+    """As from its original with the same weights after calibration; the record tells where that is."""
+    directory, data = sources["bert"]
+    convert_pretrained(directory, tmp_path / "mhla", layers="0,2", block_size=[8], progress=False)
+    with pytest.raises(ValueError, match="is MHLA already; load its softmax original"):
+        mhla_hf.recover(tmp_path / "mhla", tmp_path / "out", data)
+    calibrate_directory(tmp_path / "mhla", data=data, samples=24, fit_steps=40, device="cpu")
+    changes = {**SMALL, **EXTRA["bert"]}
+    options = {"changes": changes, "device": "cpu", "progress": False}
+    report = mhla_hf.recover(tmp_path / "mhla", tmp_path / "out", data, stages=["match"], **options)
+    assert list(report.figures) == ["softmax", "converted", "calibrate", "match"]
+    assert report.stages["calibrate"]["layers"] and report.stages["calibrate"]["probe"]["samples"] == 24
+    assert report.figures["match"]["cosine"] > 0.5
+    found, calibrated = load("bert", tmp_path / "out"), load("bert", tmp_path / "mhla")
+    assert found.config.mhla == calibrated.config.mhla
+    # Nothing trained: the calibrated weights.
+    only = mhla_hf.recover(tmp_path / "mhla", tmp_path / "only", data, stages=["calibrate"], **options)
+    first, second = weights(tmp_path / "only"), weights(tmp_path / "mhla")
+    assert not only.discarded and all(torch.equal(first[name], second[name]) for name in second)
+    assert load("bert", tmp_path / "only").config._mhla_state == "calibrated"
+    with pytest.raises(ValueError, match="is converted already: leave recipe, layers, keep, window and blocks out"):
+        mhla_hf.recover(tmp_path / "mhla", tmp_path / "other", data, layers="all")
 
 
 def test_every_layer_gets_a_step(sources, tmp_path):

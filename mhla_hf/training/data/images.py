@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from ...utils.compat import forward_parameters
 from ...utils.files import read_json
 from ...utils.messages import shorten_list, shorten_text, shorten_value
 from ..config import DIGITS, Bucket
@@ -354,25 +355,46 @@ class Images(BatchSource):
         fingerprint: Hash that identifies the samples.
         seed: Seed of their order.
         left_out: Number of files that could not be read.
+        size: Height and width in pixels; `None` for those of the image processor.
+        arguments: Further arguments of the model.
     """
 
     kind = "images"
 
     def __init__(
-        self, images: Sequence[Any], processor: Any, held_out: int, fingerprint: str, seed: int = 0, left_out: int = 0
+        self,
+        images: Sequence[Any],
+        processor: Any,
+        held_out: int,
+        fingerprint: str,
+        seed: int = 0,
+        left_out: int = 0,
+        size: tuple[int, int] | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(seed, fingerprint, *drawn_held_out(len(images), held_out))
         self.images, self.processor, self.facts = images, processor, {"left_out": left_out}
+        self.size, self.arguments = size, arguments or {}
 
     def _make(self, indices: Sequence[int]) -> Batch:
-        images = [self.images[index]() for index in indices]
+        images, options = [self.images[index]() for index in indices], {}
+        if self.size is not None:
+            images = [fit(Image.fromarray(image), *self.size) for image in images]
+            options = {"do_resize": False, "do_center_crop": False}
         # Told, not guessed: an image of three rows has its channels last, too.
-        made = self.processor(images=images, return_tensors="pt", input_data_format="channels_last")
-        return {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
+        made = self.processor(images=images, return_tensors="pt", input_data_format="channels_last", **options)
+        return {**self.arguments, **{key: each for key, each in made.items() if isinstance(each, torch.Tensor)}}
 
 
 def image_batches(
-    model: Any, directory: Path, data: str, *, samples: int, held_out: int = 192, seed: int = 0
+    model: Any,
+    directory: Path,
+    data: str,
+    *,
+    samples: int,
+    held_out: int = 192,
+    seed: int = 0,
+    size: tuple[int, int] | None = None,
 ) -> BatchSource:
     """Open images for a vision model.
 
@@ -383,13 +405,17 @@ def image_batches(
         samples: Maximum number of images to train on.
         held_out: Images to hold out, a fifth of all at most.
         seed: Seed of their order.
+        size: Height and width in pixels; `None` for those of the image processor.
 
     Raises:
         ValueError: If there are no such data.
         OSError: From transformers, if there is no image processor.
     """
     processor, images, left_out = open_images(model.config, directory, data, samples + held_out)
-    return Images([*images.values()], processor, held_out, f"{stable_seed(*images):016x}", seed, left_out)
+    resizes = size is not None and "interpolate_pos_encoding" in forward_parameters(model)
+    arguments = {"interpolate_pos_encoding": True} if resizes else {}
+    fingerprint = f"{stable_seed(*images, *([] if size is None else map(str, size))):016x}"
+    return Images([*images.values()], processor, held_out, fingerprint, seed, left_out, size, arguments)
 
 
 def open_images(
