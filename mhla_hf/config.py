@@ -22,6 +22,8 @@ from .utils.options import Options, option
 MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 WINDOWS = ("block", "adjacent", "cross")
 TEXTS = ("softmax", "block")
+MEASURES = ("lookup", "error")
+"""By what layers are chosen to stay softmax: look-up of repeated text, or the error that MHLA leaves."""
 MAX_WINDOW_TOKENS = 2**14
 """Tokens of one block of a window: each of them attends to all of them."""
 # Weights of the depthwise convolution for each channel.
@@ -371,21 +373,30 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
 def automatic_share(layers: str) -> Fraction | None:
     """Read `auto:p/q`: the share p/q of the layers becomes MHLA, and the others are those worst to replace.
 
+    `auto:p/q:lookup` and `auto:p/q:error` also say by what, see [`automatic_measure`].
+
     Returns:
         The share, or `None` for a choice that names the layers.
 
     Raises:
-        ValueError: If it begins with `auto:`, and the rest is not a fraction above 0 and at most 1.
+        ValueError: If it begins with `auto:`, and the rest is not a fraction above 0 and at most 1, and such a word.
     """
     text = layers.strip()
     if not text.startswith("auto:"):
         return None
-    match = _FRACTION.fullmatch(text.removeprefix("auto:"))
-    if match is None or not 0 < int(match[1]) <= int(match[2]):
+    fraction, _, measure = text.removeprefix("auto:").partition(":")
+    match = _FRACTION.fullmatch(fraction)
+    if match is None or not 0 < int(match[1]) <= int(match[2]) or (measure or MEASURES[0]) not in MEASURES:
         raise ValueError(
-            f"layers={layers!r:.100} must be a fraction above 0 and at most 1 after auto:, such as auto:2/3."
+            f"layers={layers!r:.100} must be a fraction above 0 and at most 1 after auto:, such as auto:2/3, "
+            f"auto:2/3:{' or auto:2/3:'.join(MEASURES)}."
         )
     return Fraction(int(match[1]), int(match[2]))
+
+
+def automatic_measure(layers: str) -> str | None:
+    """By which of [`MEASURES`] layers are chosen under a valid `auto:`; `None` for the default of the model."""
+    return layers.strip().partition(":")[2].partition(":")[2] or None
 
 
 def _layers(layers: Any) -> tuple[int, ...] | str | None:

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..config import automatic_share
+from ..config import automatic_measure, automatic_share
 from ..conversion import convert_pretrained
 from ..conversion.convert import plan_model
 from ..conversion.planning import PlanOptions
@@ -75,6 +75,7 @@ def recover(
     recipe: str | Path | None = None,
     layers: str | None = None,
     keep: str | None = None,
+    by: str | None = None,
     window: str | None = None,
     blocks: Sequence[int] | None = None,
     block_size: Sequence[int] | None = None,
@@ -117,6 +118,7 @@ def recover(
         layers: Which layers become MHLA, in place of the recipe's.
         keep: Share of the layers that stay softmax, such as `25%`, those that are worst to replace; in place of
             `layers`.
+        by: How those are told: by `lookup`, the default for language models, or by the `error` that MHLA leaves.
         window: Softmax window beside MHLA: `block`, `adjacent` or `cross`.
         blocks: Number of blocks along each axis, in place of the recipe's.
         block_size: Tokens of a block along each axis instead.
@@ -152,7 +154,7 @@ def recover(
     check_count("save_every", save_every)
     cast = parse_dtype(dtype)
     variant = str(recipe) if recipe in VARIANTS else None
-    given = check_arguments(recipe, layers, keep, budget, stages, changes)
+    given = check_arguments(recipe, layers, keep, budget, stages, changes, by)
     # Files of the Hub are fetched once.
     part, family = processes.in_turn(lambda: find_model(source, component, **hub))
     if given is not None and given.family != family:
@@ -160,7 +162,7 @@ def recover(
             f"{given.name} is for {models_of(given.family)}, not for {models_of(family)} as {part.location}"
         )
     own: dict[str, Any] = {
-        "layers": layers if keep is None else parse_keep(keep),
+        "layers": layers if keep is None else parse_keep(keep, by),
         "mhla.window": None if given is None else window,
     }
     own = {name: value for name, value in own.items() if value is not None}
@@ -365,7 +367,8 @@ class Recovery:
             model = load_model(self.source, plan.mhla).to(self.settings.device).eval()
             data = open_data(model)
             batches = data.batches("layers", _SELECTION_BATCHES, _SELECTION_BATCH_SIZE)
-            selection = select_layers(model, batches, keep=kept, processes=self.processes)
+            by = automatic_measure(self.recipe.layers)
+            selection = select_layers(model, batches, keep=kept, by=by, processes=self.processes)
             chosen, report.fingerprint = selection.mhla_layers, data.fingerprint
             record = {"selection": {**selection.to_dict(), "calibration": None}}
         report.stages[CONVERTED] = {**record, "layers": chosen}

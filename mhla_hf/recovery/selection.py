@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of layers that stay softmax, by the error and the time that each costs."""
+"""Selection of layers that stay softmax: by look-up, or by the error and the time that each costs."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import MEASURES
 from ..layers.original import original_attention
 from ..layers.weight_record import base_parameters, original_name, original_values
 from ..models.directory import ModelDirectory
@@ -32,9 +34,10 @@ from ..training.layers import (
 from ..training.processes import Processes
 from ..training.teacher import SharedTeacher
 from ..utils.machine import synchronize
-from ..utils.messages import StepCounter
+from ..utils.messages import StepCounter, check_choice
 from .calibration import CalibrationReport, calibrate_model, check_batches
 from .data import open_probe
+from .lookup import looks_up, lookup_scores, recall, recall_texts
 from .recipes import check_shares, parse_share
 
 
@@ -51,7 +54,10 @@ class LayerScore:
         index: Its number among the model's layers.
         name: The attention module.
         error: Relative error of its output after calibration.
-        restored: By how much keeping it softmax, and no other, lowers the error of the model's output.
+        restored: By how much keeping it softmax, and no other, lowers the error of the model's output; `None` where
+            layers were chosen by look-up.
+        lookup: Scores of its key/value heads, see [`lookup_scores`][mhla_hf.recovery.lookup.lookup_scores]; of causal
+            language models alone.
         softmax_ms: Time of its original attention for one batch of the probe.
         mhla_ms: Time of MHLA.
         kept: Whether it is best kept softmax.
@@ -60,7 +66,8 @@ class LayerScore:
     index: int
     name: str
     error: float
-    restored: float = 0.0
+    restored: float | None = None
+    lookup: list[float] = field(default_factory=list)
     softmax_ms: float = 0.0
     mhla_ms: float = 0.0
     kept: bool = False
@@ -78,7 +85,12 @@ class SelectionReport:
     Attributes:
         layers: Every layer that can be MHLA.
         order: Indices of the layers kept, in the order in which they were chosen.
-        errors: Relative error of the model's output, with no layer kept and after each choice.
+        by: How they were chosen: `"lookup"` or `"error"`.
+        errors: Relative error of the model's output, with no layer kept and after each choice; by look-up with none
+            and with all of them.
+        recall: Bits per token of a passage at its first and second occurrence, see
+            [`recall`][mhla_hf.recovery.lookup.recall], of the original (`"softmax"`), with no layer kept (`"mhla"`),
+            and with those `"chosen"`; empty where that cannot be measured.
         softmax_ms: Time of the softmax model for one batch of the probe.
         mhla_ms: Time with every layer MHLA.
         chosen_ms: Time with the layers kept.
@@ -87,7 +99,9 @@ class SelectionReport:
 
     layers: list[LayerScore]
     order: list[int] = field(default_factory=list)
+    by: str = "error"
     errors: list[float] = field(default_factory=list)
+    recall: dict[str, tuple[float, float]] = field(default_factory=dict)
     softmax_ms: float = 0.0
     mhla_ms: float = 0.0
     chosen_ms: float = 0.0
@@ -114,13 +128,16 @@ def select_layers(
     *,
     keep: int | float | str | None = None,
     latency: float | str | None = None,
+    by: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     processes: Processes | None = None,
 ) -> SelectionReport:
     """Calibrate a converted model and select the layers to keep softmax.
 
-    Layers are picked one after the other: each time the one that brings the model's output closest to that of the
-    softmax model, with those picked before softmax already. The model stays calibrated.
+    By error, layers are picked one after the other: each time the one that brings the model's output closest to that
+    of the softmax model, with those picked before softmax already. By look-up, those are picked whose heads find
+    repeated text most surely: the loss on ordinary text hardly depends on them, and recall does. The model stays
+    calibrated.
 
     Args:
         model: A converted model that was not trained, every layer of interest MHLA.
@@ -129,12 +146,15 @@ def select_layers(
             either.
         latency: Largest time of the model, as a share of the softmax model's (`"80%"`, 0.8) on this machine, at the
             size of the probe: layers are kept as long as it allows.
+        by: `"lookup"` or `"error"`; by default look-up for causal language models, and error for others.
         progress: Called with the number of runs of the model and of all.
         processes: Processes that share the runs and all have the same batches; this one alone by default.
 
     Raises:
-        ValueError: As `calibrate`, or if `keep` or `latency` has a value that is not allowed.
+        ValueError: As `calibrate`, or if `keep`, `latency` or `by` has a value that is not allowed.
     """
+    if by is not None:
+        check_choice("by", by, MEASURES)
     if keep is not None and latency is not None:
         raise ValueError("Give keep or latency, not both.")
     batches, layers, processes = check_batches(batches), mhla_layers(model), processes or Processes(alone=True)
@@ -144,19 +164,23 @@ def select_layers(
     indices = [of_modules.get(layer.mhla, _index(layer.name)) for layer in layers]
     if len(set(indices)) < len(indices):
         raise ValueError("layers of this model have the same numbers (several towers): select them tower by tower.")
-    advance = StepCounter(progress, 2 * len(batches) + len(layers) * max(1, count))
+    is_language = looks_up(model, batches)
+    by = by or ("lookup" if is_language else "error")
+    advance = StepCounter(progress, 2 * len(batches) + (2 if by == "lookup" else len(layers) * max(1, count)))
     parameters = base_parameters(model)
     for name, original in original_values(model, "select layers").items():
         parameters[name].data.copy_(original)
     with evaluating(model):
+        found = lookup_scores(model, batches) if is_language or by == "lookup" else [[] for _ in layers]
         trial = _Trial(model, SharedTeacher(model), batches[:_COMPARED_BATCHES])
         layers = trial.layers
         calibration = calibrate_model(model, batches, fit_steps=0, progress=lambda *_: advance(), processes=processes)
         report = SelectionReport(
             [
-                LayerScore(index, layer.name, done.error_after)
-                for index, layer, done in zip(indices, layers, calibration.layers, strict=True)
+                LayerScore(index, layer.name, done.error_after, lookup=lookup)
+                for index, layer, done, lookup in zip(indices, layers, calibration.layers, found, strict=True)
             ],
+            by=by,
             calibration=calibration,
         )
         report = processes.decide(lambda: _time(model, layers, batches[0], report))
@@ -169,9 +193,12 @@ def select_layers(
             return processes.map(error, choices)
 
         report.errors += errors([])
-        tried = dict(enumerate(errors(*([place] for place in range(len(layers))))))
-        for place, value in tried.items():
-            report.layers[place].restored = report.errors[0] - value
+        if by == "lookup":
+            tried = {place: -max(lookup) for place, lookup in enumerate(found)}
+        else:
+            tried = dict(enumerate(errors(*([place] for place in range(len(layers))))))
+            for place, value in tried.items():
+                report.layers[place].restored = report.errors[0] - value
         chosen: list[int] = []
         while len(chosen) < count:
             open_places = [place for place in tried if place not in chosen]
@@ -180,14 +207,22 @@ def select_layers(
                 open_places = [place for place in open_places if report.layers[place].extra_ms <= limit]
             if not open_places:
                 break
-            if chosen:
+            if chosen and by == "error":
                 tried.update(zip(open_places, errors(*([*chosen, place] for place in open_places))))
             best = min(open_places, key=tried.__getitem__)
             chosen.append(best)
             report.order.append(indices[best])
-            report.errors.append(tried[best])
+            report.errors += [tried[best]] if by == "error" else []
             report.layers[best].kept = True
             report.chosen_ms += report.layers[best].extra_ms
+        if by == "lookup":
+            report.errors += errors(chosen)
+        texts = recall_texts(model, batches) if is_language else []
+        if texts:
+            report.recall["softmax"] = trial.teacher.compute(partial(recall, texts=texts))
+            for name, kept in (("mhla", []), ("chosen", [layers[place] for place in chosen])):
+                with trial.hybrid(kept):
+                    report.recall[name] = recall(model, texts)
     if len(chosen) == len(layers):
         raise ValueError("latency leaves every layer softmax: MHLA saves nothing at the size of the probe here.")
     if progress is not None:
@@ -240,14 +275,21 @@ class _Trial:
         self.model, self.teacher, self.batches = model, teacher, batches
         self.layers = find_projections(model, mhla_layers(model), on_device(batches[0], model))
         teacher.keep(name for layer in self.layers for name in layer.parameters())
-        self.reference = [teacher.compute(partial(_output, batch=batch, softmax=())) for batch in batches]
+        self.reference = [teacher.compute(partial(_output, batch=batch)) for batch in batches]
 
-    def error(self, kept: Sequence[AttentionLayer]) -> float:
-        """Relative squared error of the model's output."""
+    @contextmanager
+    def hybrid(self, kept: Sequence[AttentionLayer]) -> Iterator[None]:
+        """A context in which the model has these layers as they are in its original."""
         parameters, weights = base_parameters(self.model), self.teacher.weights
         names = {original_name(name) for layer in kept for name in layer.parameters()}
         with swapped_parameters({parameters[name]: weights[name] for name in names & set(weights)}):
-            return _relative_error([_output(self.model, batch, kept) for batch in self.batches], self.reference)
+            with original_heads(kept):
+                yield
+
+    def error(self, kept: Sequence[AttentionLayer]) -> float:
+        """Relative squared error of the model's output."""
+        with self.hybrid(kept):
+            return _relative_error([_output(self.model, batch) for batch in self.batches], self.reference)
 
 
 def importance(
@@ -285,10 +327,9 @@ def steps_by_importance(steps: int, values: Sequence[float], least: float) -> li
 
 
 @torch.no_grad()
-def _output(model: nn.Module, batch: Batch, softmax: Sequence[AttentionLayer]) -> torch.Tensor:
-    """The model's output, some layers with their original attention: rows `[N, D]` without padding, on the CPU."""
-    with original_heads(softmax):
-        return first_output(model, on_device(batch, model)).float().cpu()
+def _output(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The model's output: rows `[N, D]` without padding, on the CPU."""
+    return first_output(model, on_device(batch, model)).float().cpu()
 
 
 def _relative_error(outputs: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
