@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-up scores against the original's own attention weights, recall against direct losses, and choices by look-up."""
+"""Look-up scores against attention weights of the original, recall against losses, and choices by look-up."""
 
 import math
 
