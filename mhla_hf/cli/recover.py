@@ -110,8 +110,8 @@ def recover_command(
     }
     run = given(options, _RUN)
     MHLAConfig.from_dict(given(options, _MHLA))
-    checked = [run.get(name) for name in ("recipe", "layers", "keep", "budget")]
-    check_arguments(*checked, names, changes, run.get("by"))
+    recipe, layers, keep, budget, by = (run.get(name) for name in ("recipe", "layers", "keep", "budget", "by"))
+    check_arguments(recipe, layers, keep, budget, names, changes, by)
 
     from ..recovery.recover import recover
     from ..utils.model_cards import CARD
@@ -250,7 +250,7 @@ def select_layers_command(
         by_lookup = report.by == "lookup"
         second = "look-up by its best head" if by_lookup else "model error restored by softmax there"
         rows = {
-            layer.index: {"error": layer.error, "restored": max(layer.lookup) if by_lookup else layer.restored}
+            layer.index: {"error": layer.error, "restored": max(layer.lookup) if by_lookup else layer.restored or 0.0}
             for layer in report.layers
         }
         names = {"error": "error of the layer", "restored": second}
@@ -274,7 +274,9 @@ def _show_selection(report: "SelectionReport") -> None:
             "look-up of its heads": " ".join(f"{score:.2f}" for score in layer.lookup) or None,
             "softmax ms": f"{layer.softmax_ms:.2f}",
             "MHLA ms": f"{layer.mhla_ms:.2f}",
-            "stays": "softmax" if layer.kept else None,
+            "stays": "softmax"
+            if layer.kept
+            else ", ".join(f"{layer.index}.{each}" for each in layer.kept_groups) or None,
         }
         for layer in report.layers
     ]

@@ -81,7 +81,7 @@ def lookup_scores(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> 
 
     def observe(layer: AttentionLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[layer.name] = _mass(layer, *args[:2], length, kwargs).tolist()
+            found[layer.name] = _mass(layer, args[0], args[1], length, kwargs).tolist()
 
         return hook
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ..config import MEASURES, MHLAConfig, automatic_measure, automatic_share, parse_layers
+from ..config import MEASURES, MHLAConfig, automatic_measure, automatic_share, layer_groups, parse_layers
 from ..models.registry import RECOVERED, names_of
 from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, RECORD_CACHES
 from ..utils.messages import check_choice, did_you_mean, shorten_text
@@ -199,7 +199,7 @@ def choose_layers(layers: str, count: int) -> list[int]:
     """Return the indices of a choice of layers, see [`Recipe`]; of a model with a single one always that."""
     share = automatic_share(layers)
     chosen = parse_layers(layers if share is None else str(share), count) if count > 1 else None
-    return list(range(count)) if chosen is None else chosen
+    return list(range(count) if chosen is None else layer_groups(chosen))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,8 +421,10 @@ class _Loader(yaml.SafeLoader):
         if len(set(keys)) < len(keys):
             raise yaml.YAMLError(f"a key is given twice among {', '.join(keys)}")
         for key, value in node.value:
-            if key.value in _TEXTS and value.value != "null" and isinstance(value, yaml.ScalarNode):
-                value.tag = "tag:yaml.org,2002:str"
+            for entry in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                # Also in lists: the group 4.10 of heads is no number.
+                if key.value in _TEXTS and entry.value != "null" and isinstance(entry, yaml.ScalarNode):
+                    entry.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep)
 
 

@@ -116,8 +116,8 @@ def recover(
             which is faster and recovers less, `paper` has the settings of arXiv 2601.07832. `None` takes the default
             of the model's family.
         layers: Which layers become MHLA, in place of the recipe's.
-        keep: Share of the layers that stay softmax, such as `25%`, those that are worst to replace; in place of
-            `layers`.
+        keep: Share of the layers that stay softmax, such as `25%`, those that are worst to replace; of the groups of
+            heads where they are told by look-up. In place of `layers`.
         by: How those are told: by `lookup`, the default for language models, or by the `error` that MHLA leaves.
         window: Softmax window beside MHLA: `block`, `adjacent` or `cross`.
         blocks: Number of blocks along each axis, in place of the recipe's.
@@ -335,7 +335,7 @@ class Recovery:
     def _convert(self, open_data: OpenData | None) -> BatchSource | None:
         """Convert the source unless that is done; return the data if they were opened to select layers."""
         decide, data = self.processes.decide, None
-        layers: str | list[int] = self.recipe.layers
+        layers: str | list[Any] = self.recipe.layers
         if decide(lambda: self.work.is_done(CONVERTED)):
             return None
         report = RecoveryReport(
@@ -353,28 +353,32 @@ class Recovery:
 
     def _select(
         self, open_data: OpenData, share: Fraction, report: RecoveryReport
-    ) -> tuple[list[int], BatchSource | None]:
+    ) -> tuple[list[Any], BatchSource | None]:
         """Choose the layers that become MHLA, in a model that is converted in memory; note them in the report.
 
         Returns:
-            Their indices, and the data, unless all layers become MHLA.
+            Their indices, or groups of their heads, and the data, unless all layers become MHLA.
         """
         every = PlanOptions(layers="all")
         plan = self.processes.decide(lambda: plan_model(self.source, self.recipe.mhla, every).report)
-        record, chosen, data = {}, plan.mhla_layers, None
-        kept = len(chosen) - max(1, round(share * plan.num_layers))
+        record, data = {}, None
+        chosen: list[Any] = plan.mhla_layers
+        kept: float = len(chosen) - max(1, round(share * plan.num_layers))
+        by = automatic_measure(self.recipe.layers)
+        if self.recipe.family == "causal" and by != "error":
+            # Groups of heads are finer than layers.
+            kept = float(1 - share * plan.num_layers / len(chosen))
         if kept > 0:
             model = load_model(self.source, plan.mhla).to(self.settings.device).eval()
             data = open_data(model)
             batches = data.batches("layers", _SELECTION_BATCHES, _SELECTION_BATCH_SIZE)
-            by = automatic_measure(self.recipe.layers)
             selection = select_layers(model, batches, keep=kept, by=by, processes=self.processes)
             chosen, report.fingerprint = selection.mhla_layers, data.fingerprint
             record = {"selection": {**selection.to_dict(), "calibration": None}}
         report.stages[CONVERTED] = {**record, "layers": chosen}
         return chosen, data
 
-    def _convert_to_directory(self, layers: str | list[int]) -> None:
+    def _convert_to_directory(self, layers: str | list[Any]) -> None:
         """Write the converted directory."""
         convert_pretrained(
             self.source.location,

@@ -122,6 +122,37 @@ def test_layers_are_chosen_by_lookup():
     assert [layer.lookup for layer in report.layers] == scores
 
 
+def test_groups_of_heads_are_chosen_by_lookup():
+    """A share is one of groups; figures are those of the mixed model with the calibrated parameters of its heads."""
+    options = {**default_options("llama"), "feature_map": "elu", "mixing_heads": "per_head"}
+    model, given = mhla_hf.convert(long_model(), options).eval(), batches(14)
+    scores = {
+        f"{layer}.{group}": score
+        for layer, own in enumerate(lookup.lookup_scores(model, given))
+        for group, score in enumerate(own)
+    }
+    report = select_layers(model, given, keep="34%")
+    best = sorted(scores, key=scores.__getitem__, reverse=True)[:2]
+    assert report.order == best and len(report.errors) == 2
+    layers = report.mhla_layers
+    assert sum(1 if isinstance(entry, str) else 2 for entry in layers) == 4 and not {*best} & {*layers}
+    assert report.option == ",".join(map(str, layers))
+    mixed = mhla_hf.convert(long_model(), {**options, "layers": layers}).eval()
+    own, other = (dict(each.named_parameters()) for each in (mixed, model))
+    for name, parameter in own.items():
+        layer = next((part for part in name.split(".") if part.isdecimal()), "")
+        groups = mixed.model.layers[int(layer)].self_attn.mhla.groups if layer and ".mhla." in name else None
+        if groups is not None:
+            parameter.data.copy_(groups.split(other[name], 0)[0])
+        elif int(layer or -1) in layers:
+            parameter.data.copy_(other[name])
+    texts = lookup.recall_texts(model, given)
+    assert report.recall["chosen"] == pytest.approx(lookup.recall(mixed, texts), rel=1e-5)
+    assert report.recall["chosen"] != pytest.approx(report.recall["mhla"], rel=1e-5)
+    with pytest.raises(ValueError, match="keep='99%' keeps 6 of 6 groups of heads"):
+        select_layers(model, given, keep="99%")
+
+
 def test_mistakes():
     model, example = converted("bert")
     with pytest.raises(ValueError, match="look-up is measured on causal language models"):
