@@ -22,6 +22,8 @@ from .utils.options import Options, option
 MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 WINDOWS = ("block", "adjacent", "cross")
 TEXTS = ("softmax", "block")
+MEASURES = ("lookup", "error")
+"""By what layers are chosen to stay softmax: look-up of repeated text, or the error that MHLA leaves."""
 MAX_WINDOW_TOKENS = 2**14
 """Tokens of one block of a window: each of them attends to all of them."""
 # Weights of the depthwise convolution for each channel.
@@ -41,6 +43,8 @@ _DEFAULT_SIZES = {
 }
 _AXES = ("blocks", "block_size", "grid")
 _FRACTION = re.compile(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*")
+# Python refuses to convert thousands of digits.
+_INDEX, _GROUP = re.compile(r"\s*[0-9]{1,9}\s*"), re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +205,10 @@ class MHLAConfig(Options):
     )
     sink_tokens: int = option(0, "First tokens of a text that every window has, exactly: 1 or 4.", minimum=0)
     text: str = option("softmax", "Text in joint attention: exact softmax, or a block of MHLA.", choices=TEXTS)
-    layers: tuple[int, ...] | str | None = option(
+    layers: str | tuple[Any, ...] | None = option(
         None,
-        "Layers that become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps layers 0, 3, 6, … softmax.",
+        "Layers that become MHLA: all, indices such as 1,2,4, or a fraction: 2/3 keeps layers 0, 3, 6, … softmax. Of "
+        "language models also groups of heads: 4.0 is the one of key/value head 0 in layer 4.",
     )
     causal: bool = option(False, "Attend to earlier tokens only.", advanced=True)
     backend: str = option("auto", "Implementation of the operator.", choices=BACKENDS, advanced=True)
@@ -335,12 +340,15 @@ class MHLAConfig(Options):
         return type(self).from_dict(with_overrides(self.given_options(), changes))
 
     def mhla_layers(self, num_layers: int) -> list[int]:
-        """Return the indices of the MHLA layers in a model of `num_layers` layers.
+        """Return the indices of the MHLA layers in a model of `num_layers` layers, all of whose heads become MHLA.
 
         Raises:
-            ValueError: If `layers` names a layer that the model does not have, or is a fraction that selects none.
+            ValueError: If `layers` names a layer that the model does not have, or groups of heads, or is a fraction
+                that selects none.
         """
         layers = parse_layers(self.layers, num_layers)
+        if any(isinstance(entry, str) for entry in layers or ()):
+            raise ValueError(f"layers={shorten_value(layers)}: only language models can have groups of heads as MHLA.")
         return list(range(num_layers)) if layers is None else layers
 
 
@@ -366,16 +374,17 @@ def merge_options(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
     return merged
 
 
-def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[int] | None:
+def parse_layers(layers: str | Iterable[int | str] | None, num_layers: int) -> list[Any] | None:
     """Read the choice of layers that become MHLA.
 
     Args:
         layers: `None` or `"all"` for every layer; indices as `"1,2,4"` or as integers; or a fraction `"p/q"`: of each
             q layers in a row the first q - p stay softmax, so `"2/3"` keeps 0, 3, 6, … as the authors' hybrid does.
+            `"4.0"` names the key/value head 0 of layer 4 with its query heads; those not named stay softmax.
         num_layers: Number of layers of the model.
 
     Returns:
-        Sorted indices, or `None` for every layer.
+        Sorted indices, texts for groups of heads; or `None` for every layer.
 
     Raises:
         ValueError: If the text is none of these, names a layer twice or one that is not there, or selects none.
@@ -387,7 +396,7 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
         if not indices:
             raise ValueError(f"layers={chosen} selects none of the model's {num_layers} layers.")
         return None if len(indices) == num_layers else indices
-    beyond = [index for index in chosen or () if index >= num_layers]
+    beyond = [index for index in layer_groups(chosen or ()) if index >= num_layers]
     if beyond:
         raise ValueError(f"layers names {shorten_list(beyond)}, but the model has layers 0 to {num_layers - 1}.")
     return None if chosen is None else list(chosen)
@@ -396,43 +405,67 @@ def parse_layers(layers: str | Iterable[int] | None, num_layers: int) -> list[in
 def automatic_share(layers: str) -> Fraction | None:
     """Read `auto:p/q`: the share p/q of the layers becomes MHLA, and the others are those worst to replace.
 
+    `auto:p/q:lookup` and `auto:p/q:error` also say by what, see [`automatic_measure`].
+
     Returns:
         The share, or `None` for a choice that names the layers.
 
     Raises:
-        ValueError: If it begins with `auto:`, and the rest is not a fraction above 0 and at most 1.
+        ValueError: If it begins with `auto:`, and the rest is not a fraction above 0 and at most 1, and such a word.
     """
     text = layers.strip()
     if not text.startswith("auto:"):
         return None
-    match = _FRACTION.fullmatch(text.removeprefix("auto:"))
-    if match is None or not 0 < int(match[1]) <= int(match[2]):
+    fraction, _, measure = text.removeprefix("auto:").partition(":")
+    match = _FRACTION.fullmatch(fraction)
+    if match is None or not 0 < int(match[1]) <= int(match[2]) or (measure or MEASURES[0]) not in MEASURES:
         raise ValueError(
-            f"layers={layers!r:.100} must be a fraction above 0 and at most 1 after auto:, such as auto:2/3."
+            f"layers={layers!r:.100} must be a fraction above 0 and at most 1 after auto:, such as auto:2/3, "
+            f"auto:2/3:{' or auto:2/3:'.join(MEASURES)}."
         )
     return Fraction(int(match[1]), int(match[2]))
 
 
-def _layers(layers: Any) -> tuple[int, ...] | str | None:
-    """Normalise a choice of layers for a model of any depth to sorted indices, a fraction or `None` for all."""
+def automatic_measure(layers: str) -> str | None:
+    """By which of [`MEASURES`] layers are chosen under a valid `auto:`; `None` for the default of the model."""
+    return layers.strip().partition(":")[2].partition(":")[2] or None
+
+
+def layer_groups(layers: Iterable[int | str]) -> dict[int, tuple[int, ...]]:
+    """The groups of heads that a choice names of each layer; none for layers that are named as a whole."""
+    found: dict[int, tuple[int, ...]] = {}
+    for layer, _, group in (str(entry).partition(".") for entry in layers):
+        found[int(layer)] = (*found.get(int(layer), ()), *([int(group)] if group else []))
+    return found
+
+
+def _layers(layers: Any) -> tuple[int | str, ...] | str | None:
+    """Normalise a choice of layers for a model of any depth to sorted entries, a fraction or `None` for all."""
     if layers is None or layers == "all":
         return None
     fraction = _FRACTION.fullmatch(layers) if isinstance(layers, str) else None
     if fraction and 0 < int(fraction[1]) <= int(fraction[2]):
         return f"{int(fraction[1])}/{int(fraction[2])}"
-    indices: list[Any] = []
+    entries: list[Any] = []
     if isinstance(layers, str):
-        # Python refuses to convert thousands of digits.
-        indices = [int(part) if part.strip().isdecimal() and len(part) < 10 else None for part in layers.split(",")]
+        entries = [int(part) if _INDEX.fullmatch(part) else part.strip() for part in layers.split(",")]
     elif isinstance(layers, Iterable) and not isinstance(layers, (bytes, Mapping)):
-        indices = list(layers)
-    valid = all(isinstance(index, Integral) and not isinstance(index, bool) and int(index) >= 0 for index in indices)
-    if not indices or not valid or len(set(indices)) < len(indices):
+        entries = list(layers)
+    valid = all(
+        _GROUP.fullmatch(entry)
+        if isinstance(entry, str)
+        else isinstance(entry, Integral) and not isinstance(entry, bool) and int(entry) >= 0
+        for entry in entries
+    )
+    found = [tuple(map(int, str(entry).split("."))) for entry in entries] if valid else []
+    # A layer is named once as a whole, or by different groups.
+    whole = {layer for layer, *group in found if not group}
+    if not found or len({entry[:1] if entry[0] in whole else entry for entry in found}) < len(found):
         raise ValueError(
-            f"layers={shorten_value(layers)} must be all, different layer indices counted from 0 such as 1,2,4, or a "
-            "fraction above 0 and at most 1 such as 2/3."
+            f"layers={shorten_value(layers)} must be all, different layer indices counted from 0 such as 1,2,4, "
+            "groups of their heads such as 4.0,4.2, or a fraction above 0 and at most 1 such as 2/3."
         )
-    return tuple(sorted(int(index) for index in indices))
+    return tuple(entry[0] if len(entry) == 1 else f"{entry[0]}.{entry[1]}" for entry in sorted(found))
 
 
 def check_window(window: str | None, size: tuple[int, ...] | None, axes: int | None) -> None:

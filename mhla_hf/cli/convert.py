@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..config import MHLAConfig, automatic_share
+from ..config import MHLAConfig, automatic_measure, automatic_share
 from ..utils.locations import PIPELINE_INDEX, check_data, find_directory, is_weight_file
 from . import options as common
 from .options import Overwrite, Quiet, argument, given, option, options_of, with_options
@@ -97,6 +97,7 @@ def convert_command(
         layers = "all"
     elif share is not None:
         selection = {"component": options["component"], "probe": {"data": data}, "hub": hub, "keep": float(1 - share)}
+        selection["by"] = automatic_measure(str(layers))
         layers = run_selection(source, fields, quiet, **selection).option
     report = convert_pretrained(
         source,

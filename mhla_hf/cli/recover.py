@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -59,6 +59,11 @@ class _Run:
     keep: str | None = option(
         "Share of layers that stays softmax, such as 25%: those that matter most.", metavar="N%", panel=_RECIPE
     )
+    by: Literal["lookup", "error"] | None = option(
+        "How --keep tells them: by lookup of repeated text, the default for language models, or by error.",
+        metavar="NAME",
+        panel=_RECIPE,
+    )
     budget: float | None = option("Factor on the steps of all stages, such as 0.5 or 2.", panel=_RECIPE)
     dtype: common.Dtype = None
     component: common.Component = None
@@ -105,7 +110,8 @@ def recover_command(
     }
     run = given(options, _RUN)
     MHLAConfig.from_dict(given(options, _MHLA))
-    check_arguments(run.get("recipe"), run.get("layers"), run.get("keep"), run.get("budget"), names, changes)
+    recipe, layers, keep, budget, by = (run.get(name) for name in ("recipe", "layers", "keep", "budget", "by"))
+    check_arguments(recipe, layers, keep, budget, names, changes, by)
 
     from ..recovery.recover import recover
     from ..utils.model_cards import CARD
@@ -212,6 +218,10 @@ def select_layers_command(
     latency: str | None = option(
         "Keep as many softmax layers as this share of the softmax model's time allows, such as 80%.", metavar="N%"
     ),
+    by: Literal["lookup", "error"] | None = option(
+        "Choose by lookup of repeated text, the default for language models, or by error, that for others.",
+        metavar="NAME",
+    ),
     component: common.Component = None,
     mhla: str | None = option("Options as JSON or a JSON file, as for mhla-hf convert."),
     plot: Path | None = option("Draw a bar chart into this PNG file; needs matplotlib.", dir_okay=False),
@@ -221,8 +231,8 @@ def select_layers_command(
 ) -> None:
     """Select the layers that should stay softmax.
 
-    Layers are ranked by the error that calibrated MHLA leaves there. The others are printed as mhla-hf convert takes
-    them: --layers 1,2,4.
+    Layers are ranked by the error that calibrated MHLA leaves there, those of language models by how surely their
+    heads look up repeated text. The others are printed as mhla-hf convert takes them: --layers 1,2,4.
 
     Examples:
 
@@ -231,7 +241,8 @@ def select_layers_command(
     fields = common.mhla_options(mhla, options)
     probe = given(options, common.PROBE_OPTIONS)
     check_shares(keep=keep, latency=latency)
-    report = run_selection(source, fields, quiet, component=component, keep=keep, latency=latency, probe=probe)
+    chosen = {"keep": keep, "latency": latency, "by": by}
+    report = run_selection(source, fields, quiet, component=component, probe=probe, **chosen)
     write_report(json_file, report.to_dict())
     if not quiet:
         _show_selection(report)
@@ -240,8 +251,13 @@ def select_layers_command(
         from ..analysis.plots import bars_figure
         from ..utils.figures import save_figure
 
-        rows = {layer.index: {"error": layer.error, "restored": layer.restored} for layer in report.layers}
-        names = {"error": "error of the layer", "restored": "model error restored by softmax there"}
+        by_lookup = report.by == "lookup"
+        second = "look-up by its best head" if by_lookup else "model error restored by softmax there"
+        rows = {
+            layer.index: {"error": layer.error, "restored": max(layer.lookup) if by_lookup else layer.restored or 0.0}
+            for layer in report.layers
+        }
+        names = {"error": "error of the layer", "restored": second}
         save_figure(bars_figure(rows, names, digits=4), plot)
 
 
@@ -258,10 +274,13 @@ def _show_selection(report: "SelectionReport") -> None:
         {
             "layer": layer.index,
             "error of the layer": f"{layer.error:.4f}",
-            "restored by softmax": f"{layer.restored:.4f}",
+            "restored by softmax": None if layer.restored is None else f"{layer.restored:.4f}",
+            "look-up of its heads": " ".join(f"{score:.2f}" for score in layer.lookup) or None,
             "softmax ms": f"{layer.softmax_ms:.2f}",
             "MHLA ms": f"{layer.mhla_ms:.2f}",
-            "stays": "softmax" if layer.kept else None,
+            "stays": "softmax"
+            if layer.kept
+            else ", ".join(f"{layer.index}.{each}" for each in layer.kept_groups) or None,
         }
         for layer in report.layers
     ]
@@ -272,6 +291,13 @@ def _show_selection(report: "SelectionReport") -> None:
         f"selection {report.chosen_ms:.1f} ms.",
         err=True,
     )
+    if report.recall:
+        bits = {name: "{:.2f} to {:.2f}".format(*pair) for name, pair in report.recall.items()}
+        say(
+            "Recall, bits per token of a passage when it comes the first time and again: softmax "
+            f"{bits['softmax']}, MHLA {bits['mhla']}, this selection {bits['chosen']}.",
+            err=True,
+        )
 
 
 # Training

@@ -39,7 +39,7 @@ from ..ops.operands import (
 )
 from ..ops.plans import decide, decided, has_plans, is_capturing, is_plain, kind_of, planned
 from ..ops.sharded import TokenShard, attend_sharded, sharded_convolution
-from ..ops.sums import BlockMixing, repeat_heads
+from ..ops.sums import BlockMixing, HeadGroups, repeat_heads
 from ..utils.messages import check_choice, shorten_value
 from .convolution import DepthwiseConv3d
 from .fused import (
@@ -105,10 +105,12 @@ class MHLA(nn.Module):
         streams: What the host's attention returns, by the names of its arguments, where it returns text beside the
             grid; empty where it returns one tensor.
         replaces_linear: Whether the host's own attention is linear, as in SANA, and not softmax.
+        groups: Which of the host's groups of heads are this layer's; `None` for all.
     """
 
     streams: ClassVar[tuple[str, ...]] = ()
     replaces_linear = False
+    groups: HeadGroups | None = None
 
     def __init__(
         self,
@@ -253,17 +255,40 @@ class MHLA(nn.Module):
             return self.mixing_decay.to(weights.dtype).sigmoid()
         return None if self.config.mixing_tail == "constant" else weights.new_zeros(1)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
+    @property
+    def all_heads(self) -> int:
+        """Number of the host's query heads."""
+        return self.num_heads if self.groups is None else self.num_heads // len(self.groups.own) * self.groups.count
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        exact: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
         """Attend: the sum of [`MHLA.attention_parts`], MHLA and window by their shares.
 
+        Args:
+            query: `[B, T, H, K]`.
+            key: `[B, T, H_kv, K]`.
+            value: `[B, T, H_kv, V]`.
+            exact: The softmax heads of a layer with `groups`, `[B, T, all heads - H, V]`, which are put to the others.
+            **options: Further arguments of [`MHLA.attention_parts`].
+
         Returns:
-            `[B, T, H, V]` in the dtype of `value`; for a `sequence` with a state also the state after its tokens.
+            `[B, T, all heads, V]` in the dtype of `value`; for a `sequence` with a state also the state after its
+            tokens.
 
         Raises:
             ValueError: See [`MHLA.attention_parts`].
         """
         parts = self.attention_parts(query, key, value, **options)
         output = self.join(parts).to(value.dtype)
+        if exact is not None and self.groups is not None:
+            output = self.groups.join(output, exact)
         return output if parts.state is None else (output, parts.state)
 
     def join(self, parts: AttentionParts) -> torch.Tensor:

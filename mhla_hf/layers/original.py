@@ -36,6 +36,7 @@ def original_attention(
     scaling: float | None = None,
     shard: TokenShard | None = None,
     text: TextTokens | None = None,
+    exact: torch.Tensor | None = None,
     **unused: Any,
 ) -> torch.Tensor:
     """Output of the host model's own attention for the arguments of [`MHLA.forward`].
@@ -48,6 +49,7 @@ def original_attention(
         scaling: Scale of the logits; `None` for `K ** -0.5`.
         shard: Has to be `None`: the tokens of other processes are needed.
         text: The text of joint attention.
+        exact: Heads that are softmax in any case, see [`MHLA.forward`].
 
     Returns:
         `[B, T, H, V]` in the dtype of `value`; zero for padding. With `text="block"` of text and grid, text first.
@@ -76,7 +78,7 @@ def original_attention(
     ).transpose(1, 2)
     if sequence is not None and sequence.valid is not None:
         output = output.masked_fill(~sequence.valid[:, :, None, None], 0.0)
-    return output
+    return output if exact is None or mhla.groups is None else mhla.groups.join(output, exact)
 
 
 def _mask(sequence: TokenSequence, length: int) -> tuple[torch.Tensor | None, bool]:

@@ -152,7 +152,7 @@ def _heads(layer: Trainable, parameter: nn.Parameter) -> dict[str, Any]:
     assert layer.mhla is not None
     by_columns = layer.projection is not None and parameter is layer.projection.weight
     length, width = parameter.shape[1 if by_columns else 0], layer.mhla.head_dim
-    if length % width or length > width * layer.mhla.num_heads:
+    if length % width or length > width * layer.mhla.all_heads:
         return {}
     return {"heads": length // width, "by_columns": by_columns}
 

@@ -141,7 +141,7 @@ class ProjectionFit:
 
     def __init__(self, layer: AttentionLayer) -> None:
         self.projection = layer.projection
-        self.channels = layer.mhla.num_heads * layer.mhla.value_head_dim
+        self.channels = layer.mhla.all_heads * layer.mhla.value_head_dim
         width = self.channels if self.projection is None else len(as_matrix(self.projection))
         device = sums_device(layer.mhla.mixing.device)
         self._moments = [Moments(1, self.channels + width, device) for _ in range(2)]

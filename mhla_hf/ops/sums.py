@@ -6,6 +6,7 @@ Shape letters: B batch, H heads, H_kv key/value heads, K query/key width, V valu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,6 +25,41 @@ def repeat_heads(tensor: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor
     """
     repeats = num_heads // tensor.shape[dim]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=dim)
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Some of a layer's groups of heads, each a key/value head with its query heads.
+
+    Attributes:
+        own: The groups, sorted.
+        count: Number of all groups, H_kv.
+    """
+
+    own: tuple[int, ...]
+    count: int
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The other groups."""
+        return tuple(group for group in range(self.count) if group not in self.own)
+
+    def split(self, heads: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Divide heads, of queries or of keys, on an axis: those of the own groups, and of the others."""
+        parts = heads.unflatten(dim, (self.count, -1)).split(1, dim)
+        own, others = (_joined([parts[group] for group in groups], dim) for groups in (self.own, self.others))
+        return own, others
+
+    def join(self, own: torch.Tensor, others: torch.Tensor, dim: int = 2) -> torch.Tensor:
+        """Undo [`HeadGroups.split`]."""
+        parts: dict[int, torch.Tensor] = {}
+        for groups, heads in ((self.own, own), (self.others, others)):
+            parts |= zip(groups, heads.unflatten(dim, (len(groups), -1)).split(1, dim))
+        return _joined([parts[group] for group in range(self.count)], dim)
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(parts, dim).flatten(dim, dim + 1)
 
 
 class BlockMixing(Protocol):

@@ -357,17 +357,19 @@ def _calibrate_layer(
         raise ValueError(
             "batches must hold at least 2 samples, one to fit and one to measure the error; the more, the better."
         )
+    own_probe = [call.of_own_heads(layer.mhla.groups) for call in probe]
+    own_calls = own_probe[:_CLOSED_FORM_CALLS]
     starts = [layer.mhla.fit_text(call.fitted for call in calls[:_TEMPERATURE_CALLS])]
     if TemperatureFit.applies(layer):
         temperatures = TemperatureFit(layer)
         with swapped_parameters(starts[0]):
-            for call in calls[:_TEMPERATURE_CALLS]:
+            for call in own_calls[:_TEMPERATURE_CALLS]:
                 temperatures.observe(call)
         starts += [{**starts[0], **changes}] if (changes := temperatures.solve()) else []
     # The best temperature of MHLA by itself need not be that of MHLA with what is fitted to it: both are followed up.
-    candidates: list[Changes] = [{**start, **fit_heads(layer, calls, start)} for start in starts]
+    candidates: list[Changes] = [{**start, **fit_heads(layer, own_calls, start)} for start in starts]
     if fit_steps and trained_weights(layer):
-        candidates.append(fit_own_weights(layer, probe, candidates[-1], fit_steps, advance))
+        candidates.append(fit_own_weights(layer, own_probe, candidates[-1], fit_steps, advance))
     errors = [_held_out_error(layer, calls, own, advance) for own in ({}, *candidates)]
     # The fit of the projection is the most expensive one: it has no say in the choice.
     own = candidates[min(range(len(candidates)), key=lambda index: errors[1 + index])]

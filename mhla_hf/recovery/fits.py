@@ -21,7 +21,7 @@ from torch import nn
 
 from ..layers import AttentionParts
 from ..matching.ridge import Moments, solve_ridge, sums_device
-from ..ops.sums import repeat_heads
+from ..ops.sums import HeadGroups, repeat_heads
 from ..training.layers import AttentionLayer, Changes, swapped_parameters, valid_tokens
 
 
@@ -47,6 +47,13 @@ class HeadsCall:
     kwargs: dict[str, Any]
     heads: torch.Tensor
     held_out: torch.Tensor
+
+    def of_own_heads(self, groups: HeadGroups | None) -> HeadsCall:
+        """The call without the heads of a layer that are softmax in any case."""
+        if groups is None:
+            return self
+        kwargs = {name: value for name, value in self.kwargs.items() if name != "exact"}
+        return dataclasses.replace(self, kwargs=kwargs, heads=groups.split(self.heads, 2)[0])
 
     @property
     def valid(self) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ..config import MHLAConfig, automatic_share, parse_layers
+from ..config import MEASURES, MHLAConfig, automatic_measure, automatic_share, layer_groups, parse_layers
 from ..models.registry import RECOVERED, names_of
 from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, RECORD_CACHES
 from ..utils.messages import check_choice, did_you_mean, shorten_text
@@ -211,7 +211,7 @@ def choose_layers(layers: str, count: int) -> list[int]:
     """Return the indices of a choice of layers, see [`Recipe`]; of a model with a single one always that."""
     share = automatic_share(layers)
     chosen = parse_layers(layers if share is None else str(share), count) if count > 1 else None
-    return list(range(count)) if chosen is None else chosen
+    return list(range(count) if chosen is None else layer_groups(chosen))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ class Recipe:
     Attributes:
         family: One of [`FAMILIES`].
         layers: Which layers become MHLA: `all`, indices, a fraction such as `2/3`, or `auto:2/3`, which keeps those
-            softmax that are worst to replace.
+            softmax that are worst to replace; `auto:2/3:lookup` and `auto:2/3:error` say by what.
         mhla: Options of [`MHLAConfig`]; the model's own for what is not given.
         data: Amount and size of the data.
         stages: Options of its stages by their names, in order.
@@ -336,7 +336,7 @@ def present_name(path: Any, warn: bool = False) -> str:
 
 
 def check_arguments(
-    recipe: Any, layers: Any, keep: Any, budget: Any, stages: Any, changes: Mapping[str, Any] | None
+    recipe: Any, layers: Any, keep: Any, budget: Any, stages: Any, changes: Mapping[str, Any] | None, by: Any = None
 ) -> Recipe | None:
     """Check what can be checked of the arguments of a recovery before its model is known.
 
@@ -348,8 +348,10 @@ def check_arguments(
     """
     if layers is not None and keep is not None:
         raise ValueError("keep cannot be given with layers")
+    if by is not None and keep is None:
+        raise ValueError("by says how keep chooses layers: give keep too, or layers such as auto:2/3:error")
     if keep is not None:
-        parse_keep(keep)
+        parse_keep(keep, by)
     if layers is not None and automatic_share(layers) is None:
         MHLAConfig(layers=layers)
     if budget is not None and not 0 < budget <= MOST_STEPS:
@@ -433,8 +435,10 @@ class _Loader(yaml.SafeLoader):
         if len(set(keys)) < len(keys):
             raise yaml.YAMLError(f"a key is given twice among {', '.join(keys)}")
         for key, value in node.value:
-            if key.value in _TEXTS and value.value != "null" and isinstance(value, yaml.ScalarNode):
-                value.tag = "tag:yaml.org,2002:str"
+            for entry in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                # Also in lists: the group 4.10 of heads is no number.
+                if key.value in _TEXTS and entry.value != "null" and isinstance(entry, yaml.ScalarNode):
+                    entry.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep)
 
 
@@ -566,6 +570,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     # Converted, SANA-Video computes what it did, and there is no objective to fine-tune it by.
     if not recipe.stages and STAGES.keys() & default_settings()["defaults"][recipe.family].keys():
         yield f"it has no stage; give one of {', '.join(STAGES)}"
+    if automatic_measure(recipe.layers) == "lookup" and recipe.family != "causal":
+        yield f"by=lookup is for {models_of('causal')}, not for {models_of(recipe.family)}: choose layers by error"
     if "finetune" in recipe.stages and recipe.family in ("encoder", "vision"):
         yield f"finetune: {models_of(recipe.family)} have no objective to be fine-tuned by; use distill"
     if recipe.family == "vision" and (recipe.data.height is None) != (recipe.data.width is None):
@@ -597,13 +603,15 @@ def check_shares(**shares: Any) -> None:
             parse_share(name, value)
 
 
-def parse_keep(keep: str) -> str:
-    """Return `auto:p/q` for layers from the share that stays softmax, such as `25%`.
+def parse_keep(keep: str, by: str | None = None) -> str:
+    """Return `auto:p/q` for layers from the share that stays softmax, such as `25%`, with `by` where that is given.
 
     Raises:
-        ValueError: If it is not a share.
+        ValueError: If it is not a share, or `by` not one of [`MEASURES`][mhla_hf.config.MEASURES].
     """
+    if by is not None:
+        check_choice("by", by, MEASURES)
     share = 1 - parse_share("keep", keep)
     if not share:
         raise ValueError("keep must be below 100%: no layer would become MHLA.")
-    return f"auto:{share.numerator}/{share.denominator}"
+    return f"auto:{share.numerator}/{share.denominator}{'' if by is None else f':{by}'}"

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..config import MHLAConfig, automatic_share
+from ..config import MHLAConfig, automatic_measure, automatic_share
 from ..conversion import convert_pretrained
 from ..conversion.convert import plan_model
 from ..conversion.planning import PlanOptions
@@ -89,6 +89,7 @@ def recover(
     recipe: str | Path | None = None,
     layers: str | None = None,
     keep: str | None = None,
+    by: str | None = None,
     window: str | None = None,
     blocks: Sequence[int] | None = None,
     block_size: Sequence[int] | None = None,
@@ -131,8 +132,9 @@ def recover(
             which is faster and recovers less, `paper` has the settings of arXiv 2601.07832. `None` takes the default
             of the model's family.
         layers: Which layers become MHLA, in place of the recipe's.
-        keep: Share of the layers that stay softmax, such as `25%`, those that are worst to replace; in place of
-            `layers`.
+        keep: Share of the layers that stay softmax, such as `25%`, those that are worst to replace; of the groups of
+            heads where they are told by look-up. In place of `layers`.
+        by: How those are told: by `lookup`, the default for language models, or by the `error` that MHLA leaves.
         window: Softmax window beside MHLA: `block`, `adjacent` or `cross`.
         blocks: Number of blocks along each axis, in place of the recipe's.
         block_size: Tokens of a block along each axis instead.
@@ -168,7 +170,7 @@ def recover(
     check_count("save_every", save_every)
     cast = parse_dtype(dtype)
     variant = str(recipe) if recipe in VARIANTS else None
-    given = check_arguments(recipe, layers, keep, budget, stages, changes)
+    given = check_arguments(recipe, layers, keep, budget, stages, changes, by)
     # Files of the Hub are fetched once.
     part, family, calibrated = processes.in_turn(lambda: find_start(source, component, **hub))
     if given is not None and given.family != family:
@@ -176,7 +178,7 @@ def recover(
             f"{given.name} is for {models_of(given.family)}, not for {models_of(family)} as {part.location}"
         )
     own: dict[str, Any] = {
-        "layers": layers if keep is None else parse_keep(keep),
+        "layers": layers if keep is None else parse_keep(keep, by),
         "mhla.window": None if given is None else window,
     }
     own = {name: value for name, value in own.items() if value is not None}
@@ -396,7 +398,7 @@ class Recovery:
     def _convert(self, open_data: OpenData | None) -> BatchSource | None:
         """Convert the source unless that is done; return the data if they were opened to select layers."""
         decide, data = self.processes.decide, None
-        layers: str | list[int] = self.recipe.layers
+        layers: str | list[Any] = self.recipe.layers
         if decide(lambda: self.work.is_done(CONVERTED)):
             return None
         if self.data is not None:
@@ -416,27 +418,32 @@ class Recovery:
 
     def _select(
         self, open_data: OpenData, share: Fraction, report: RecoveryReport
-    ) -> tuple[list[int], BatchSource | None]:
+    ) -> tuple[list[Any], BatchSource | None]:
         """Choose the layers that become MHLA, in a model that is converted in memory; note them in the report.
 
         Returns:
-            Their indices, and the data, unless all layers become MHLA.
+            Their indices, or groups of their heads, and the data, unless all layers become MHLA.
         """
         every = PlanOptions(layers="all")
         plan = self.processes.decide(lambda: plan_model(self.source, self.recipe.mhla, every).report)
-        record, chosen, data = {}, plan.mhla_layers, None
-        kept = len(chosen) - max(1, round(share * plan.num_layers))
+        record, data = {}, None
+        chosen: list[Any] = plan.mhla_layers
+        kept: float = len(chosen) - max(1, round(share * plan.num_layers))
+        by = automatic_measure(self.recipe.layers)
+        if self.recipe.family == "causal" and by != "error":
+            # Groups of heads are finer than layers.
+            kept = float(1 - share * plan.num_layers / len(chosen))
         if kept > 0:
             model = load_model(self.source, plan.mhla).to(self.settings.device).eval()
             data = open_data(model)
             batches = data.batches("layers", _SELECTION_BATCHES, _SELECTION_BATCH_SIZE)
-            selection = select_layers(model, batches, keep=kept, processes=self.processes)
+            selection = select_layers(model, batches, keep=kept, by=by, processes=self.processes)
             chosen, report.fingerprint = selection.mhla_layers, data.fingerprint
             record = {"selection": {**selection.to_dict(), "calibration": None}}
         report.stages[CONVERTED] = {**record, "layers": chosen}
         return chosen, data
 
-    def _convert_to_directory(self, layers: str | list[int]) -> None:
+    def _convert_to_directory(self, layers: str | list[Any]) -> None:
         """Write the converted directory."""
         convert_pretrained(
             self.source.location,

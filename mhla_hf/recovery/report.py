@@ -40,6 +40,7 @@ LABELS = {
     "loss": "loss",
     "bits_per_byte": "bits per byte",
     "agreement": "same class as the original",
+    "recall_bits": "recall, bits per token",
 }
 
 HIGHER_IS_BETTER = ("cosine", "agreement")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of layers that stay softmax, by the error and the time that each costs."""
+"""Selection of layers that stay softmax: by look-up, or by the error and the time that each costs."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import MEASURES
+from ..layers.mhla import MHLA
 from ..layers.original import original_attention
 from ..layers.weight_record import base_parameters, original_name, original_values
 from ..models.directory import ModelDirectory
+from ..ops.sums import HeadGroups
 from ..training.layers import (
     AttentionLayer,
     Batch,
@@ -26,15 +30,17 @@ from ..training.layers import (
     mhla_layers,
     on_device,
     original_heads,
+    replaced_forward,
     run,
     swapped_parameters,
 )
 from ..training.processes import Processes
 from ..training.teacher import SharedTeacher
 from ..utils.machine import synchronize
-from ..utils.messages import StepCounter
+from ..utils.messages import StepCounter, check_choice
 from .calibration import CalibrationReport, calibrate_model, check_batches
 from .data import open_probe
+from .lookup import looks_up, lookup_scores, recall, recall_texts
 from .recipes import check_shares, parse_share
 
 
@@ -51,19 +57,25 @@ class LayerScore:
         index: Its number among the model's layers.
         name: The attention module.
         error: Relative error of its output after calibration.
-        restored: By how much keeping it softmax, and no other, lowers the error of the model's output.
+        restored: By how much keeping it softmax, and no other, lowers the error of the model's output; `None` where
+            layers were chosen by look-up.
+        lookup: Scores of its key/value heads, see [`lookup_scores`][mhla_hf.recovery.lookup.lookup_scores]; of causal
+            language models alone.
         softmax_ms: Time of its original attention for one batch of the probe.
         mhla_ms: Time of MHLA.
         kept: Whether it is best kept softmax.
+        kept_groups: Its key/value heads that stay softmax with their query heads, where others become MHLA.
     """
 
     index: int
     name: str
     error: float
-    restored: float = 0.0
+    restored: float | None = None
+    lookup: list[float] = field(default_factory=list)
     softmax_ms: float = 0.0
     mhla_ms: float = 0.0
     kept: bool = False
+    kept_groups: list[int] = field(default_factory=list)
 
     @property
     def extra_ms(self) -> float:
@@ -77,30 +89,42 @@ class SelectionReport:
 
     Attributes:
         layers: Every layer that can be MHLA.
-        order: Indices of the layers kept, in the order in which they were chosen.
-        errors: Relative error of the model's output, with no layer kept and after each choice.
+        order: Layers and groups of heads that are kept, in the order in which they were chosen.
+        by: How they were chosen: `"lookup"` or `"error"`.
+        errors: Relative error of the model's output, with no layer kept and after each choice; by look-up with none
+            and with all of them.
+        recall: Bits per token of a passage at its first and second occurrence, see
+            [`recall`][mhla_hf.recovery.lookup.recall], of the original (`"softmax"`), with no layer kept (`"mhla"`),
+            and with those `"chosen"`; empty where that cannot be measured.
         softmax_ms: Time of the softmax model for one batch of the probe.
         mhla_ms: Time with every layer MHLA.
-        chosen_ms: Time with the layers kept.
+        chosen_ms: Time with the layers kept; groups of heads count as their share of a layer.
         calibration: Report of the calibration before.
     """
 
     layers: list[LayerScore]
-    order: list[int] = field(default_factory=list)
+    order: list[int | str] = field(default_factory=list)
+    by: str = "error"
     errors: list[float] = field(default_factory=list)
+    recall: dict[str, tuple[float, float]] = field(default_factory=dict)
     softmax_ms: float = 0.0
     mhla_ms: float = 0.0
     chosen_ms: float = 0.0
     calibration: CalibrationReport = field(default_factory=CalibrationReport)
 
     @property
-    def mhla_layers(self) -> list[int]:
-        """Indices of the layers that become MHLA."""
-        return [layer.index for layer in self.layers if not layer.kept]
+    def mhla_layers(self) -> list[int | str]:
+        """Indices of the layers that become MHLA, or their groups of heads, such as `"18.2"`."""
+        chosen: list[int | str] = []
+        for layer in self.layers:
+            groups = [group for group in range(len(layer.lookup)) if group not in layer.kept_groups]
+            own = [f"{layer.index}.{group}" for group in groups] if layer.kept_groups else [layer.index]
+            chosen += [] if layer.kept else own
+        return chosen
 
     @property
     def option(self) -> str:
-        """Indices of the layers that become MHLA, as text for `--layers`."""
+        """The layers that become MHLA, as text for `--layers`."""
         return ",".join(map(str, self.mhla_layers))
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,65 +138,84 @@ def select_layers(
     *,
     keep: int | float | str | None = None,
     latency: float | str | None = None,
+    by: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     processes: Processes | None = None,
 ) -> SelectionReport:
     """Calibrate a converted model and select the layers to keep softmax.
 
-    Layers are picked one after the other: each time the one that brings the model's output closest to that of the
-    softmax model, with those picked before softmax already. The model stays calibrated.
+    By error, layers are picked one after the other: each time the one that brings the model's output closest to that
+    of the softmax model, with those picked before softmax already. By look-up, those are picked whose heads find
+    repeated text most surely: the loss on ordinary text hardly depends on them, and recall does. The model stays
+    calibrated.
 
     Args:
         model: A converted model that was not trained, every layer of interest MHLA.
         batches: The probe, as for [`calibrate`][mhla_hf.calibrate].
         keep: Number of layers to keep softmax, or their share (`"25%"`, 0.25); a quarter if `latency` is not given
-            either.
+            either. By look-up it is the share of groups of heads with a key/value head each, of any layers.
         latency: Largest time of the model, as a share of the softmax model's (`"80%"`, 0.8) on this machine, at the
             size of the probe: layers are kept as long as it allows.
+        by: `"lookup"` or `"error"`; by default look-up for causal language models, and error for others.
         progress: Called with the number of runs of the model and of all.
         processes: Processes that share the runs and all have the same batches; this one alone by default.
 
     Raises:
-        ValueError: As `calibrate`, or if `keep` or `latency` has a value that is not allowed.
+        ValueError: As `calibrate`, or if `keep`, `latency` or `by` has a value that is not allowed.
     """
+    if by is not None:
+        check_choice("by", by, MEASURES)
     if keep is not None and latency is not None:
         raise ValueError("Give keep or latency, not both.")
     batches, layers, processes = check_batches(batches), mhla_layers(model), processes or Processes(alone=True)
     share = None if latency is None else float(parse_share("latency", latency))
-    count = len(layers) if share is not None else _kept_count("25%" if keep is None else keep, len(layers))
+    is_language, keep = looks_up(model, batches), "25%" if keep is None else keep
+    by = by or ("lookup" if is_language else "error")
+    by_groups = by == "lookup" and share is None and not _is_number(keep)
+    choices = sum(layer.mhla.num_key_value_heads for layer in layers) if by_groups else len(layers)
+    count = choices if share is not None else _kept_count(keep, choices, "groups of heads" if by_groups else "layers")
     of_modules = {module: index for index, module in getattr(model, "mhla_modules", dict)().items()}
     indices = [of_modules.get(layer.mhla, _index(layer.name)) for layer in layers]
     if len(set(indices)) < len(indices):
         raise ValueError("layers of this model have the same numbers (several towers): select them tower by tower.")
-    advance = StepCounter(progress, 2 * len(batches) + len(layers) * max(1, count))
+    advance = StepCounter(progress, 2 * len(batches) + (2 if by == "lookup" else len(layers) * max(1, count)))
     parameters = base_parameters(model)
     for name, original in original_values(model, "select layers").items():
         parameters[name].data.copy_(original)
     with evaluating(model):
+        found = lookup_scores(model, batches) if is_language or by == "lookup" else [[] for _ in layers]
         trial = _Trial(model, SharedTeacher(model), batches[:_COMPARED_BATCHES])
         layers = trial.layers
         calibration = calibrate_model(model, batches, fit_steps=0, progress=lambda *_: advance(), processes=processes)
         report = SelectionReport(
             [
-                LayerScore(index, layer.name, done.error_after)
-                for index, layer, done in zip(indices, layers, calibration.layers, strict=True)
+                LayerScore(index, layer.name, done.error_after, lookup=lookup)
+                for index, layer, done, lookup in zip(indices, layers, calibration.layers, found, strict=True)
             ],
+            by=by,
             calibration=calibration,
         )
         report = processes.decide(lambda: _time(model, layers, batches[0], report))
 
-        def errors(*choices: list[int]) -> list[float]:
-            def error(kept: list[int]) -> float:
+        def errors(*choices: Iterable[int]) -> list[float]:
+            def error(kept: Mapping[int, list[int]]) -> float:
                 advance()
-                return trial.error([layers[place] for place in kept])
+                return trial.error(kept)
 
-            return processes.map(error, choices)
+            return processes.map(
+                error, [{place: report.layers[place].kept_groups for place in kept} for kept in choices]
+            )
 
         report.errors += errors([])
-        tried = dict(enumerate(errors(*([place] for place in range(len(layers))))))
-        for place, value in tried.items():
-            report.layers[place].restored = report.errors[0] - value
+        if by == "lookup":
+            tried = {place: -max(lookup) for place, lookup in enumerate(found)}
+        else:
+            tried = dict(enumerate(errors(*([place] for place in range(len(layers))))))
+            for place, value in tried.items():
+                report.layers[place].restored = report.errors[0] - value
         chosen: list[int] = []
+        if by_groups:
+            chosen, count = _keep_groups(report, count), 0
         while len(chosen) < count:
             open_places = [place for place in tried if place not in chosen]
             if share is not None:
@@ -180,15 +223,23 @@ def select_layers(
                 open_places = [place for place in open_places if report.layers[place].extra_ms <= limit]
             if not open_places:
                 break
-            if chosen:
+            if chosen and by == "error":
                 tried.update(zip(open_places, errors(*([*chosen, place] for place in open_places))))
             best = min(open_places, key=tried.__getitem__)
             chosen.append(best)
             report.order.append(indices[best])
-            report.errors.append(tried[best])
+            report.errors += [tried[best]] if by == "error" else []
             report.layers[best].kept = True
             report.chosen_ms += report.layers[best].extra_ms
-    if len(chosen) == len(layers):
+        if by == "lookup":
+            report.errors += errors(chosen)
+        texts = recall_texts(model, batches) if is_language else []
+        if texts:
+            report.recall["softmax"] = trial.teacher.compute(partial(recall, texts=texts))
+            for name, kept in (("mhla", []), ("chosen", chosen)):
+                with trial.hybrid({place: report.layers[place].kept_groups for place in kept}):
+                    report.recall[name] = recall(model, texts)
+    if all(layer.kept for layer in report.layers):
         raise ValueError("latency leaves every layer softmax: MHLA saves nothing at the size of the probe here.")
     if progress is not None:
         progress(advance.done, advance.done)
@@ -240,14 +291,54 @@ class _Trial:
         self.model, self.teacher, self.batches = model, teacher, batches
         self.layers = find_projections(model, mhla_layers(model), on_device(batches[0], model))
         teacher.keep(name for layer in self.layers for name in layer.parameters())
-        self.reference = [teacher.compute(partial(_output, batch=batch, softmax=())) for batch in batches]
+        self.reference = [teacher.compute(partial(_output, batch=batch)) for batch in batches]
 
-    def error(self, kept: Sequence[AttentionLayer]) -> float:
-        """Relative squared error of the model's output."""
+    @contextmanager
+    def hybrid(self, kept: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        """A context in which the model has some layers as they are in its original.
+
+        Args:
+            kept: Their places, each with its groups of heads that are softmax; none for all of them.
+        """
         parameters, weights = base_parameters(self.model), self.teacher.weights
-        names = {original_name(name) for layer in kept for name in layer.parameters()}
+        names = {original_name(name) for place in kept for name in self.layers[place].parameters()}
         with swapped_parameters({parameters[name]: weights[name] for name in names & set(weights)}):
-            return _relative_error([_output(self.model, batch, kept) for batch in self.batches], self.reference)
+            with original_heads(self.layers[place] for place in kept if not kept[place]), ExitStack() as stack:
+                for place in kept:
+                    if kept[place]:
+                        mhla = self.layers[place].mhla
+                        stack.enter_context(replaced_forward(mhla, partial(_mixed, mhla, kept[place])))
+                yield
+
+    def error(self, kept: Mapping[int, Sequence[int]]) -> float:
+        """Relative squared error of the model's output."""
+        with self.hybrid(kept):
+            return _relative_error([_output(self.model, batch) for batch in self.batches], self.reference)
+
+
+def _mixed(mhla: MHLA, softmax: Sequence[int], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Heads of a layer of which some groups have their original attention."""
+    count = mhla.num_key_value_heads
+    groups = HeadGroups(tuple(group for group in range(count) if group not in softmax), count)
+    own, _ = groups.split(type(mhla).forward(mhla, *args, **kwargs), 2)
+    return groups.join(own, groups.split(original_attention(mhla, *args, **kwargs), 2)[1])
+
+
+def _keep_groups(report: SelectionReport, count: int) -> list[int]:
+    """Keep the groups of heads with the highest scores, and note them; returns the places of their layers."""
+    scores = [
+        (score, place, group) for place, layer in enumerate(report.layers) for group, score in enumerate(layer.lookup)
+    ]
+    for _, place, group in sorted(scores, reverse=True)[:count]:
+        layer = report.layers[place]
+        report.order.append(f"{layer.index}.{group}")
+        report.chosen_ms += layer.extra_ms / len(layer.lookup)
+        layer.kept_groups.append(group)
+    kept = [place for place, layer in enumerate(report.layers) if layer.kept_groups]
+    for layer in report.layers:
+        if len(layer.kept_groups) == len(layer.lookup):
+            layer.kept, layer.kept_groups = True, []
+    return kept
 
 
 def importance(
@@ -276,7 +367,7 @@ def importance(
     with evaluating(model):
         trial = _Trial(model, teacher, batches)
         processes, errors = processes or Processes(alone=True), [*known]
-        choices: list[list[AttentionLayer]] = [[], *([layer] for layer in trial.layers)]
+        choices: list[dict[int, tuple[int, ...]]] = [{}, *({place: ()} for place in range(len(trial.layers)))]
         while len(errors) < len(choices):
             errors += processes.map(trial.error, choices[len(errors) :][: processes.size])
             if progress is not None:
@@ -298,10 +389,9 @@ def steps_by_importance(steps: int, values: Sequence[float], least: float) -> li
 
 
 @torch.no_grad()
-def _output(model: nn.Module, batch: Batch, softmax: Sequence[AttentionLayer]) -> torch.Tensor:
-    """The model's output, some layers with their original attention: rows `[N, D]` without padding, on the CPU."""
-    with original_heads(softmax):
-        return first_output(model, on_device(batch, model)).float().cpu()
+def _output(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The model's output: rows `[N, D]` without padding, on the CPU."""
+    return first_output(model, on_device(batch, model)).float().cpu()
 
 
 def _relative_error(outputs: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
@@ -349,12 +439,14 @@ def _index(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _kept_count(keep: int | float | str, layers: int) -> int:
-    """Number of layers to keep: as given, or the nearest to a share."""
-    if isinstance(keep, int) and not isinstance(keep, bool) or isinstance(keep, str) and keep.isdecimal():
-        count = int(str(keep)[:9])
-    else:
-        count = round(parse_share("keep", keep) * layers)
-    if not 0 <= count < layers:
-        raise ValueError(f"keep={keep!r:.40} keeps {count} of {layers} layers; at least one must become MHLA.")
+def _is_number(keep: int | float | str) -> bool:
+    """Whether it is a number of layers and no share."""
+    return isinstance(keep, int) and not isinstance(keep, bool) or isinstance(keep, str) and keep.isdecimal()
+
+
+def _kept_count(keep: int | float | str, of: int, what: str) -> int:
+    """Number of layers, or of groups of heads, to keep: as given, or the nearest to a share."""
+    count = int(str(keep)[:9]) if _is_number(keep) else round(parse_share("keep", keep) * of)
+    if not 0 <= count < of:
+        raise ValueError(f"keep={keep!r:.40} keeps {count} of {of} {what}; at least one must become MHLA.")
     return count

@@ -46,6 +46,7 @@ from ..training.processes import Processes, check_distribution
 from ..training.teacher import SharedTeacher
 from ..utils.files import read_json, write_json
 from .calibration import calibrate_model
+from .lookup import recall, recall_texts
 from .own_weights import WARMUP_STEPS
 from .recipes import (
     FORMER,
@@ -359,7 +360,8 @@ class Quality:
     """The measure of one model: made while it still has all weights of its original.
 
     - Diffusion models: the loss of their objective, and by how many percent it is above the original's.
-    - Language models: bits per byte of text, and by how many percent they are above the original's.
+    - Language models: bits per byte of text, and by how many percent they are above the original's; and recall, the
+      bits per token of a passage that is repeated, where model and text are long enough.
     - Encoders: cosine similarity of the mean-pooled last hidden states to the original's.
     - Diffusion models without data: cosine similarity of their predictions to the original's.
     - Vision models: the same of their logits, or last hidden states; of classifiers also how often both agree.
@@ -382,6 +384,7 @@ class Quality:
         else:
             length = len(source.table[0]) if isinstance(source, PackedText) else 1
             self.batches = source.held_out(max(1, min(_BATCH_SIZE, _MOST_TOKENS // length)))
+        self.texts = recall_texts(model, self.batches) if isinstance(source, PackedText) else []
         with original_heads(mhla_layers(model)):
             self.original = self._absolute(model) if self.is_absolute else {}
             self.reference = [] if self.is_absolute else self._outputs(model)
@@ -429,7 +432,9 @@ class Quality:
             return {"loss": math.fsum(losses) / len(losses)}
         assert isinstance(self.source, PackedText)
         nats = sum(self.processes.map(partial(_negative_log_likelihood, model), self.batches))
-        return {"bits_per_byte": nats / math.log(2) / self.source.held_out_bytes}
+        figures = {"bits_per_byte": nats / math.log(2) / self.source.held_out_bytes}
+        seconds = [second for _, second in self.processes.map(lambda text: recall(model, [text]), self.texts)]
+        return {**figures, "recall_bits": sum(seconds) / len(seconds)} if seconds else figures
 
     def _outputs(self, model: nn.Module) -> list[torch.Tensor]:
         with evaluating(model):

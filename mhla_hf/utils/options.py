@@ -141,6 +141,8 @@ def check_option(item: dataclasses.Field, value: Any) -> Any:
 
 def _fit(kind: str, value: Any) -> Any:
     """Convert a value to the type of an option where nothing is lost; return `_MISFIT` otherwise."""
+    if kind == "Any":
+        return value
     if kind == "bool":
         return value if isinstance(value, bool) else _MISFIT
     if kind == "str":

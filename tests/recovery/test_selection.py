@@ -95,7 +95,7 @@ def test_commands(tmp_path):
     texts = text_folder(tmp_path / "texts")
     plot, figures = tmp_path / "layers.png", tmp_path / "layers.json"
     common, source = ["--block-size", "4", "--data", str(texts)], str(tmp_path / "softmax")
-    arguments = ["select-layers", source, *common, "--keep", "34%", "--plot", str(plot), "--json", str(figures)]
+    arguments = ["select-layers", source, *common, "--keep", "1", "--plot", str(plot), "--json", str(figures)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     record = json.loads(figures.read_text())
@@ -108,7 +108,14 @@ def test_commands(tmp_path):
     assert record["softmax_ms"] == pytest.approx(record["mhla_ms"] + sum(extra))
     kept = [value for value, layer in zip(extra, record["layers"]) if layer["kept"]]
     assert record["chosen_ms"] == pytest.approx(record["mhla_ms"] + sum(kept))
-    result = CliRunner().invoke(app, ["convert", source, str(tmp_path / "mhla"), *common, "--layers", "auto:2/3"])
+    result = CliRunner().invoke(
+        app, ["convert", source, str(tmp_path / "mhla"), *common, "--layers", "auto:2/3:error"]
+    )
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "mhla" / "conversion.json").read_text())["components"]["model"]
-    assert written["mhla_layers"] == record["mhla_layers"]
+    assert len(written["mhla_layers"]) == 2
+    result = CliRunner().invoke(app, ["convert", source, str(tmp_path / "groups"), *common, "--layers", "auto:2/3"])
+    assert result.exit_code == 0, result.output
+    layers = json.loads((tmp_path / "groups" / "config.json").read_text())["mhla"]["layers"]
+    # Four of the six groups of heads.
+    assert sum(1 if isinstance(entry, str) else 2 for entry in layers) == 4

@@ -14,12 +14,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
-from ...config import MHLAConfig
+from ...config import MHLAConfig, layer_groups
 from ...layers import weight_record
 from ...layers.mhla import MHLA
 from ...models.loading import is_identity
 from ...models.registry import TRANSFORMERS_FAMILIES, recovery_advice
 from ...models.weight_files import check_saved
+from ...ops.sums import HeadGroups
 from ...utils.compat import forward_parameters, has_mhla, note_unchecked
 from ...utils.compat.transformers import attention_of, set_attention, supports_sdpa
 from . import configuration, limits, modules, towers
@@ -40,6 +41,7 @@ _WITHOUT_WINDOWS = (
     "alone: the layers then attend to the whole text."
 )
 _SOFTMAX = {"sdpa", "eager"}
+_HEADS = ("num_heads", "num_key_value_heads")
 _LOOKS_AHEAD = "the tokens of an image attend to each other in both directions"
 
 
@@ -168,16 +170,21 @@ def _attach_to(model: PreTrainedModel, attentions: list[tuple[str, nn.Module]]) 
     chosen = _chosen_layers(model_name, options, indices, windows)
     if isinstance(options.layers, str):
         options = options.replace(layers=sorted(chosen))
+    is_whole = len(chosen) == len(indices) and not any(chosen.values())
     if config.model_type not in TRANSFORMERS_FAMILIES:
         logger.warning_once(f"{model_name} was not tested with MHLA; mhla_hf.supported_models() lists those that are.")
     prefix = modules.num_prefix_tokens(model) if not options.is_sequence else 0
-    only_mhla = len(chosen) == len(indices)
     for index, (_, module) in zip(indices, attentions):
         if index not in chosen:
             continue
         _check_rotary(module, options)
-        module.mhla = MHLA(options, num_prefix_tokens=prefix, **modules.heads_of(module))
-        module.register_forward_pre_hook(LayerInputsHook(module, index, only_mhla), with_kwargs=True)
+        heads = modules.heads_of(module)
+        groups = _groups(f"layer {index} of {model_name}", options, chosen[index], heads)
+        if groups is not None:
+            heads |= {name: heads[name] // groups.count * len(groups.own) for name in _HEADS}
+        module.mhla = MHLA(options, num_prefix_tokens=prefix, **heads)
+        module.mhla.groups = groups
+        module.register_forward_pre_hook(LayerInputsHook(module, index, is_whole), with_kwargs=True)
     model.register_forward_pre_hook(ModelInputsHook(model), with_kwargs=True)
     config.mhla = options.to_dict()
 
@@ -195,9 +202,22 @@ def _resolve(config: Any, attention: nn.Module) -> MHLAConfig:
     )
 
 
+def _groups(where: str, options: MHLAConfig, own: tuple[int, ...], heads: dict[str, int]) -> HeadGroups | None:
+    """The groups of heads that are MHLA in a layer where others stay softmax."""
+    count = heads["num_key_value_heads"]
+    if own and own[-1] >= count:
+        raise ValueError(f"layers names group {own[-1]} of {where}, which has key/value heads 0 to {count - 1}.")
+    if len(own) in (0, count):
+        return None
+    if not options.causal:
+        raise ValueError(f"layers names single groups of {where}: only models that look back only can have these.")
+    return HeadGroups(own, count)
+
+
 def _chosen_layers(
     model_name: str, options: MHLAConfig, indices: list[int], windows: dict[int, str | None]
-) -> set[int]:
+) -> dict[int, tuple[int, ...]]:
+    """The layers that become MHLA, and which of their groups of heads; none for all."""
     if options.layers is None or isinstance(options.layers, str):
         # A fraction is of all layers; those that cannot be MHLA stay softmax in any case.
         places = options.mhla_layers(len(indices))
@@ -207,12 +227,13 @@ def _chosen_layers(
                 f"{model_name}{_REFUSED}no layer can be MHLA, the first one because {windows[indices[0]]}."
                 f"{_WITHOUT_WINDOWS if 'sliding' in str(windows[indices[0]]) else ''}"
             )
-        return chosen
-    for index in options.layers:
+        return dict.fromkeys(chosen, ())
+    groups = layer_groups(options.layers)
+    for index in groups:
         reason = windows.get(index, f"the model has layers {indices[0]} to {indices[-1]}")
         if reason is not None:
             raise ValueError(f"Layer {index} of {model_name} cannot be MHLA: {reason}.")
-    return set(options.layers)
+    return groups
 
 
 def _check_rotary(attention: nn.Module, options: MHLAConfig) -> None:

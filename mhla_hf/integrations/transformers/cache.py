@@ -20,6 +20,7 @@ from ...layers.state import DecodingState, WindowState
 from ...ops.band import StoredMixing
 from ...ops.operands import MHLAState, records_gradients, tensors_of
 from ...ops.recurrent import rewind
+from ...ops.sums import HeadGroups
 from ...utils.compat.transformers import cache_names
 
 
@@ -45,14 +46,19 @@ class MHLACacheLayer(CacheLayerMixin):
         max_cache_len: For static caches, the number of tokens to make room for at once; otherwise the state grows with
             the text, until its blocks are as many as mixing weights reach.
         is_compileable: Whether `generate` may compile decoding with this cache.
+        groups: The groups of heads that are MHLA; `None` for all. Keys and values of the others are kept whole.
     """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, max_cache_len: int | None = None, is_compileable: bool = False) -> None:
+    def __init__(
+        self, max_cache_len: int | None = None, is_compileable: bool = False, groups: HeadGroups | None = None
+    ) -> None:
         # The last tokens, each tensor a ring of `REWINDABLE_TOKENS` columns.
         self._last: dict[str, torch.Tensor] = {}
+        self._groups = groups
+        self._softmax = None if groups is None else _softmax_layer(max_cache_len)
         # In a static cache, the tensors that everything is written into: CUDA graphs know them by their addresses.
         self._fixed: dict[str, torch.Tensor] = {}
         super().__init__()
@@ -119,8 +125,18 @@ class MHLACacheLayer(CacheLayerMixin):
         before = self._length
         self._before = self._kept("before", before) if isinstance(before, torch.Tensor) else before
         self._set_length(before + new)
-        self._record(model_key=key_states.transpose(1, 2), value=value_states.transpose(1, 2))
+        own = key_states, value_states
+        if self._groups is not None and self._softmax is not None:
+            own, others = zip(*(self._groups.split(states, 1) for states in own))
+            self._softmax.update(*others, *args, **kwargs)
+        self._record(model_key=own[0].transpose(1, 2), value=own[1].transpose(1, 2))
         return key_states, value_states
+
+    @property
+    def softmax_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the softmax heads, of all tokens, `[B, softmax key/value heads, T, K]`."""
+        assert self._softmax is not None
+        return self._softmax.keys, self._softmax.values
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Tokens seen, padding included."""
@@ -155,6 +171,7 @@ class MHLACacheLayer(CacheLayerMixin):
         self._seen, self._before, self._oldest = None, 0, 0
         self._hidden, self._may_hide = None, False
         self.is_initialized = False
+        self._softmax = None if self._groups is None else _softmax_layer(self.max_cache_len)
         # Callers find out by `hasattr` whether there is one.
         self.__dict__.pop("batch_size", None)
 
@@ -192,6 +209,11 @@ class MHLACacheLayer(CacheLayerMixin):
                 f"are left, not {count}: it keeps summaries. Assisted decoding must draft fewer (num_assistant_tokens "
                 "or prompt_lookup_num_tokens); else start again from the beginning of the text."
             )
+        if self._softmax is not None and self.max_cache_len is None:
+            self._softmax.crop(-count)
+        elif self._softmax is not None:
+            # A static layer cannot crop itself; what is behind its length is masked, and overwritten.
+            self._softmax.cumulative_length.sub_(count)
         columns = torch.arange(length - count, length, device=self.device)
         valid = self._last["valid"].index_select(1, columns % REWINDABLE_TOKENS)
         self._take_out(columns, valid)
@@ -227,6 +249,7 @@ class MHLACacheLayer(CacheLayerMixin):
         """Memory of the state, the tokens kept for taking back included."""
         states = [state for state in (self.state, self.window_state) if state is not None]
         tensors = [*self._last.values(), *(tensor for state in states for tensor in tensors_of(state).values())]
+        tensors += [] if self._softmax is None or not self._softmax.is_initialized else self.softmax_tokens
         return sum(tensor.nbytes for tensor in (*tensors, *([] if self._hidden is None else [self._hidden])))
 
     def new_tokens(self, mask: torch.Tensor, length: int) -> torch.Tensor:
@@ -397,6 +420,8 @@ class MHLACacheLayer(CacheLayerMixin):
 
     def _map_batch(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._keep(self.state, self.window_state, function)
+        if self._softmax is not None and self._softmax.is_initialized:
+            self._softmax.keys, self._softmax.values = map(function, self.softmax_tokens)
         self._last = {name: self._kept(f"last {name}", function(tensor)) for name, tensor in self._last.items()}
         self.batch_size = self._last["value"].shape[0]
         if self._hidden is not None:
@@ -434,7 +459,12 @@ def cache_layer_bytes(layer: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLayer:
+def _softmax_layer(max_cache_len: int | None) -> Any:
+    """A layer of transformers for keys and values."""
+    return DynamicLayer() if max_cache_len is None else StaticLayer(max_cache_len=max_cache_len)
+
+
+def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool, groups: HeadGroups | None = None) -> MHLACacheLayer:
     """The layer of a cache that keeps an MHLA layer's state; exchanges an empty one that keeps keys and values.
 
     Args:
@@ -442,6 +472,7 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
         index: The layer's index.
         only_mhla: Whether every layer of the model is MHLA. Other models' masks cannot be made outside the model, so
             `generate` must not compile them.
+        groups: The layer's groups of heads that are MHLA; `None` for all.
 
     Raises:
         ValueError: If the layer holds keys and values already, or its kind cannot hold MHLA state.
@@ -464,7 +495,7 @@ def mhla_cache_layer(cache: Any, index: int, *, only_mhla: bool) -> MHLACacheLay
             "attention implementation, or prefix tuning). MHLA needs an empty cache."
         )
     static = layer.max_cache_len if isinstance(layer, StaticLayer) else None
-    cache.layers[index] = MHLACacheLayer(static, is_compileable=only_mhla)
+    cache.layers[index] = MHLACacheLayer(static, only_mhla, groups)
     return cache.layers[index]
 
 

@@ -104,6 +104,13 @@ def mhla_attention_forward(
         # A cache that no hook saw gave its keys back.
         raise unknown_shape("transformers", "names of the cache in calls of models")
     _check_mask(module, attention_mask, given.model)
+    exact = None
+    if mhla.groups is not None:
+        (query, key, value), others = zip(*(mhla.groups.split(tokens, 1) for tokens in (query, key, value)))
+        if given.cache is not None:
+            others = (others[0], *given.cache.softmax_tokens)
+        kwargs |= {"mhla_inputs": given.model, "scaling": scaling, "dropout": dropout}
+        exact, _ = _softmax(module, others, attention_mask, is_causal, **kwargs)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     rotary = None
     if given.position_embeddings is not None and mhla.config.rope == "after_feature_map":
@@ -117,6 +124,8 @@ def mhla_attention_forward(
         where: dict[str, Any] = {"sequence": sequence}
     else:
         sequence, where = None, {"grid": given.model.grid}
+    if exact is not None:
+        where["exact"] = exact
     output = mhla(query, key, value, hidden_states=given.hidden_states, rotary=rotary, scaling=scaling, **where)
     if sequence is not None and sequence.state is not None:
         assert given.cache is not None
@@ -390,7 +399,7 @@ class LayerInputsHook:
     Args:
         attention: The attention module.
         layer_index: Its index in the cache.
-        only_mhla: Whether every layer of the model is MHLA.
+        only_mhla: Whether every layer of the model is MHLA with all its heads.
     """
 
     def __init__(self, attention: nn.Module, layer_index: int, only_mhla: bool) -> None:
@@ -407,7 +416,8 @@ class LayerInputsHook:
             return None
         layer = None
         if cache is not None:
-            layer = mhla_cache_layer(cache, self.layer_index, only_mhla=self.only_mhla)
+            groups = attention.mhla.groups
+            layer = mhla_cache_layer(cache, self.layer_index, only_mhla=self.only_mhla, groups=groups)
         hidden_states = given.get("hidden_states")
         if hidden_states is None:
             hidden_states = args[0]

@@ -109,6 +109,8 @@ def _rules(mhla: MHLA) -> dict[str, str]:
 
 def _check_heads(name: str, mhla: MHLA, size: int) -> None:
     heads, grouped = mhla.num_heads, mhla.num_key_value_heads
+    if mhla.groups is not None:
+        raise ValueError(f"{name}: layers of which some heads stay softmax cannot be split over processes.")
     if heads % size or grouped % size:
         learned = mhla.feature_map_key is not None and heads % size == 0
         raise ValueError(
