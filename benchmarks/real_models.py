@@ -19,7 +19,6 @@ calibration. Measured variants stay in the report and are not measured again.
 from __future__ import annotations
 
 import argparse
-import ast
 import math
 import sys
 import sysconfig
@@ -43,8 +42,12 @@ from mhla_hf.utils.machine import machine_facts
 
 ROW = 512
 LONG = 4 * ROW
-CALIBRATION_ROWS, FIT_STEPS = 8, 30
-CODE = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "inspect.py", "pathlib.py", "tarfile.py", "typing.py")
+CALIBRATION_ROWS, FIT_STEPS = {"prose": 8, "code": 4}, 30
+CODE = {
+    "calibration": ("calendar.py", "configparser.py", "difflib.py", "mailbox.py", "statistics.py", "threading.py"),
+    "held out": ("argparse.py", "ast.py", "datetime.py", "inspect.py", "pathlib.py", "tarfile.py", "typing.py"),
+}
+"""Modules of the standard library."""
 PASSAGE, BETWEEN = 128, 512
 CONTEXTS = (2048, 8192)
 BLOCK = 64
@@ -76,21 +79,23 @@ class Texts:
         self.tokenizer = tokenizer
         self.chapters = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
         library = Path(sysconfig.get_path("stdlib"))
-        self.code = [(library / name).read_text(encoding="utf-8") for name in CODE]
-        for text in self.code:
-            ast.parse(text)
+        self.code = {use: [(library / name).read_text(encoding="utf-8") for name in CODE[use]] for use in CODE}
 
     def tokens(self, text: str) -> list[int]:
         """Tokens of a text, without special ones."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def calibration(self, seed: int) -> torch.Tensor:
-        """Rows of even chapters, `[CALIBRATION_ROWS, ROW]`."""
-        return self._rows(self.chapters[::2], CALIBRATION_ROWS, ROW, seed)
+        """Rows of even chapters and of source, in turns, `[N, ROW]`."""
+        kinds = {"prose": self.chapters[::2], "code": self.code["calibration"]}
+        rows = [self._rows(kinds[kind], count, ROW, seed) for kind, count in CALIBRATION_ROWS.items()]
+        order = torch.Generator().manual_seed(seed)
+        found = torch.cat(rows)
+        return found[torch.randperm(len(found), generator=order)]
 
     def held_out(self) -> dict[str, torch.Tensor]:
-        """Rows of odd chapters and of source, short ones and long ones."""
-        kinds = {"prose": self.chapters[1::2], "code": self.code}
+        """Rows of odd chapters and of other source, short ones and long ones."""
+        kinds = {"prose": self.chapters[1::2], "code": self.code["held out"]}
         return {
             f"{kind}_{length}": self._rows(texts, count, length, 0)
             for kind, texts in kinds.items()
