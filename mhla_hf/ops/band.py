@@ -8,9 +8,10 @@ tail. Looking back, that makes
     P_i = Σ_{b<i} m_ib S_b = Σ_{1≤d<L} w_d S_{i-d} + w_L E_{i-L},    E_j = Σ_{b≤j} g^(j-b) S_b        for i ≥ L.
 
 Blocks are mixed in chunks of C ≥ M. The rows of chunk k read chunks k - 1 and k, and E at the last block before those:
-one product with weights `[C, 1 + 2 C]` a chunk. E goes from chunk to chunk by a scan. Documents are contiguous, so one
-at most reaches from before these chunks into chunk k: E never holds more than that one. It is a sum of that document's
-blocks alone, not a difference of two sums, which would lose digits and let a NaN into other documents.
+one product with weights `[C, 1 + 2 C]` a chunk. E goes from chunk to chunk by a scan, in log2 c steps that look back
+alone. Documents are contiguous, so one at most reaches from before these chunks into chunk k: E never holds more than
+that one. It is a sum of that document's blocks alone, not a difference of two sums, which would lose digits and let a
+NaN into other documents.
 
 Shape letters: B batch, H query heads, H_kv key/value heads, S heads of the weights (1 or H), H_m heads of a mixture
 (H where S is, else H_kv), n blocks, M stored blocks, C blocks of a chunk, c chunks, D numbers of a summary.
@@ -339,6 +340,14 @@ def sequence_mixing(stored: StoredMixing, layout: BlockLayout | SequenceLayout) 
     return TwoSidedMixing(stored, count, first, last)
 
 
+def _scan(terms: Tensor, decays: Tensor) -> Tensor:
+    """x_k = terms_k + decays_k x_{k-1}, `[B, H_m, c, D]`: every step adds as many more terms as there are so far."""
+    for level in range((terms.shape[2] - 1).bit_length()):
+        shift = (0, 0, 1 << level, -(1 << level))
+        terms, decays = torch.addcmul(terms, decays, F.pad(terms, shift)), decays * F.pad(decays, shift)
+    return terms
+
+
 def _chunk_groups(summary: Tensor, carry: Tensor) -> Tensor:
     """E before each chunk, and its blocks, `[1 + B · H_m · c, 1 + C, D]`, after a group of zeros."""
     (batch, heads, blocks, columns), (count, chunk) = summary.shape, (carry.shape[2], carry.shape[3] - 1)
@@ -350,12 +359,9 @@ def _chunk_groups(summary: Tensor, carry: Tensor) -> Tensor:
     if rest:
         lines[:, :, full, 1 : rest + 1] = summary[:, :, full * chunk :]
         lines[:, :, full, rest + 1 :] = 0
-    sums = (carry[..., None, 1:] @ lines[..., 1:, :]).squeeze(3)
+    sums = (carry[:, :, :-1, None, 1:] @ lines[:, :, :-1, 1:]).squeeze(3)
     lines[:, :, 0, 0] = 0
-    for place in range(1, count):
-        lines[:, :, place, 0] = torch.addcmul(
-            sums[:, :, place - 1], carry[:, :, place - 1, :1], lines[:, :, place - 1, 0]
-        )
+    lines[:, :, 1:, 0] = _scan(sums, carry[:, :, :-1, :1])
     return groups
 
 
@@ -399,9 +405,7 @@ def run_mix_chunks_backward(
     matrices = _window_matrices(window, batch, heads)
     before, total = (torch.bmm(weights.transpose(1, 2), rows).unflatten(0, shape) for weights in matrices)
     total[:, :, :-1] += before[:, :, 1:]
-    for place in range(count - 2, 0, -1):
-        total[:, :, place, 0].addcmul_(carry[:, :, place, :1], total[:, :, place + 1, 0])
-    later = total[:, :, 1:, :1]
+    later = _scan(total[:, :, 1:, 0].flip(2), carry[:, :, 1:, :1].flip(2)).flip(2).unsqueeze(3)
     lines = groups[1:].view(batch, heads, count, chunk + 1, columns)
     of_carry = (lines[:, :, :-1] @ later.transpose(-1, -2)).squeeze(-1)
     of_carry = F.pad(of_carry, (0, 0, 0, 1)).sum_to_size(carry.shape)
@@ -411,9 +415,7 @@ def run_mix_chunks_backward(
 
 
 mix_chunks = torch.library.custom_op("mhla_hf::mix_chunks", run_mix_chunks, mutates_args=())
-mix_chunks_backward = torch.library.custom_op(
-    "mhla_hf::mix_chunks_backward", run_mix_chunks_backward, mutates_args=()
-)  # fmt: skip
+mix_chunks_backward = torch.library.custom_op("mhla_hf::mix_chunks_backward", run_mix_chunks_backward, mutates_args=())
 
 
 @mix_chunks.register_fake

@@ -368,6 +368,22 @@ def test_a_bad_summary_stays_in_its_head(heads):
     assert torch.equal(actual[same], expected[same]) and actual[~same].isnan().all()
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_bad_summary_reaches_no_chunk_before_its_own(number):
+    """Nor a bad gradient one after it: zero times NaN is not zero. In chunks of 16 blocks."""
+    stored = StoredMixing(*make_mixing(3, 1, "learned"))
+    summary = normal(torch.Generator().manual_seed(0), 1, 1, 107, 4).requires_grad_()
+    weights, bad = normal(torch.Generator().manual_seed(1), 1, 1, 107, 4), torch.zeros(1, 1, 107, 4)
+    bad[:, :, 50, 1] = number
+    output = stored.mix_earlier(summary, 1)
+    assert torch.equal(stored.mix_earlier(summary + bad, 1)[:, :, :48], output[:, :, :48])
+    expected, actual = (
+        torch.autograd.grad(output, summary, x, retain_graph=True)[0] for x in (weights, weights + bad)
+    )
+    assert torch.equal(actual[:, :, 64:], expected[:, :, 64:])
+    assert torch.equal(actual[..., 0], expected[..., 0])
+
+
 @pytest.mark.parametrize("normalizer", ["query", "none"])
 @pytest.mark.parametrize("decay", [None, 0.7, 0.0])
 @pytest.mark.parametrize("per_head", [False, True])

@@ -361,7 +361,8 @@ def causal_attention_backward(
             weight=weight, **shared,
         )  # fmt: skip
         grad_own += more
-    return grad_query, grad_key, grad_value, *pair, grad_window, grad_carry, grad_own.sum_to_size(own.shape)
+    grad_own = grad_own.sum_to_size(own.shape)
+    return grad_query, grad_key, grad_value, pair[0], pair[1], grad_window, grad_carry, grad_own
 
 
 @torch.library.register_fake("mhla_hf::causal_attention_backward")
