@@ -61,7 +61,8 @@ def assert_same_bits(model: torch.nn.Module, reloaded: torch.nn.Module, inputs: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["bert", "vit", "llama"])
 def test_models_of_transformers(name, dtype, tmp_path):
-    options = {} if name == "vit" else {"window": "adjacent", "window_size": 3, "sink_tokens": 2}
+    sizes = {"window_size": (2, 2), "sink_tokens": 1} if name == "vit" else {"window_size": 3, "sink_tokens": 2}
+    options = {"window": "adjacent", "window_share": "query", **sizes}
     mhla_model(name, **options).save_pretrained(tmp_path / "first")
     # `model.to(dtype)` would also round the frequencies of rotary embeddings, which loading computes in float32.
     model = FAMILIES[name].model_class.from_pretrained(tmp_path / "first", dtype=DTYPES[dtype]).eval()

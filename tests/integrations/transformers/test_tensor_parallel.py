@@ -165,7 +165,8 @@ def test_every_process_holds_its_own_heads(results):
     _, seen = results
     part = {name.partition(".mhla.")[2]: shape for name, shape in seen["grouped"]["local"].items() if ".0." in name}
     assert part == {
-        "mixing": (2, 6, 6),
+        "mixing": (2, 6),
+        "mixing_decay": (2,),
         "feature_map_query.weight": (2, 8, 8),
         "feature_map_key.weight": (1, 8, 8),
         "output_norm.weight": (8,),
@@ -176,9 +177,9 @@ def test_every_process_holds_its_own_heads(results):
     }
     assert seen["partial"]["local"].keys() == {
         f"model.layers.1.self_attn.mhla.{name}"
-        for name in ("mixing", "feature_map_query.weight", "feature_map_key.weight")
+        for name in ("mixing", "mixing_decay", "feature_map_query.weight", "feature_map_key.weight")
     }
-    assert seen["norms"]["local"]["model.layers.1.self_attn.mhla.mixing"] == (6, 6)
+    assert seen["norms"]["local"]["model.layers.1.self_attn.mhla.mixing"] == (6,)
     assert seen["norms"]["local"]["model.layers.1.self_attn.mhla.window_bias"] == (2,)
     assert seen["image"]["local"]["layers.0.attention.mhla.lepe.weight"] == (16, 1, 3, 3)
 
