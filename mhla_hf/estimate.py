@@ -369,9 +369,7 @@ class Estimate:
             f"{gains['2/3']:.2f} times with MHLA in two thirds of them."
         )
         if self.windowed:
-            text += (
-                f" Layers {shorten_list(map(str, self.windowed), 32)} stay softmax: they have windows of their own."
-            )
+            text += f" Layers with windows of their own stay softmax: {shorten_list(self.windowed)}."
         if self.tokens <= MEASURED_TOKENS and gains["2/3"] >= LEAST_BOUND:
             text += f" Up to {MEASURED_TOKENS:,} tokens softmax attention was faster on an H100."
         if self.refusal is not None:

@@ -206,8 +206,8 @@ class RecoveryData:
         is_given = self.recipe.mhla.get("block_size") is not None
         advice = "give longer rows (--max-length)" if is_given else f"they get blocks of {own} (--block-size)"
         logger.warning(
-            "rows of %d tokens have %.2g blocks of %d, and MHLA with a single block is linear attention: %s",
-            *(length, length / block, block, advice),
+            "rows of %d tokens have fewer than %d blocks of %d, and MHLA with a single one is linear attention: %s",
+            *(length, _LEAST_BLOCKS, block, advice),
         )
         return self.recipe if is_given else self.recipe.changed({"mhla.block_size": [own]})
 
