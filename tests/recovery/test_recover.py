@@ -34,8 +34,8 @@ from mhla_hf.recovery.data import RecoveryData, open_data
 from mhla_hf.recovery.recipes import IMAGES, WITHOUT_OBJECTIVE, default_recipe
 from mhla_hf.recovery.report import is_worse
 from mhla_hf.recovery.selection import _Trial
-from mhla_hf.recovery.stages import Quality
-from mhla_hf.training.data.batches import load_calls
+from mhla_hf.recovery.stages import Quality, fitted_to
+from mhla_hf.training.data.batches import BatchSource, load_calls
 from mhla_hf.training.data.images import Images
 from mhla_hf.training.processes import Processes
 from tests import tiny, tiny_images, tiny_joint
@@ -367,6 +367,14 @@ def test_a_calibrated_model_is_recovered_from(sources, tmp_path):
     assert load("bert", tmp_path / "only").config._mhla_state == "calibrated"
     with pytest.raises(ValueError, match="is converted already: leave recipe, layers, keep, window and blocks out"):
         mhla_hf.recover(tmp_path / "mhla", tmp_path / "other", data, layers="all")
+
+
+def test_matching_fits_the_number_of_samples():
+    """Each sample is recorded once, in eight batches at least, and seen eight times at most."""
+    options = default_recipe("vision").stages["match"]
+    fitted = [fitted_to(BatchSource(0, "", range(count)), options) for count in (1437, 76, 3)]
+    sizes = [(each.batch_size, each.batches, each.steps, each.held_out) for each in fitted]
+    assert sizes == [(16, 64, 300, 8), (9, 8, 64, 1), (1, 3, 24, 1)]
 
 
 def test_every_layer_gets_a_step(sources, tmp_path):
