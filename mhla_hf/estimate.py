@@ -61,12 +61,10 @@ LEAST_BOUND, CLEAR_BOUND = 1.2, 1.5
 MEASURED_TOKENS = 2048
 """Up to this length softmax attention was faster than MHLA on an H100 (benchmarks/README.md)."""
 
-# Bytes of a parameter.
-_FP32 = 4
+_FP32 = 4  # Bytes of a parameter.
 # Relative difference up to which a model has the size that a recipe is recommended for.
 _TOLERANCE = 0.2
-# Tokens of a row, or of a passage, in recipes that do not name them.
-_TEXT_ROWS = {"causal": 512, "encoder": 128}
+_TEXT_ROWS = {"causal": 512, "encoder": 128}  # Tokens of a row, or of a passage, in recipes that do not name them.
 # Operators of scaled_dot_product_attention.
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _CONFIGURATIONS = ["model_index.json", "config.json", "*/config.json"]
@@ -369,9 +367,7 @@ class Estimate:
             f"{gains['2/3']:.2f} times with MHLA in two thirds of them."
         )
         if self.windowed:
-            text += (
-                f" Layers {shorten_list(map(str, self.windowed), 32)} stay softmax: they have windows of their own."
-            )
+            text += f" Layers with windows of their own stay softmax: {shorten_list(self.windowed)}."
         if self.tokens <= MEASURED_TOKENS and gains["2/3"] >= LEAST_BOUND:
             text += f" Up to {MEASURED_TOKENS:,} tokens softmax attention was faster on an H100."
         if self.refusal is not None:
@@ -406,8 +402,7 @@ def estimate(candidate: Candidate, grid: Sequence[int] | None = None) -> Estimat
         )
     kv_bytes, count["tokens"] = count.pop("cache_bytes"), count["tokens"] or math.prod(grid)
     own = {"parameters": count_parameters(softmax), "is_linear": candidate.is_linear, "kv_bytes": kv_bytes}
-    own["windowed"] = candidate.windowed
-    found = Estimate(candidate.name, candidate.class_name, grid, **count, **own)
+    found = Estimate(candidate.name, candidate.class_name, grid, **count, **own, windowed=candidate.windowed)
     try:
         model = on_meta(candidate, candidate.options(grid))
     except ValueError as error:

@@ -217,6 +217,7 @@ def test_layers_with_a_window_are_no_gain(candidate):
         estimate(candidate(mistral), (tokens,))
     found = estimate(candidate(qwen), (tokens,))
     assert (found.layers, found.mixing) == (1, 2 * tokens**2 * width)
+    assert found.windowed == (1,) and "Layers with windows of their own stay softmax: 1." in found.sentence()
     linear = 2 * 2 * tokens * (3 * width**2 + 3 * width * 48) + 2 * width * 64
     assert found.operations == found.mixing + 4 * tokens * window * width + linear
 

@@ -136,7 +136,7 @@ def _show_recovery(report: "RecoveryReport") -> None:
     for state, figures in {**report.figures, **report.beside}.items():
         seconds = report.seconds.get(state, {}).get("cpu_seconds")
         row = {LABELS.get(name, name): _figure(name, figures.get(name)) for name in names}
-        row["left as they were"] = report.left_alone(state)
+        row["unchanged"] = report.left_alone(state)
         row["CPU seconds"] = None if seconds is None else f"{seconds:.0f}"
         cells.append({"model": {**TITLES, **BESIDE}[state], **row})
     show_table(cells, title="Held-out quality")

@@ -180,6 +180,7 @@ def model_card(
     title = text.name or (f"{location.rpartition('/')[2]} with MHLA" if location else "A model with MHLA")
     recovery = _recovery_facts(records.recovery)
     quality = _quality(records.recovery)
+    beside = _quality(records.recovery, "beside", BESIDE)
     kept = [state for state in quality if state not in recovery["discarded"]]
     data.eval_results = _eval_results(data.pipeline_tag, {state: quality[state] for state in kept}, origin) or None
     data.model_name = one_line(title, _LONGEST) if data.eval_results else None
@@ -202,10 +203,11 @@ def model_card(
         use=_usage(models[0], data, repo_id or _PLACEHOLDER, text),
         recovery=recovery,
         state=TITLES[kept[-1]] if kept else "",
+        beside=beside,
         training=_training_facts(records.training),
         quality=[
             {"model": {**TITLES, **BESIDE}[state], **{LABELS[key]: figures.get(key) for key in LABELS}}
-            for state, figures in {**quality, **_quality(records.recovery, "beside", BESIDE)}.items()
+            for state, figures in {**quality, **beside}.items()
         ],
         speed=[_speed(Path(path).expanduser()) for path in benchmarks],
         plain=plain,

@@ -170,6 +170,12 @@ class RecoveryData:
             plan.check_samples(2)
             self._check_room(parse_sizes(str(plan.config.sizes))[0])
 
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width of the samples, where both are given."""
+        options = self.recipe.data
+        return None if options.height is None or options.width is None else (options.height, options.width)
+
     def fitted(self) -> Recipe:
         """The recipe with blocks that fit the samples, where it names none.
 
@@ -183,7 +189,7 @@ class RecoveryData:
             return recipe
         config = self.directory.load_config()
         processor, images, _ = open_images(config, self.directory.root, self.data)
-        source = Images([*images.values()], processor, 1, "", size=recipe.data.size)
+        source = Images([*images.values()], processor, 1, "", size=self.size)
         found = patch_grid(config, *source.batch("start", 0, 1)["pixel_values"].shape[-2:])
         if found == (usual := patch_grid(config)):
             return recipe
@@ -206,8 +212,8 @@ class RecoveryData:
         is_given = self.recipe.mhla.get("block_size") is not None
         advice = "give longer rows (--max-length)" if is_given else f"they get blocks of {own} (--block-size)"
         logger.warning(
-            "rows of %d tokens have %.2g blocks of %d, and MHLA with a single block is linear attention: %s",
-            *(length, length / block, block, advice),
+            "rows of %d tokens have fewer than %d blocks of %d, and MHLA with a single one is linear attention: %s",
+            *(length, _LEAST_BLOCKS, block, advice),
         )
         return self.recipe if is_given else self.recipe.changed({"mhla.block_size": [own]})
 
@@ -289,7 +295,7 @@ class RecoveryData:
             data = str(self.cache)
         amounts: dict[str, Any] = {"samples": options.samples, "held_out": options.held_out, "seed": self.seed}
         of_text: dict[str, Any] = {"length": options.max_length, "text_field": options.text_field}
-        return open_data(model, self.directory, data, size=options.size, **amounts, **of_text)
+        return open_data(model, self.directory, data, size=self.size, **amounts, **of_text)
 
     def _make_cache(self, model: nn.Module) -> None:
         """Encode images or videos to latents and embeddings."""

@@ -50,10 +50,7 @@ _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the 
 _SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
-# One recorded batch in this many is held out.
-_HELD_OUT_SHARE = 8
-# Values that are texts even where YAML reads them as something else.
-_TEXTS = ("family", "layers", "text_field")
+_TEXTS = ("family", "layers", "text_field")  # Even where YAML reads them as something else.
 VARIANTS = ("fast", "paper")
 """Names of other recipes for many families; `fast` is changes to the default recipe."""
 
@@ -88,11 +85,6 @@ class DataOptions(Options):
         None, "Frames of a video. Default: 81.", minimum=1, maximum=MOST_FRAMES, families=VIDEO
     )
 
-    @property
-    def size(self) -> tuple[int, int] | None:
-        """Height and width, where both are given."""
-        return None if self.height is None or self.width is None else (self.height, self.width)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(Options):
@@ -116,8 +108,8 @@ class PartOptions(Options):
 
     @property
     def held_out(self) -> int:
-        """How many of the batches are not trained on, but decide whether a part keeps what it learned; none of one."""
-        return min(self.batches - 1, max(1, self.batches // _HELD_OUT_SHARE))
+        """How many of the batches are not trained on, but decide whether a part keeps what it learned: an eighth."""
+        return min(self.batches - 1, max(1, self.batches // 8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,9 +248,8 @@ class Recipe:
             stage = STAGES[name]
             if stage.part in sizes and stage.memory and getattr(options, "cache", "") != "none":
                 samples = RECOVERED[self.family].call_samples if from_calls else options.batch_size
-                kept[stage.part] += round(
-                    sizes[stage.part] * samples * min(options.batches, options.steps + options.held_out)
-                )
+                batches = min(options.batches, options.steps + options.held_out)
+                kept[stage.part] += round(sizes[stage.part] * samples * batches)
         return kept["layer"], kept["block"]
 
     def to_dict(self) -> dict[str, Any]:

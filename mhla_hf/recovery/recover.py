@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -28,36 +28,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..config import MHLAConfig, automatic_measure, automatic_share
+from ..config import automatic_measure, automatic_share
 from ..conversion import convert_pretrained
 from ..conversion.convert import plan_model
 from ..conversion.planning import PlanOptions
 from ..integrations.transformers.modules import patch_grid
-from ..layers.weight_record import STATE_KEY, record_step
-from ..models.directory import CONVERSION_RECORD, ModelDirectory
-from ..models.registry import TRAINED, family_for
-from ..models.weight_files import check_weights
+from ..models.directory import ModelDirectory
 from ..training.config import TrainingConfig
 from ..training.data.batches import BatchSource
 from ..training.layers import find_projections, mhla_layers, on_device
-from ..training.libraries import check_pipeline
 from ..training.parameters import load_model
 from ..training.processes import Processes, TrainingStopped, has_joined, join_processes
 from ..training.teacher import SharedTeacher
 from ..utils.destinations import LOCK, MOVED_LAST, RunFolder, atomic_directory, differences, remove_directory
-from ..utils.files import TEMPORARY_PREFIX, atomic_file, read_json, write_json
-from ..utils.locations import HUB_OPTIONS, is_hub_id
+from ..utils.files import TEMPORARY_PREFIX, atomic_file, write_json
+from ..utils.locations import HUB_OPTIONS
 from ..utils.machine import choose_device, machine_facts, parse_dtype
 from ..utils.messages import check_count, shorten_text
 from ..utils.options import check_names
 from . import stages as runs
 from .calibration import write_models
-from .data import RecoveryData, data_or_default, family_of_transformers, origin_of
+from .data import RecoveryData, data_or_default, origin_of
 from .recipes import (
-    FAMILIES,
     FORMER,
     STAGES,
-    TEXT,
     VARIANTS,
     Recipe,
     check_arguments,
@@ -67,6 +61,7 @@ from .recipes import (
 )
 from .report import CONVERTED, PLOT, REPORT, RecoveryReport, is_worse, with_present_names, write_plot
 from .selection import select_layers
+from .sources import find_start, options_of, take_calibrated
 from .stages import Quality, RunProgress, StageSettings
 
 
@@ -251,80 +246,6 @@ def recover(
     if accelerator is not None and not was_joined:
         accelerator.end_training()
     return report
-
-
-def find_model(location: str | Path, component: str | None = None, **hub: Any) -> tuple[ModelDirectory, str]:
-    """Find the model to recover, without loading weights.
-
-    Args:
-        location: A pipeline of diffusers or a model of transformers, directory or Hub id.
-        component: Which transformer of a pipeline; `transformer` by default.
-        **hub: Options of [`ModelDirectory.open`][mhla_hf.models.directory.ModelDirectory.open].
-
-    Returns:
-        The model and its family; see `recipes.FAMILIES`.
-
-    Raises:
-        ValueError: If it is no such thing, has no version with MHLA, is MHLA already, or of a kind that takes its
-            inputs from several places.
-    """
-    part = ModelDirectory.open(location, component, **hub)
-    if part.kind == "diffusers" or (part.kind == "pipeline" and part.is_mhla):
-        problem = "is a transformer alone; give the pipeline that it belongs to"
-        if part.is_mhla:
-            problem = "is MHLA already; recover from the model that it was converted from"
-        raise ValueError(f"{location} {problem}")
-    family = family_of_transformers(part) if part.is_transformers else family_for(part.class_name).training
-    if family not in FAMILIES:
-        raise ValueError(
-            f"{location} is a {part.class_name}, which recover cannot make samples for yet; give recorded batches to "
-            "mhla_hf.calibrate and mhla_hf.recovery.match_layers"
-        )
-    if family in TRAINED:
-        check_pipeline(part)
-    check_weights(part.folder)
-    return part, family
-
-
-def find_start(
-    location: str | Path, component: str | None = None, **hub: Any
-) -> tuple[ModelDirectory, str, ModelDirectory | None]:
-    """Find the model to recover, or the original of one that was calibrated and nothing else, and that one.
-
-    Raises:
-        ValueError: As [`find_model`], and if the original of a calibrated model is not where its record says.
-    """
-    opened = ModelDirectory.open(location, component, **hub)
-    if not opened.is_mhla or opened.config.get(STATE_KEY) != "calibrated":
-        return *find_model(location, component, **hub), None
-    original = opened.find_original(**{name: value for name, value in hub.items() if name != "revision"})
-    if original is None:
-        raise ValueError(f"{location} is MHLA already, and its original is not found; recover from that")
-    source = original.location if is_hub_id(original.location) else original.root
-    return *find_model(source, component, **hub), opened
-
-
-def options_of(calibrated: ModelDirectory, family: str) -> dict[str, Any]:
-    """Return the changes of a recipe that convert a model as a converted one was."""
-    options = MHLAConfig.from_dict(calibrated.config["mhla"]).to_dict()
-    layers = options.pop("layers", None)
-    left_out = ("causal", "blocks") if family in TEXT else ("causal",)
-    changed = {f"mhla.{name}": value for name, value in options.items() if name not in left_out}
-    return {**changed, "layers": "all" if layers is None else ",".join(map(str, layers))}
-
-
-def take_calibrated(model: nn.Module, calibrated: ModelDirectory, names: Collection[str]) -> dict[str, Any]:
-    """Give a converted model the weights of its calibrated copy; return the report of that calibration."""
-    values = dict(load_model(calibrated).named_parameters())
-    before = {}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in names:
-                before[name] = parameter.detach().clone()
-                parameter.copy_(values[name])
-    record_step(model, "calibrated", before)
-    path = calibrated.root / CONVERSION_RECORD
-    return read_json(path, "the record").get("calibration") or {} if path.is_file() else {}
 
 
 OpenData = Callable[[nn.Module], BatchSource]

@@ -25,9 +25,9 @@ TITLES = {
 }
 """Names of a model's states, in their order."""
 BESIDE = {
-    "window": "window without MHLA, nothing trained",
-    "linear": "linear attention, as converted",
-    "linear_calibrated": "linear attention, calibrated",
+    "window": "window, no MHLA",
+    "linear": "linear, converted",
+    "linear_calibrated": "linear, calibrated",
 }
 """Names of what is measured beside the states."""
 

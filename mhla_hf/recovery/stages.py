@@ -27,8 +27,7 @@ from ..matching.layer_training import summarize
 from ..matching.layerwise import match_layers
 from ..training.config import TrainingConfig
 from ..training.data.batches import BatchSource, Latents, RecordedCalls
-from ..training.data.images import Images
-from ..training.data.texts import PackedText, Passages
+from ..training.data.texts import PackedText
 from ..training.evaluation import evaluate_batches
 from ..training.layers import (
     Batch,
@@ -74,8 +73,6 @@ _BATCH_SIZE = 16
 _BAR = "{desc}: {percentage:3.0f}% of the run |{bar}| [{elapsed}<{remaining}{postfix}]"
 # Tokens of a batch beyond which the logits of a large vocabulary fill the memory.
 _MOST_TOKENS = 4096
-# Data of models that take little time to measure.
-_SMALL = (PackedText, Passages, Images)
 
 
 Part = TypeVar("Part", bound=PartOptions)
@@ -404,7 +401,7 @@ class Quality:
         return figures
 
     def beside(self, model: nn.Module, key: str, part: str) -> dict[str, dict[str, float]]:
-        """Measure what a model is without what MHLA adds; nothing for models where that says little.
+        """Measure what a model is without what MHLA adds; nothing for diffusion models without a window.
 
         Args:
             model: The model, whose weights are as before at the end.
@@ -413,8 +410,8 @@ class Quality:
                 attention.
         """
         modules = [layer.mhla for layer in mhla_layers(model)]
-        changes: Changes = {}
-        for mhla in modules if isinstance(self.source, _SMALL) or modules[0].window_bias is not None else ():
+        is_diffusion, changes = isinstance(self.source, (Latents, RecordedCalls)), Changes()
+        for mhla in () if is_diffusion and modules[0].window_bias is None else modules:
             if part == "mixing" and mhla.mixing.shape[-1] > 1:
                 changes[mhla.mixing] = torch.full_like(mhla.mixing, mhla.mixing.mean().item())
             if part == "window" and mhla.window_bias is not None:

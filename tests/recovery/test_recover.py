@@ -34,8 +34,8 @@ from mhla_hf.recovery.data import RecoveryData, open_data
 from mhla_hf.recovery.recipes import IMAGES, WITHOUT_OBJECTIVE, default_recipe
 from mhla_hf.recovery.report import is_worse
 from mhla_hf.recovery.selection import _Trial
-from mhla_hf.recovery.stages import Quality
-from mhla_hf.training.data.batches import load_calls
+from mhla_hf.recovery.stages import Quality, fitted_to
+from mhla_hf.training.data.batches import BatchSource, load_calls
 from mhla_hf.training.data.images import Images
 from mhla_hf.training.processes import Processes
 from tests import tiny, tiny_images, tiny_joint
@@ -293,7 +293,7 @@ def test_rows_of_text_have_four_blocks(length, expected, tmp_path, sources, capl
     assert not caplog.text
     longest = min(length, 128)
     assert fitted(recipe.changed({"mhla.block_size": [longest]})).mhla["block_size"] == [longest]
-    assert f"rows of {longest} tokens have 1 blocks of {longest}" in caplog.text
+    assert f"rows of {longest} tokens have fewer than 4 blocks of {longest}" in caplog.text
 
 
 def test_window_and_linear_attention_are_measured_beside(sources, tmp_path):
@@ -320,7 +320,7 @@ def test_window_and_linear_attention_are_measured_beside(sources, tmp_path):
             report.beside[key]["bits_per_byte"], rel=1e-4
         )
     card = model_card(tmp_path / "out").text
-    assert "| window without MHLA, nothing trained |" in card and "| linear attention, calibrated |" in card
+    assert "| window, no MHLA |" in card and "| linear, calibrated |" in card
     # Diffusion models are measured beside where they have a window.
     plain = recover("bert", sources, tmp_path / "bert", {"distill.steps": 1}, stages=["distill"])
     assert list(plain.beside) == ["linear"] and plain.kept in plain.figures
@@ -367,6 +367,14 @@ def test_a_calibrated_model_is_recovered_from(sources, tmp_path):
     assert load("bert", tmp_path / "only").config._mhla_state == "calibrated"
     with pytest.raises(ValueError, match="is converted already: leave recipe, layers, keep, window and blocks out"):
         mhla_hf.recover(tmp_path / "mhla", tmp_path / "other", data, layers="all")
+
+
+def test_matching_fits_the_number_of_samples():
+    """Each sample is recorded once, in eight batches at least, and seen eight times at most."""
+    options = default_recipe("vision").stages["match"]
+    fitted = [fitted_to(BatchSource(0, "", range(count)), options) for count in (1437, 76, 3)]
+    sizes = [(each.batch_size, each.batches, each.steps, each.held_out) for each in fitted]
+    assert sizes == [(16, 64, 300, 8), (9, 8, 64, 1), (1, 3, 24, 1)]
 
 
 def test_every_layer_gets_a_step(sources, tmp_path):
@@ -544,7 +552,15 @@ def test_command(sources, tmp_path, caplog):
     card = ModelCard.load(tmp_path / "out" / "README.md")
     row = next(line for line in card.text.splitlines() if line.startswith("| matched |"))
     assert f"{figures['figures']['match']['cosine']:.4g}"[:5] in row and "Seed 0." in card.text
-    for text in ("softmax (original)", "converted", "calibrated", "matched", "cosine to the original", "CPU seconds"):
+    for text in (
+        "softmax (original)",
+        "converted",
+        "calibrated",
+        "matched",
+        "cosine to the original",
+        "CPU seconds",
+        "unchanged",
+    ):
         assert text in done.output
 
 

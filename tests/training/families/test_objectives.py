@@ -11,7 +11,7 @@ from diffusers.models.embeddings import LabelEmbedding
 
 from mhla_hf.families.noise_prediction import no_label_dropout
 from mhla_hf.matching.layer_training import layer_loss
-from mhla_hf.recovery.recover import find_model
+from mhla_hf.recovery.sources import find_model
 from mhla_hf.training import (
     DiffusionTrainer,
     DiTObjective,
