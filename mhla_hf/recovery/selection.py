@@ -358,7 +358,8 @@ def importance(
     """
     with evaluating(model):
         trial = _Trial(model, teacher, batches)
-        kept: list[dict[int, tuple[int, ...]]] = [{}, *({place: ()} for place in range(len(trial.layers)))]
+        kept: list[dict[int, list[int]]] = [{}]
+        kept += [{place: []} for place in range(len(trial.layers))]
         errors = (processes or Processes(alone=True)).map(trial.error, kept)
         return [max(0.0, errors[0] - error) for error in errors[1:]]
 
