@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Integral
 from typing import Any
 
 from .layouts import MAX_BLOCKS, MAX_TOKENS
@@ -44,7 +43,7 @@ _DEFAULT_SIZES = {
 _AXES = ("blocks", "block_size", "grid")
 _FRACTION = re.compile(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*")
 # Python refuses to convert thousands of digits.
-_INDEX, _GROUP = re.compile(r"\s*[0-9]{1,9}\s*"), re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
+_ENTRY = re.compile(r"\s*([0-9]{1,9})(?:\.([0-9]{1,9}))?\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -446,21 +445,15 @@ def _layers(layers: Any) -> tuple[int | str, ...] | str | None:
     fraction = _FRACTION.fullmatch(layers) if isinstance(layers, str) else None
     if fraction and 0 < int(fraction[1]) <= int(fraction[2]):
         return f"{int(fraction[1])}/{int(fraction[2])}"
-    entries: list[Any] = []
-    if isinstance(layers, str):
-        entries = [int(part) if _INDEX.fullmatch(part) else part.strip() for part in layers.split(",")]
-    elif isinstance(layers, Iterable) and not isinstance(layers, (bytes, Mapping)):
-        entries = list(layers)
-    valid = all(
-        _GROUP.fullmatch(entry)
-        if isinstance(entry, str)
-        else isinstance(entry, Integral) and not isinstance(entry, bool) and int(entry) >= 0
-        for entry in entries
-    )
-    found = [tuple(map(int, str(entry).split("."))) for entry in entries] if valid else []
+    entries: list[Any] = layers.split(",") if isinstance(layers, str) else []
+    if isinstance(layers, Iterable) and not isinstance(layers, (str, bytes, Mapping)):
+        # Neither True nor 18.2, which may have been 18.20, is the name of a layer.
+        entries = [None if isinstance(entry, (bool, float)) else str(entry) for entry in layers]
+    matches = [_ENTRY.fullmatch(entry or "") for entry in entries]
+    found = [tuple(int(part) for part in match.groups() if part) for match in matches if match]
     # A layer is named once as a whole, or by different groups.
-    whole = {layer for layer, *group in found if not group}
-    if not found or len({entry[:1] if entry[0] in whole else entry for entry in found}) < len(found):
+    whole = {entry for entry in found if len(entry) == 1}
+    if not found or len({entry[:1] if entry[:1] in whole else entry for entry in found}) < len(entries):
         raise ValueError(
             f"layers={shorten_value(layers)} must be all, different layer indices counted from 0 such as 1,2,4, "
             "groups of their heads such as 4.0,4.2, or a fraction above 0 and at most 1 such as 2/3."

@@ -520,7 +520,7 @@ def training_memory(candidate: Candidate, recipe: Recipe) -> dict[str, Any]:
     # Experts are computed in bfloat16 alone on the meta device.
     model = on_meta(candidate, recipe.mhla, torch.bfloat16 if recipe.family == "causal" else None)
     all_layers = mhla_layers(model)
-    chosen = choose_layers(recipe.layers, len(all_layers))
+    chosen = choose_layers("all" if recipe.chooses_groups else recipe.layers, len(all_layers))
     converted = [all_layers[index] for index in chosen]
     # Layers that stay softmax do not have what MHLA adds.
     parameters = count_parameters(model) - sum(

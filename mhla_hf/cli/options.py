@@ -215,7 +215,7 @@ Layers = Annotated[
     str | None,
     typer.Option(
         help="Layers that become MHLA: all, indices such as 1,2,4, a fraction such as 2/3, or auto:2/3, which keeps "
-        "those softmax that matter most.",
+        "those softmax that matter most. Of language models also groups of heads: 4.0,4.2.",
         rich_help_panel=BLOCKS,
     ),
 ]

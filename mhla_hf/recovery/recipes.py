@@ -228,6 +228,12 @@ class Recipe:
     name: str = field(default="recipe", compare=False)
 
     @property
+    def chooses_groups(self) -> bool:
+        """Whether groups of heads are chosen by measurement, so that every layer may become MHLA in part."""
+        is_chosen = automatic_share(self.layers) not in (None, 1) and automatic_measure(self.layers) != "error"
+        return is_chosen and self.family == "causal"
+
+    @property
     def needs_objective(self) -> bool:
         """Whether a stage computes the loss of the model's own objective."""
         return any(STAGES[name].needs_objective for name in self.stages)

@@ -351,8 +351,7 @@ class Recovery:
         chosen: list[Any] = plan.mhla_layers
         kept: float = len(chosen) - max(1, round(share * plan.num_layers))
         by = automatic_measure(self.recipe.layers)
-        if self.recipe.family == "causal" and by != "error":
-            # Groups of heads are finer than layers.
+        if self.recipe.chooses_groups:
             kept = float(1 - share * plan.num_layers / len(chosen))
         if kept > 0:
             model = load_model(self.source, plan.mhla).to(self.settings.device).eval()

@@ -367,7 +367,8 @@ def importance(
     with evaluating(model):
         trial = _Trial(model, teacher, batches)
         processes, errors = processes or Processes(alone=True), [*known]
-        choices: list[dict[int, tuple[int, ...]]] = [{}, *({place: ()} for place in range(len(trial.layers)))]
+        choices: list[dict[int, list[int]]] = [{}]
+        choices += [{place: []} for place in range(len(trial.layers))]
         while len(errors) < len(choices):
             errors += processes.map(trial.error, choices[len(errors) :][: processes.size])
             if progress is not None:

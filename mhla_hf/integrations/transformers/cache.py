@@ -159,7 +159,7 @@ class MHLACacheLayer(CacheLayerMixin):
         """Nothing to do: the last tokens are always kept for [`MHLACacheLayer.crop`]."""
 
     def offload(self) -> None:
-        """Nothing to do: attention needs the state right after `update`, and it is small."""
+        """Nothing to do: attention needs the state, and keys of softmax heads, right after `update`."""
 
     def prefetch(self) -> None:
         """Nothing to do, see [`MHLACacheLayer.offload`]."""

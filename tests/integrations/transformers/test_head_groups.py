@@ -10,11 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import mhla_hf
-from mhla_hf import MHLACache
+from mhla_hf import MHLACache, MHLAConfig
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
+from mhla_hf.integrations.transformers.tensor_parallel import _check_heads
 from mhla_hf.ops.sums import HeadGroups
+from mhla_hf.recovery.recipes import load_recipe
 from mhla_hf.training.layers import find_projections, mhla_layers, original_heads, record_calls
 from mhla_hf.training.teacher import SharedTeacher
+from tests import tiny
 
 from .mhla_models import WINDOWS, default_options, mhla_model, unsettle
 from .test_generation import check_greedy, generate, prompt, recompute, speculations
@@ -208,6 +211,17 @@ def test_mistakes(name, layers, message):
     with pytest.raises(ValueError, match=message):
         convert_transformers_model(model, {**default_options(name), "layers": layers})
     assert not any("mhla" in key for key in model.state_dict())
+
+
+def test_who_cannot_refuses(tmp_path):
+    layer = mixed("llama").model.layers[0].self_attn.mhla
+    with pytest.raises(ValueError, match="some heads stay softmax cannot be split over processes"):
+        _check_heads("model.layers.0.self_attn.mhla", layer, 2)
+    with pytest.raises(ValueError, match="only language models can have groups of heads as MHLA"):
+        mhla_hf.convert(tiny.wan_pipeline().transformer, {"blocks": [1, 2, 2], "layers": ["0.1"]})
+    assert MHLAConfig(layers="1, 0.10,0.2").layers == ("0.2", "0.10", 1)
+    (tmp_path / "recipe.yaml").write_text("family: causal\nlayers: [1, 0.10]\ncalibrate: {}\n")
+    assert load_recipe(tmp_path / "recipe.yaml").layers == "1,0.10"
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
