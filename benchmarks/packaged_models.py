@@ -73,7 +73,7 @@ def _run(command: list[str], folder: Path | None = None) -> str:
 
 
 def _from_gguf(file: Path, directory: Path) -> None:
-    """Writes a language model in float32. transformers saves none that it read from GGUF: weights move to a new one."""
+    """Writes a language model in float32: its weights move, for transformers saves no model that it read from GGUF."""
     import transformers
 
     loaded: dict[str, Any] = {"gguf_file": file.name, "dtype": "float32"}
