@@ -191,3 +191,30 @@ def test_sinks_of_a_grid_leave_the_fused_kernels_out(device, monkeypatch):
     tokens = [x.detach().float().to(device) for x in make_tokens(2 + 20)]
     torch.testing.assert_close(layer(*tokens, grid=(5, 4)), plain(*tokens, grid=(5, 4)), rtol=1e-5, atol=1e-5)
     assert not fused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["text", "documents"])
+def test_torch_compile_traces_sinks_whole(documents):
+    torch.compiler.reset()
+    layer, tokens = sink_layer(), make_tokens(21)
+    sequence = TokenSequence(True, documents=documents, num_documents=3)
+    output = torch.compile(layer, fullgraph=True, backend="eager")(*tokens, sequence=sequence)
+    torch.testing.assert_close(output, layer(*tokens, sequence=sequence), rtol=1e-10, atol=1e-10)
+    output.sum().backward()
+    assert layer.window_query.grad.abs().sum() > 0
+    torch.compiler.reset()
+
+
+def test_sinks_have_gradients_by_functions_and_run_without_data():
+    layer, tokens = sink_layer(), [x.detach() for x in make_tokens(21, batch=1)]
+    sequence, parameters = TokenSequence(True), dict(layer.named_parameters())
+
+    def loss(values, *tokens):
+        return torch.func.functional_call(layer, values, tokens, {"sequence": sequence}).sin().sum()
+
+    found = torch.func.grad(loss)(parameters, *tokens)
+    expected = torch.autograd.grad(loss(parameters, *tokens), [*parameters.values()])
+    torch.testing.assert_close([*found.values()], [*expected])
+    meta = copy.deepcopy(layer).to("meta")
+    assert meta(*[x.to("meta") for x in tokens], sequence=sequence).shape == (1, 21, HEADS, WIDTH)

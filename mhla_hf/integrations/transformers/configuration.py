@@ -68,8 +68,9 @@ def causal_defaults(head_dim: int, max_positions: int | None) -> dict[str, Any]:
     A block's summary has 2K·(K + 1) numbers for a head (hedgehog features are twice as wide as keys), a KV cache
     2K·(tokens). With blocks of K tokens the state is as large as a KV cache of the same dtype for texts of as many
     blocks as have weights, and stops growing there: 2,048 tokens for K = 64. Weights by distance with a decaying tail
-    gave the lowest loss, at the trained length and beyond it (docs/results/language.md, "Tails of mixing weights"). A
-    window's share by query halved the error of layers 5 and 7 of SmolLM2 on texts that no fit saw.
+    gave the lowest loss, at the trained length and beyond it (docs/results/language.md, "Tails of mixing weights"). The
+    window's share by query takes SmolLM2, calibrated in 22 of 30 layers, from 1.9 to 1.2 % above softmax at 2,048
+    tokens, and from 0.9 to 0.5 % at 512.
 
     Args:
         head_dim: K.
