@@ -49,13 +49,14 @@ def looks_up(model: nn.Module, batches: Sequence[Batch]) -> bool:
 def lookup_scores(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> list[list[float]]:
     """Measure how much each group of heads looks up, in one forward pass of the original on random tokens.
 
-    128 random tokens are followed by the same tokens again. The score of a head is the mean probability with which
-    queries of the second occurrence attend to the token after the first. No layer's probabilities are kept.
+    128 random tokens come again after 512 of the text, farther than a window reaches: some heads look up nearby alone.
+    The score of a head is the mean probability with which queries of the second occurrence attend to the token after
+    the first. No layer's probabilities are kept.
 
     Args:
         model: A converted causal language model with its original weights.
         batches: Batches with `input_ids`; the random tokens are drawn from those that occur there, without those that
-            begin, end and pad texts.
+            begin, end and pad texts. Fewer tokens are taken where the model takes fewer.
         seed: Seed of the random tokens.
 
     Returns:
@@ -71,17 +72,19 @@ def lookup_scores(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> 
     config = of_model.get_text_config()
     special = {name: getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     unwanted = {token for entry in special.values() for token in (entry if isinstance(entry, list) else [entry])}
-    known = torch.cat([batch["input_ids"].flatten().cpu() for batch in batches]).unique()
+    text = torch.cat([batch["input_ids"].flatten().cpu() for batch in batches])
+    known = text.unique()
     known = known[[token not in unwanted for token in known.tolist()]]
     length = min(PASSAGE, (_longest(model) - 1) // 2)
     order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed))
     passage = known[order].repeat(-(-length // len(known)))[:length]
     start = known.new_tensor([] if special["bos"] is None else [special["bos"]])
-    tokens = {"input_ids": torch.cat([start, passage, passage])[None]}
+    between = text[: min(BETWEEN, _longest(model) - 1 - 2 * length)]
+    tokens = {"input_ids": torch.cat([start, passage, between, passage])[None]}
 
     def observe(layer: AttentionLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[layer.name] = _mass(layer, args[0], args[1], length, kwargs).tolist()
+            found[layer.name] = _mass(layer, args[0], args[1], length, len(between), kwargs).tolist()
 
         return hook
 
@@ -93,7 +96,12 @@ def lookup_scores(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> 
 
 
 def _mass(
-    layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, length: int, given: Mapping[str, Any]
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    length: int,
+    between: int,
+    given: Mapping[str, Any],
 ) -> torch.Tensor:
     """Mean probability of the token after the former occurrence, for each key/value head `[H_kv]`.
 
@@ -102,6 +110,7 @@ def _mass(
         query: `[1, T, H, K]`.
         key: `[1, T, H_kv, K]`.
         length: Tokens of the passage, with whose second occurrence the text ends.
+        between: Tokens between its occurrences.
         given: Keyword arguments of the layer's `mhla`.
     """
     mhla, rotary = layer.mhla, given.get("rotary")
@@ -113,7 +122,7 @@ def _mass(
     logits = torch.einsum("thk,shk->hts", query[0, rows].float(), key[0].float()) * scale
     later = torch.arange(key.shape[1], device=rows.device) > rows[:, None]
     mass = logits.masked_fill(later, -math.inf).softmax(-1)
-    mass = mass.gather(2, (rows - length + 1)[None, :, None].expand(len(mass), -1, -1)).mean((1, 2))
+    mass = mass.gather(2, (rows - length - between + 1)[None, :, None].expand(len(mass), -1, -1)).mean((1, 2))
     return mass.unflatten(0, (mhla.num_key_value_heads, -1)).amax(1)
 
 

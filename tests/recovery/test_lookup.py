@@ -28,20 +28,26 @@ def batches(rows=4, length=100, seed=0):
 @pytest.mark.parametrize("name", ["llama", "llama_yarn", "gpt_neox", "gpt2", "gemma3"])
 def test_scores_are_those_of_attention_weights(name, seed):
     """In float64, from the probabilities that the softmax model returns itself."""
-    model = softmax_model(name, seed=seed).double()
+    sizes = {} if name == "gpt2" else {"max_position_embeddings": 301}
+    model = softmax_model(name, seed=seed, **sizes).double()
     model.set_attn_implementation("eager")
     seen = []
-    copy = mhla_hf.convert(softmax_model(name, seed=seed).double(), default_options(name))
+    copy = mhla_hf.convert(softmax_model(name, seed=seed, **sizes).double(), default_options(name))
     copy.base_model.register_forward_pre_hook(lambda *call: seen.append(call[2]), with_kwargs=True)
     found = lookup.lookup_scores(copy, batches(), seed=seed)
     (tokens,) = seen[-1]["input_ids"]
-    assert tokens[0] == 1 and len(tokens) == 1 + 2 * 63 and not torch.isin(tokens[1:], torch.tensor([0, 1])).any()
-    assert torch.equal(tokens[1:64], tokens[64:]) and len(tokens[1:64].unique()) > 55
+    length, between = (63, 1) if name == "gpt2" else (128, 44)
+    assert tokens[0] == 1 and len(tokens) == 1 + 2 * length + between
+    passage = tokens[1 : 1 + length]
+    assert torch.equal(passage, tokens[-length:]) and len(passage.unique()) > 55
+    assert not torch.isin(passage, torch.tensor([0, 1])).any()
+    assert torch.equal(tokens[1 + length : -length], batches()[0]["input_ids"].flatten()[:between])
     with torch.no_grad():
         weights = model(input_ids=tokens[None], output_attentions=True).attentions
     weights = weights[1:] if name == "gemma3" else weights
     for (own,), scores in zip(weights, found, strict=True):
-        direct = torch.stack([own[:, row, row - 62] for row in range(64, 126)]).mean(0)
+        rows = range(len(tokens) - length, len(tokens) - 1)
+        direct = torch.stack([own[:, row, row - length - between + 1] for row in rows]).mean(0)
         groups = direct.unflatten(0, (len(scores), -1)).amax(1)
         assert torch.allclose(torch.tensor(scores, dtype=torch.float64), groups, rtol=1e-5, atol=1e-7)
 
