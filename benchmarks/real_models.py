@@ -12,19 +12,22 @@ rows of one book and measured on others of it and on Python source, at the lengt
 - how a paragraph goes on;
 - with `--decode` bytes of the cache and milliseconds for a token at 2,048 and 8,192 tokens.
 
-`trivial` is what costs nothing: the window and the sinks of `window` by themselves, without MHLA and without
-calibration. Measured variants stay in the report and are not measured again.
+`window` is the default: MHLA, a window and a sink. `trivial` is what costs nothing: the same without MHLA and without
+calibration. `quarter` and `tenth` keep so many groups of heads softmax, by look-up, in place of layers, and `all`
+none. Cases in the report are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from benchmarks.decode import DecodeOptions, measure_decoding
 from benchmarks.packaged_models import make
 from benchmarks.programs import names
 from mhla_hf.layers.mhla import MHLA
+from mhla_hf.recovery.lookup import BETWEEN, PASSAGE, lookup_scores, recall
 from mhla_hf.utils.files import read_json, write_json
 from mhla_hf.utils.machine import machine_facts
 
@@ -48,21 +52,41 @@ CODE = {
     "held out": ("argparse.py", "ast.py", "datetime.py", "inspect.py", "pathlib.py", "tarfile.py", "typing.py"),
 }
 """Modules of the standard library."""
-PASSAGE, BETWEEN = 128, 512
 CONTEXTS = (2048, 8192)
 BLOCK = 64
 
 _WINDOW = {"block_size": [BLOCK], "window": "adjacent", "window_size": [BLOCK], "sink_tokens": 1}
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "softmax": None,
-    "window": _WINDOW,
-    "trivial": _WINDOW,
-    "mhla": {"block_size": [128], "window": None, "sink_tokens": 0},
-    "linear": {"block_size": [8192], "grid": [8192], "mixing_init": "uniform", "window": None, "sink_tokens": 0},
-}
-"""Options of the conversion; none for the original."""
+_ALONE = {"window": None, "sink_tokens": 0}
 
-UNCALIBRATED = ("softmax", "trivial")
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to convert a model.
+
+    Attributes:
+        options: Options of the conversion; `None` for the original.
+        kept: Share of the groups of heads that stay softmax, by look-up; `None` for whole layers of `LAYERS`.
+        is_calibrated: Whether it is calibrated.
+        has_mhla: Whether MHLA is part of the output, or the window alone.
+    """
+
+    options: dict[str, Any] | None
+    kept: float | None = None
+    is_calibrated: bool = True
+    has_mhla: bool = True
+
+
+VARIANTS = {
+    "softmax": Variant(None, is_calibrated=False),
+    "trivial": Variant(_WINDOW, is_calibrated=False, has_mhla=False),
+    "window": Variant(_WINDOW),
+    "mhla": Variant({"block_size": [128], **_ALONE}),
+    "linear": Variant({"block_size": [8192], "grid": [8192], "mixing_init": "uniform", **_ALONE}),
+    "quarter": Variant(_WINDOW, kept=0.25),
+    "quarter trivial": Variant(_WINDOW, kept=0.25, is_calibrated=False, has_mhla=False),
+    "tenth": Variant(_WINDOW, kept=0.1),
+    "all": Variant(_WINDOW, kept=0.0),
+}
 LAYERS = {"smollm2": "3/4", "gemma": "all"}
 """Of SmolLM2 every fourth layer stays softmax; of Gemma 3 those with a window of their own do."""
 
@@ -121,11 +145,10 @@ class Texts:
 
 
 @torch.no_grad()
-def bits(model: nn.Module, row: torch.Tensor, first: int = 1, last: int | None = None) -> float:
-    """Bits of the tokens `first` to `last` of a row, given those before."""
-    logits = model(input_ids=row[None]).logits[0].float()
-    targets = row[first:last]
-    found = logits[first - 1 : first - 1 + len(targets)].log_softmax(-1).gather(1, targets[:, None])
+def bits(model: nn.Module, row: torch.Tensor) -> float:
+    """Bits of the tokens of a row but the first one."""
+    logits = model(input_ids=row[None]).logits[0, :-1].float()
+    found = logits.log_softmax(-1).gather(1, row[1:, None])
     return -float(found.double().sum()) / math.log(2)
 
 
@@ -135,13 +158,12 @@ def measure(model: nn.Module, texts: Texts) -> dict[str, Any]:
         kind: sum(bits(model, row) for row in rows) / sum(map(texts.bytes_of, rows))
         for kind, rows in texts.held_out().items()
     }
-    passages = texts.passages()
-    again = PASSAGE + BETWEEN
-    recall = {
-        name: sum(bits(model, row, start + 8, start + PASSAGE) for row in passages) / len(passages) / (PASSAGE - 8)
-        for name, start in (("first", 0), ("second", again))
+    first, second = recall(model, list(texts.passages()))
+    return {
+        "bits_per_byte": per_byte,
+        "recall": {"first": first, "second": second},
+        "text": _go_on(model, texts),
     }
-    return {"bits_per_byte": per_byte, "recall": recall, "text": _go_on(model, texts)}
 
 
 def _go_on(model: Any, texts: Texts) -> str:
@@ -166,6 +188,19 @@ def without_mhla(model: nn.Module) -> Iterator[None]:
                 bias.copy_(value)
 
 
+def _by_lookup(model: nn.Module, batches: list[dict[str, torch.Tensor]], kept: float) -> list[int | str]:
+    """Layers and groups of heads that become MHLA, where a share of the groups that look up most stays softmax."""
+    scores = lookup_scores(model, batches)
+    places = [(layer, group) for layer, own in enumerate(scores) for group in range(len(own))]
+    places.sort(key=lambda place: -scores[place[0]][place[1]])
+    softmax = set(places[: round(kept * len(places))])
+    chosen: list[int | str] = []
+    for layer, own in enumerate(scores):
+        groups = [group for group in range(len(own)) if (layer, group) not in softmax]
+        chosen += [layer] if len(groups) == len(own) else [f"{layer}.{group}" for group in groups]
+    return chosen
+
+
 def run_case(name: str, variant: str, seed: int, work: Path, decode: bool) -> dict[str, Any]:
     """Converts, calibrates and measures one variant of a model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -175,22 +210,23 @@ def run_case(name: str, variant: str, seed: int, work: Path, decode: bool) -> di
     directory = make(name, work)
     texts = Texts(AutoTokenizer.from_pretrained(directory), make("prose", work))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    options, found = VARIANTS[variant], {}
-    if options is not None:
-        model = mhla_hf.convert(model, layers=LAYERS[name], **options)
-    if variant not in UNCALIBRATED:
-        rows = texts.calibration(seed)
+    chosen, found = VARIANTS[variant], {}
+    batches = [{"input_ids": row[None]} for row in texts.calibration(seed)]
+    if chosen.options is not None:
+        layers: Any = LAYERS[name]
+        if chosen.kept is not None:
+            layers = _by_lookup(mhla_hf.convert(copy.deepcopy(model), **chosen.options), batches, chosen.kept)
+        model = mhla_hf.convert(model, layers=layers, **chosen.options)
+        found["layers"] = model.config.mhla["layers"]
+    if chosen.is_calibrated:
         started = time.process_time()
-        report = mhla_hf.calibrate(model, [{"input_ids": row[None]} for row in rows], fit_steps=FIT_STEPS)
+        report = mhla_hf.calibrate(model, batches, fit_steps=FIT_STEPS)
         found["calibration"] = {
             "cpu_seconds": time.process_time() - started,
             "error_before": report.error_before,
             "error_after": report.error_after,
         }
-    if variant == "trivial":
-        with without_mhla(model):
-            found |= measure(model, texts)
-    else:
+    with nullcontext() if chosen.has_mhla else without_mhla(model):
         found |= measure(model, texts)
     if decode and variant == "window":
         converted = work / "decode" / name
@@ -218,7 +254,7 @@ def measure_all(
         for seed in range(seeds):
             for variant in variants:
                 case = f"{name}/{variant}/{seed}"
-                if case in report["cases"] or (seed and variant in UNCALIBRATED):
+                if case in report["cases"] or (seed and not VARIANTS[variant].is_calibrated):
                     continue
                 progress(case)
                 report["cases"][case] = run_case(name, variant, seed, work, decode and seed == 0)

@@ -18,7 +18,8 @@ from mhla_hf.layers.mhla import MHLA
 from .tiny_models import FAMILIES, inputs, names, softmax_model
 
 
-TEXT_OPTIONS: dict[str, Any] = {"block_size": 4, "mixing_heads": "per_head", "grid": [24]}
+# MHLA by itself: windows, which language models have by default, are those of `window_model`.
+TEXT_OPTIONS: dict[str, Any] = {"block_size": 4, "mixing_heads": "per_head", "grid": [24], "window": None}
 IMAGE_OPTIONS: dict[str, Any] = {"blocks": [2, 2], "mixing_heads": "per_head"}
 
 
