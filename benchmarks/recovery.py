@@ -82,7 +82,7 @@ _GRID_LINEAR = {"mhla.blocks": [1, 1], "mhla.mixing_init": "uniform"}
 LINEAR: dict[str, dict[str, Any]] = {
     "dit": _GRID_LINEAR,
     "vit": _GRID_LINEAR,
-    "language": {"mhla.block_size": [1024], "mhla.grid": [1024], "mhla.mixing_init": "uniform"},
+    "language": {"mhla.block_size": [1024], "mhla.grid": [1024], "mhla.mixing_init": "uniform", "mhla.window": None},
     "minilm": {"mhla.block_size": [512], "mhla.grid": [512], "mhla.mixing_init": "uniform"},
 }
 """Changes to the recipe that make linear attention: one block for all positions."""

@@ -34,9 +34,10 @@ _PAPER = {
     "mixing_init": "uniform",
     "mixing_constraint": "none",
     "output_norm": True,
+    "window": None,
 }
-# The package's default for language models, but for the size of blocks.
-_DEFAULT = {"block_size": [16]}
+# The package's default for language models, but for the size of blocks and without the window.
+_DEFAULT = {"block_size": [16], "window": None}
 
 ATTENTION: dict[str, dict[str, Any]] = {
     "softmax": {"mhla": None, "frozen_mixing": False},

@@ -19,7 +19,7 @@ _CLASSIFIER = "benchmarks.experiments.signatures_cases:train_classifier"
 _LANGUAGE_MODEL = "benchmarks.experiments.signatures_cases:train_language_model"
 
 _BLOCKS = {"blocks": [5, 5]}
-_TEXT = {"block_size": 16, "grid": [128]}
+_TEXT = {"block_size": 16, "grid": [128], "window": None}
 _FAILURES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "classifier, sound": (_CLASSIFIER, {"mhla": _BLOCKS}, ()),
     "frozen uniform mixing weights": (
