@@ -129,7 +129,7 @@ def run_case(case: Case, folder: Path, source: Path | None = None, **options: An
     else:
         report = _recover(case, source, folder, recovered, options)
         found = _downstream(case.model, source, recovered)
-    return {name: report[name] for name in ("figures", "seconds", "recipe")} | found
+    return {name: report[name] for name in ("figures", "discarded", "seconds", "recipe")} | found
 
 
 def _digits(case: Case, folder: Path) -> dict[str, Any]:
@@ -183,11 +183,13 @@ def _downstream(model: str, source: Path, recovered: Path) -> dict[str, Any]:
 
 def points(result: Mapping[str, Any]) -> list[tuple[float, float]]:
     """CPU seconds so far, and the main figure, after the conversion and each stage."""
-    seconds, found = 0.0, []
+    from mhla_hf.recovery.report import kept_figures
+
+    seconds, found, kept = 0.0, [], kept_figures(result)
     for stage in ("converted", *STAGES):
         if stage in result["figures"]:
             seconds += result["seconds"][stage]["cpu_seconds"] if stage in STAGES else 0.0
-            figures = result["figures"][stage]
+            figures = kept[stage]
             found.append((seconds, figures.get("above_softmax_percent", figures.get("cosine"))))
     return found
 

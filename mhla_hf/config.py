@@ -14,7 +14,7 @@ from typing import Any
 
 from .layouts import MAX_BLOCKS, MAX_TOKENS
 from .ops.definitions import BACKENDS, FEATURE_MAPS, NORMALIZERS
-from .utils.messages import shorten_list, shorten_value
+from .utils.messages import check_choice, shorten_list, shorten_value
 from .utils.options import Options, option
 
 
@@ -41,6 +41,7 @@ _DEFAULT_SIZES = {
     ("cross", 3): (1, 3, 3),
 }
 _AXES = ("blocks", "block_size", "grid")
+_SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FRACTION = re.compile(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*")
 # Python refuses to convert thousands of digits.
 _ENTRY = re.compile(r"\s*([0-9]{1,9})(?:\.([0-9]{1,9}))?\s*")
@@ -106,8 +107,8 @@ class MHLAConfig(Options):
             that a query sees: (192,), (14, 14) or (21, 3, 3) for `"block"`, (64,), (5, 5) or (2, 2, 2) for
             `"adjacent"`, (1, 3, 3) for `"cross"`.
         window_share: What corrects the estimate of that share: a bias b for each head (`"head"`), or b + u·q with a
-            vector u for each head and the query q before its rotation (`"query"`), the default of new language
-            models. No effect without a window.
+            vector u for each head and the query q as MHLA takes it, before a rotation after the feature map
+            (`"query"`), the default of new language models. No effect without a window.
         sink_tokens: Number of first tokens that every window has beside those near a query, exactly, and that are left
             out of MHLA: of each document of a sequence, at most a block of the window (1 or 4 for language models,
             which put up to half of their attention there), or of the tokens before a grid. Needs `window`.
@@ -436,6 +437,40 @@ def layer_groups(layers: Iterable[int | str]) -> dict[int, tuple[int, ...]]:
     for layer, _, group in (str(entry).partition(".") for entry in layers):
         found[int(layer)] = (*found.get(int(layer), ()), *([int(group)] if group else []))
     return found
+
+
+def parse_share(name: str, value: float | str) -> Fraction:
+    """Return a share from `0.25` or `"25%"`.
+
+    Raises:
+        ValueError: If it is not above 0 and at most 1.
+    """
+    match = _SHARE.fullmatch(str(value))
+    share = Fraction(match[1]) / (100 if match[2] else 1) if match else Fraction(0)
+    if not 0 < share <= 1:
+        raise ValueError(f"{name}={value!r:.40} must be a share such as 25%, above 0 and at most 100%.")
+    return share
+
+
+def check_shares(**shares: Any) -> None:
+    """Check texts that are not numbers of layers, such as `keep="25%"`; see [`parse_share`]."""
+    for name, value in shares.items():
+        if isinstance(value, str) and not value.isdecimal():
+            parse_share(name, value)
+
+
+def parse_keep(keep: str, by: str | None = None) -> str:
+    """Return `auto:p/q` for layers from the share that stays softmax, such as `25%`, with `by` where that is given.
+
+    Raises:
+        ValueError: If it is not a share, or `by` not one of [`MEASURES`].
+    """
+    if by is not None:
+        check_choice("by", by, MEASURES)
+    share = 1 - parse_share("keep", keep)
+    if not share:
+        raise ValueError("keep must be below 100%: no layer would become MHLA.")
+    return f"auto:{share.numerator}/{share.denominator}{'' if by is None else f':{by}'}"
 
 
 def _layers(layers: Any) -> tuple[int | str, ...] | str | None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from ..config import MHLAConfig
+from ..config import MHLAConfig, check_shares
 from ..models.registry import TRAINED, trained_family
-from ..recovery.recipes import FORMER, SECTIONS, STAGES, check_arguments, check_shares, recipe_names
+from ..recovery.recipes import FORMER, SECTIONS, STAGES, check_arguments, recipe_names
 from ..training.config import (
     MATCHING,
     MATCHING_FLAGS,

@@ -32,6 +32,7 @@ from ..hub import CardText, write_card
 from ..models.directory import ModelDirectory
 from ..recovery.recover import recover
 from ..recovery.report import TITLES as STATES
+from ..recovery.report import kept_figures
 from ..training import objective_for
 from ..training.data.batches import Latents
 from ..training.data.digits import MovingDigits, stack_videos
@@ -358,7 +359,8 @@ def write_outputs(
     output = config.directory
     variants = {
         name: {
-            "held_out": {stage: figures for stage, figures in result["figures"].items() if stage != "softmax"},
+            "held_out": {stage: figures for stage, figures in kept_figures(result).items() if stage != "softmax"},
+            "discarded": result.get("discarded", []),
             "cpu_seconds": {stage: taken["cpu_seconds"] for stage, taken in result["seconds"].items()},
             **costs[name],
         }

@@ -477,6 +477,7 @@ def _recovery_facts(report: dict[str, Any]) -> dict[str, Any]:
     return {
         "stages": stages,
         "discarded": _discarded(report),
+        "is_unchanged": bool(stages) and len(_discarded(report)) == len(stages),
         "descriptions": {name: stage.description for name, stage in STAGES.items()},
         "data": [pluralize(count, noun) for noun, count in found.items() if count is not None],
         "origin": entry(report, "data", "origin", kind=str),

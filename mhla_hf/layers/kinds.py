@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of calls of a layer: what a plan of a call may depend on."""
+"""Kinds of calls of a layer: what a plan of a call may depend on, and what computes the call."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..config import MHLAConfig
+from ..ops.backends import choose_backend, kernels_pass
+from ..ops.definitions import FEATURE_MAPS
 from ..ops.plans import is_plain, kind_of
-from .fused import Call, HalfRotary, OutputNorm, PairwiseRotary, can_rotate, has_hooks
+from .fused import Call, HalfRotary, OutputNorm, PairwiseRotary, can_fuse, can_rotate, has_hooks
 from .mixing import LearnedFeatureMap
 
 
@@ -55,3 +58,29 @@ def kind_of_call(layer: Any, call: Call, grid: Any, *options: Any) -> tuple[Any,
 
     # Made for all layers at once; the call that is recorded finds the same.
     return kind, (*tensors, rotary_table(tables[0], tables[1], call.value.dtype))
+
+
+def choose_path(config: MHLAConfig, call: Call, output_norm: OutputNorm | None) -> str:
+    """Return what computes a call.
+
+    Returns:
+        `"fused"` for the kernels that compute a whole layer, norms, rotary embedding, output norm and gate
+        included; else the backend of the operator, `"triton"` or `"torch"`.
+    """
+    sequence, query, value = call.sequence, call.query, call.value
+    if call.shard is not None:
+        return "torch"
+    if sequence is not None and sequence.state is not None:
+        if query.shape[1] > 1:
+            return "torch"
+        family = "decode"
+    else:
+        family = "causal" if (config.causal if sequence is None else sequence.causal) else "block"
+    width = query.shape[3] * FEATURE_MAPS[config.feature_map].width_factor
+    # Kernels for one token multiply no matrices. The fused ones are tried first: no family is checked yet.
+    options: dict[str, Any] = {"width": width, "family": family, "products": family != "decode"}
+    backend = choose_backend(config.backend, query, call.key, value, **options, check=False)
+    if backend == "triton" and can_fuse(config, call, output_norm):
+        return "fused"
+    passes = backend == "triton" and kernels_pass(family, query, value, width, config.normalizer)
+    return "triton" if passes else "torch"

@@ -24,7 +24,6 @@ from ..config import MHLAConfig
 from ..layouts.blocks import BlockLayout, check_count, positive_axes
 from ..layouts.resampling import resample_mixing
 from ..layouts.sequences import SequenceLayout
-from ..ops.backends import choose_backend, kernels_pass
 from ..ops.band import StoredMixing, extend_mixing, sequence_mixing
 from ..ops.definitions import FEATURE_MAPS, SEQUENCE_NORMALIZERS
 from ..ops.forms import attend_on
@@ -47,12 +46,11 @@ from .fused import (
     Call,
     HeadNorms,
     OutputNorm,
-    can_fuse,
     features_by_kernel,
     fused_attention,
     has_features_kernel,
 )
-from .kinds import kind_of_call
+from .kinds import choose_path, kind_of_call
 from .mixing import (
     LOW_RANK_FROM,
     LearnedFeatureMap,
@@ -413,7 +411,7 @@ class MHLA(nn.Module):
             call = call.normed()
         state = None
         if path is None:
-            path = "identity" if identity else self._choose_path(call)
+            path = "identity" if identity else choose_path(self.config, call, self.output_norm)
             if kind is not None and not is_capturing((query,)):
                 # The configuration lives as long as kinds know it by its id.
                 decide(kind, (layout, path), self.config)
@@ -474,31 +472,6 @@ class MHLA(nn.Module):
                 output = self.output_norm(output)
         output = output.to(call.value.dtype)
         return output if call.gate is None else output * F.silu(call.gate)
-
-    def _choose_path(self, call: Call) -> str:
-        """Return what computes a call.
-
-        Returns:
-            `"fused"` for the kernels that compute a whole layer, norms, rotary embedding, output norm and gate
-            included; else the backend of the operator, `"triton"` or `"torch"`.
-        """
-        config, sequence, query, value = self.config, call.sequence, call.query, call.value
-        if call.shard is not None:
-            return "torch"
-        if sequence is not None and sequence.state is not None:
-            if query.shape[1] > 1:
-                return "torch"
-            family = "decode"
-        else:
-            family = "causal" if (config.causal if sequence is None else sequence.causal) else "block"
-        width = query.shape[3] * FEATURE_MAPS[config.feature_map].width_factor
-        # Kernels for one token multiply no matrices. The fused ones are tried first: no family is checked yet.
-        options: dict[str, Any] = {"width": width, "family": family, "products": family != "decode"}
-        backend = choose_backend(config.backend, query, call.key, value, **options, check=False)
-        if backend == "triton" and can_fuse(config, call, self.output_norm):
-            return "fused"
-        passes = backend == "triton" and kernels_pass(family, query, value, width, config.normalizer)
-        return "triton" if passes else "torch"
 
     def _attend(self, call: Call, backend: str) -> tuple[torch.Tensor, DecodingState | None]:
         """MHLA step by step: norms, feature map and rotary embedding, then the operator in one of its forms."""

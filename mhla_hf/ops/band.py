@@ -342,7 +342,7 @@ def sequence_mixing(stored: StoredMixing, layout: BlockLayout | SequenceLayout) 
 
 def _scan(terms: Tensor, decays: Tensor) -> Tensor:
     """x_k = terms_k + decays_k x_{k-1}, `[B, H_m, c, D]`: every step adds as many more terms as there are so far."""
-    for level in range((terms.shape[2] - 1).bit_length()):
+    for level in range(max(0, terms.shape[2] - 1).bit_length()):
         shift = (0, 0, 1 << level, -(1 << level))
         terms, decays = torch.addcmul(terms, decays, F.pad(terms, shift)), decays * F.pad(decays, shift)
     return terms

@@ -14,13 +14,12 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from ..config import MEASURES, MHLAConfig, automatic_measure, automatic_share, layer_groups, parse_layers
+from ..config import MHLAConfig, automatic_measure, automatic_share, layer_groups, parse_keep, parse_layers
 from ..models.registry import RECOVERED, names_of
 from ..training.config import LONGEST_SIDE, LONGEST_TEXT, MOST_FRAMES, MOST_SAMPLES, RECORD_CACHES
 from ..utils.messages import check_choice, did_you_mean, shorten_text
@@ -47,7 +46,6 @@ WITHOUT_OBJECTIVE = names_of(RECOVERED, objective="")
 MOST_STEPS = 10**7
 MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the same."
-_SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*(%?)\s*")
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
 _TEXTS = ("family", "layers", "text_field")  # Even where YAML reads them as something else.
@@ -578,37 +576,3 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield f"{name}: {models_of(recipe.family)} have no objective yet; use calibrate and match"
         if STAGES[name].part == "layer" and options.batch_size > recipe.data.samples:
             yield f"{name}.batch_size must be at most data.samples, {recipe.data.samples}, got {options.batch_size}"
-
-
-def parse_share(name: str, value: float | str) -> Fraction:
-    """Return a share from `0.25` or `"25%"`.
-
-    Raises:
-        ValueError: If it is not above 0 and at most 1.
-    """
-    match = _SHARE.fullmatch(str(value))
-    share = Fraction(match[1]) / (100 if match[2] else 1) if match else Fraction(0)
-    if not 0 < share <= 1:
-        raise ValueError(f"{name}={value!r:.40} must be a share such as 25%, above 0 and at most 100%.")
-    return share
-
-
-def check_shares(**shares: Any) -> None:
-    """Check texts that are not numbers of layers, such as `keep="25%"`; see [`parse_share`]."""
-    for name, value in shares.items():
-        if isinstance(value, str) and not value.isdecimal():
-            parse_share(name, value)
-
-
-def parse_keep(keep: str, by: str | None = None) -> str:
-    """Return `auto:p/q` for layers from the share that stays softmax, such as `25%`, with `by` where that is given.
-
-    Raises:
-        ValueError: If it is not a share, or `by` not one of [`MEASURES`][mhla_hf.config.MEASURES].
-    """
-    if by is not None:
-        check_choice("by", by, MEASURES)
-    share = 1 - parse_share("keep", keep)
-    if not share:
-        raise ValueError("keep must be below 100%: no layer would become MHLA.")
-    return f"auto:{share.numerator}/{share.denominator}{'' if by is None else f':{by}'}"

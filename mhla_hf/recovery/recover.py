@@ -28,11 +28,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..config import automatic_measure, automatic_share
+from ..config import automatic_measure, automatic_share, parse_keep
 from ..conversion import convert_pretrained
 from ..conversion.convert import plan_model
 from ..conversion.planning import PlanOptions
 from ..integrations.transformers.modules import patch_grid
+from ..layers.weight_record import record_step
 from ..models.directory import ModelDirectory
 from ..training.config import TrainingConfig
 from ..training.data.batches import BatchSource
@@ -57,7 +58,6 @@ from .recipes import (
     check_arguments,
     default_recipe,
     models_of,
-    parse_keep,
 )
 from .report import CONVERTED, PLOT, REPORT, RecoveryReport, is_worse, with_present_names, write_plot
 from .selection import select_layers
@@ -178,7 +178,10 @@ def recover(
     }
     own = {name: value for name, value in own.items() if value is not None}
     if calibrated is not None:
-        if given is not None or own or blocks is not None or block_size is not None:
+        hub.pop("revision", None)
+        fixed = [name for name in changes or () if name == "layers" or name.startswith("mhla.")]
+        options = (recipe, window, blocks, block_size)
+        if own or fixed or any(value is not None for value in options):
             raise ValueError(f"{source} is converted already: leave recipe, layers, keep, window and blocks out")
         own = options_of(calibrated, family)
     for name, other, value in (("blocks", "block_size", blocks), ("block_size", "blocks", block_size)):
@@ -357,6 +360,10 @@ class Recovery:
             model = load_model(self.source, plan.mhla).to(self.settings.device).eval()
             data = open_data(model)
             batches = data.batches("layers", _SELECTION_BATCHES, _SELECTION_BATCH_SIZE)
+            if self.recipe.chooses_groups:
+                # One group at least becomes MHLA.
+                groups = sum(layer.mhla.num_key_value_heads for layer in mhla_layers(model))
+                kept = min(kept, (groups - 1) / groups)
             selection = select_layers(model, batches, keep=kept, by=by, processes=self.processes)
             chosen, report.fingerprint = selection.mhla_layers, data.fingerprint
             record = {"selection": {**selection.to_dict(), "calibration": None}}
@@ -415,13 +422,15 @@ class Recovery:
             teacher.keep(sorted(set().union(*changes.values())))
         if done:
             work.load_weights(done[-1], model)
+            if (state := {"calibrate": "calibrated", "match": "matched"}.get(report.kept)) is not None:
+                record_step(model, state, {})
         _warn_of_resampling(model, data)
         for name in pending:
             kept, records = report.kept, [layer.mhla.record for layer in layers]
             with _timed() as seconds:
                 settings = replace(self.settings, folder=work.path / name, run=run)
                 if name == "calibrate" and self.calibrated is not None:
-                    details = take_calibrated(model, self.calibrated, of_layers)
+                    details = take_calibrated(model, self.calibrated, layers)
                 else:
                     details = getattr(runs, name)(model, teacher, data, self.recipe.stages[name], settings)
             report.figures[name], report.seconds[name], report.stages[name] = quality.measure(model), seconds, details
@@ -429,7 +438,9 @@ class Recovery:
                 report.beside |= quality.beside(model, "linear_calibrated", "mixing")
             if self.processes.decide(partial(is_worse, report.figures[name], report.figures[kept])):
                 report.discarded.append(name)
-                self._restore(model, names[names.index(name) - 1] if name != names[0] else None)
+                # The first process removes what the others read here when it goes on.
+                with self.processes.together():
+                    self._restore(model, names[names.index(name) - 1] if name != names[0] else None)
                 for layer, record in zip(layers, records, strict=True):
                     layer.mhla.record = record
             changed = {key: each for key, each in model.named_parameters() if key in changes[name]}

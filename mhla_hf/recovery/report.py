@@ -61,6 +61,16 @@ def is_worse(figures: Mapping[str, float], before: Mapping[str, float]) -> bool:
     return not sign * figures[name] <= sign * before[name]
 
 
+def kept_figures(content: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the figures of the model that there was after each state: of a discarded stage those from before it."""
+    found, kept = {}, {}
+    for name in TITLES:
+        if name in content["figures"]:
+            kept = kept if name in content.get("discarded", ()) else content["figures"][name]
+            found[name] = kept
+    return found
+
+
 def with_present_names(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a report, or of a part of it, with the present names of stages."""
     return {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import MEASURES
+from ..config import MEASURES, check_shares, parse_share
 from ..layers.mhla import MHLA
 from ..layers.original import original_attention
 from ..layers.weight_record import base_parameters, original_name, original_values
@@ -41,7 +41,6 @@ from ..utils.messages import StepCounter, check_choice
 from .calibration import CalibrationReport, calibrate_model, check_batches
 from .data import open_probe
 from .lookup import looks_up, lookup_scores, recall, recall_texts
-from .recipes import check_shares, parse_share
 
 
 # Batches of the probe that the model's output is compared on.

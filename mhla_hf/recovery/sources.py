@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from ..layers.weight_record import STATE_KEY, record_step
 from ..models.directory import CONVERSION_RECORD, ModelDirectory
 from ..models.registry import TRAINED, family_for
 from ..models.weight_files import check_weights
+from ..training.layers import AttentionLayer
 from ..training.libraries import check_pipeline
 from ..training.parameters import load_model
 from ..utils.files import read_json
 from ..utils.locations import is_hub_id
+from ..utils.messages import shorten_list
 from .data import family_of_transformers
 from .recipes import FAMILIES, TEXT
 
@@ -75,11 +77,20 @@ def find_start(
     opened = ModelDirectory.open(location, component, **hub)
     if not opened.is_mhla or opened.config.get(STATE_KEY) != "calibrated":
         return *find_model(location, component, **hub), None
-    original = opened.find_original(**{name: value for name, value in hub.items() if name != "revision"})
+    # A revision is that of the calibrated model's repository.
+    hub = {name: value for name, value in hub.items() if name != "revision"}
+    original = opened.find_original(**hub)
     if original is None:
         raise ValueError(f"{location} is MHLA already, and its original is not found; recover from that")
     source = original.location if is_hub_id(original.location) else original.root
     return *find_model(source, component, **hub), opened
+
+
+def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two weights are the same, or one is the other in a narrower type."""
+    second = second.to(first.device)
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    return first.shape == second.shape and any(torch.equal(first.to(kind), second.to(kind)) for kind in kinds)
 
 
 def options_of(calibrated: ModelDirectory, family: str) -> dict[str, Any]:
@@ -96,24 +107,35 @@ def options_of(calibrated: ModelDirectory, family: str) -> dict[str, Any]:
     return {**changed, "layers": "all" if layers is None else ",".join(map(str, layers))}
 
 
-def take_calibrated(model: nn.Module, calibrated: ModelDirectory, names: Collection[str]) -> dict[str, Any]:
+def take_calibrated(model: nn.Module, calibrated: ModelDirectory, layers: Sequence[AttentionLayer]) -> dict[str, Any]:
     """Give a converted model the weights of its calibrated copy.
 
     Args:
         model: The converted model; changed in place.
         calibrated: The copy.
-        names: Names of the parameters that calibration may have changed.
+        layers: Its layers, with their projections.
 
     Returns:
         The report of that calibration; empty where there is none.
     """
-    values = dict(load_model(calibrated).named_parameters())
-    before = {}
+    values, own, before = dict(load_model(calibrated).named_parameters()), dict(model.named_parameters()), {}
+    fitted = {
+        name
+        for layer in layers
+        for name in layer.parameters()
+        if ".mhla." in name or name.startswith(f"{layer.projection_name}.")
+    }
+    wrong = sorted(values.keys() ^ own.keys())
+    wrong = wrong or [name for name in own if name not in fitted and not _is_equal(own[name], values[name])]
+    if wrong:
+        raise ValueError(
+            f"{calibrated.location} was not calibrated from the original that was found for it, or was trained: "
+            f"{len(wrong)} weight(s) differ ({shorten_list(wrong)}); recover from its original"
+        )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in names:
-                before[name] = parameter.detach().clone()
-                parameter.copy_(values[name])
+        for name in fitted:
+            before[name] = own[name].detach().clone()
+            own[name].copy_(values[name])
     record_step(model, "calibrated", before)
     path = calibrated.root / CONVERSION_RECORD
     return read_json(path, "the record").get("calibration") or {} if path.is_file() else {}

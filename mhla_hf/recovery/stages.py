@@ -414,6 +414,8 @@ class Quality:
         for mhla in () if is_diffusion and modules[0].window_bias is None else modules:
             if part == "mixing" and mhla.mixing.shape[-1] > 1:
                 changes[mhla.mixing] = torch.full_like(mhla.mixing, mhla.mixing.mean().item())
+                if mhla.mixing_decay is not None:
+                    changes[mhla.mixing_decay] = torch.full_like(mhla.mixing_decay, math.inf)
             if part == "window" and mhla.window_bias is not None:
                 changes[mhla.window_bias] = torch.full_like(mhla.window_bias, -math.inf)
         if not changes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -127,6 +128,21 @@ def test_padding_that_turn_two_hides_is_hidden(name, options, first_mask, kind):
     for step in (None, 1):
         output = two_turns(model, kind, MASKS_OF_TURN_ONE[first_mask](mask[:, :9]), mask, step=step)
         torch.testing.assert_close(output, alone(model, mask), rtol=1e-4, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("sinks", "column"), [(1, 0), (3, 1)])
+def test_a_mask_that_moves_a_token_among_the_sinks_is_refused(sinks, column):
+    """Its features are in the summaries, which have no sinks."""
+    model, ids = mhla_model("llama", **{**SINKS, "sink_tokens": sinks}), text(24)
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    for hidden, is_refused in ((sinks, False), (column, True)):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :20], **{CACHE: cache})
+        mask[:] = True
+        mask[0, hidden] = False
+        with pytest.raises(ValueError, match="among the sinks") if is_refused else nullcontext():
+            model(ids[:, 20:], attention_mask=mask, **{CACHE: cache})
 
 
 @torch.no_grad()

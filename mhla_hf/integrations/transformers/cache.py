@@ -29,8 +29,8 @@ REWINDABLE_TOKENS = 64
 _OTHER_MASK = (
     "attention_mask does not begin with the mask that the tokens in the cache were passed with (no mask means all "
     f"ones). An MHLA cache keeps summaries: it can still hide some of its last {REWINDABLE_TOKENS} tokens, but no "
-    "earlier ones, and cannot show tokens that were hidden. Pass the former mask, extended for the new tokens, or "
-    "start again with a new cache and the whole text."
+    "earlier ones and none whose place among the sinks another would take, and cannot show tokens that were hidden. "
+    "Pass the former mask, extended for the new tokens, or start again with a new cache and the whole text."
 )
 
 
@@ -300,6 +300,13 @@ class MHLACacheLayer(CacheLayerMixin):
         hidden = _hash_of_hidden(mask[:, :length], torch.arange(length, device=self.device))
         if self._mixing is None or not torch.equal(self._hidden, hidden - _hash_of_hidden(kept | ~valid, columns)):
             return False
+        if self.state is not None and self.window_state is not None and self.window_state.sink_tokens:
+            # Summaries have no sinks. A token that moves up among them would have to leave, and is kept as it went in.
+            before = (self.state.position - valid.sum(dim=1))[:, None]
+            was, becomes = before + valid.long().cumsum(1), before + kept.long().cumsum(1)
+            sinks = self.window_state.sink_tokens
+            if bool((kept & (was > sinks) & (becomes <= sinks)).any()):
+                return False
         self._take_out(columns, valid, kept)
         self._last["valid"].index_copy_(1, columns % REWINDABLE_TOKENS, kept)
         self._hidden = self._kept("hidden", hidden)

@@ -68,8 +68,8 @@ def causal_defaults(head_dim: int, max_positions: int | None) -> dict[str, Any]:
     A block's summary has 2K·(K + 1) numbers for a head (hedgehog features are twice as wide as keys), a KV cache
     2K·(tokens). With blocks of K tokens the state is as large as a KV cache of the same dtype for texts of as many
     blocks as have weights, and stops growing there: 2,048 tokens for K = 64. Weights by distance with a decaying tail
-    gave the lowest loss, at the trained length and beyond it (docs/results/language.md, "Tails of mixing weights"). The
-    window's share by query takes SmolLM2, calibrated in 22 of 30 layers, from 1.9 to 1.2 % above softmax at 2,048
+    gave the lowest loss, at the trained length and beyond it (docs/results/language.md, "Tails of mixing weights").
+    The window's share by query takes SmolLM2, calibrated in 22 of 30 layers, from 1.9 to 1.2 % above softmax at 2,048
     tokens, and from 0.9 to 0.5 % at 512.
 
     Args:
@@ -143,9 +143,13 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
     if merged.get("mixing_init") == "uniform" and "mixing_range" not in options:
         merged["mixing_range"] = None
     block = MHLAConfig.from_dict({"block_size": merged["block_size"]}).block_size
-    if options.get("grid") is None and options.get("block_size") is not None and block is not None:
-        wanted = positions or block[0] * MAX_SEQUENCE_BLOCKS
-        merged["grid"] = [max(block[0], min(wanted, block[0] * MAX_SEQUENCE_BLOCKS))]
+    if options.get("block_size") is not None and block is not None:
+        longest = block[0] * (MAX_CAUSAL_BLOCKS if causal else MAX_SEQUENCE_BLOCKS)
+        if options.get("grid") is None:
+            merged["grid"] = [max(block[0], min(positions or longest, longest))]
+        if causal and "window" not in options and options.get("window_size") is None:
+            # Larger blocks than the default ones leave the default window as it is.
+            merged["window_size"] = [min(block[0], defaults["block_size"][0])]
     return with_window_size(MHLAConfig.from_dict({**merged, "resize": "extend", "causal": causal}), 1)
 
 

@@ -68,8 +68,8 @@ def first_output(model: torch.nn.Module, **kwargs: Any) -> torch.Tensor:
 
 
 WINDOWS = [
-    {"window": "adjacent", "window_size": 3},
-    {"window": "block", "window_size": 5},
+    {"window": "adjacent", "window_size": 3, "sink_tokens": 0},
+    {"window": "block", "window_size": 5, "sink_tokens": 0},
     {"window": "adjacent", "window_size": 3, "sink_tokens": 2},
 ]
 
