@@ -63,7 +63,8 @@ def is_worse(figures: Mapping[str, float], before: Mapping[str, float]) -> bool:
 
 def kept_figures(content: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return the figures of the model that there was after each state: of a discarded stage those from before it."""
-    found, kept = {}, {}
+    found: dict[str, dict[str, float]] = {}
+    kept: dict[str, float] = {}
     for name in TITLES:
         if name in content["figures"]:
             kept = kept if name in content.get("discarded", ()) else content["figures"][name]

@@ -242,7 +242,7 @@ def test_break_even_lengths_are_those_of_the_stored_measurements():
         return [int(number.replace(",", "")) for number in re.findall(r"[\d,]{3,}", text)]
 
     op, decode = (json.loads((ROOT / "benchmarks" / "results" / f"{name}-amd-epyc{end}.json").read_text())
-                  for name, end in (("op-2026-11-27", ""), ("decode-2026-11-26", "-dynamic")))  # fmt: skip
+                  for name, end in (("op-2026-11-27", ""), ("decode-2026-11-28", "-dynamic")))  # fmt: skip
     ratios = {
         row["tokens"]: row["speedup_over_softmax"]
         for row in op["results"]
