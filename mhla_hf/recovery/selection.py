@@ -167,6 +167,8 @@ def select_layers(
     if keep is not None and latency is not None:
         raise ValueError("Give keep or latency, not both.")
     batches, layers, processes = check_batches(batches), mhla_layers(model), processes or Processes(alone=True)
+    if any(layer.mhla.groups is not None for layer in layers):
+        raise ValueError("layers of this model have groups of heads that are softmax: select layers of its original.")
     share = None if latency is None else float(parse_share("latency", latency))
     is_language, keep = looks_up(model, batches), "25%" if keep is None else keep
     by = by or ("lookup" if is_language else "error")

@@ -165,3 +165,6 @@ def test_mistakes():
         select_layers(model, probe(example), by="lookup")
     with pytest.raises(ValueError, match="by='much' is not one of 'lookup', 'error'"):
         select_layers(model, probe(example), by="much")
+    mixed = mhla_hf.convert(softmax_model("llama"), {**default_options("llama"), "layers": ["0.1", 1]})
+    with pytest.raises(ValueError, match="groups of heads that are softmax: select layers of its original"):
+        select_layers(mixed, batches())
