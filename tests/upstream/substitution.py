@@ -17,7 +17,7 @@ from typing import Any
 
 
 # Sequences in the suites have 7 to 64 tokens, so that the default block size would give a single block.
-LANGUAGE_OPTIONS = {"block_size": 4}
+LANGUAGE_OPTIONS = {"block_size": 4, "window": None}
 SUITES = "tests."
 
 
