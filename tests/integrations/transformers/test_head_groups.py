@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 import mhla_hf
 from mhla_hf import MHLACache, MHLAConfig
 from mhla_hf.integrations.transformers.attaching import convert_transformers_model
-from mhla_hf.integrations.transformers.tensor_parallel import _check_heads
 from mhla_hf.ops.sums import HeadGroups
 from mhla_hf.recovery.recipes import load_recipe
 from mhla_hf.training.layers import find_projections, mhla_layers, original_heads, record_calls
@@ -21,6 +20,7 @@ from tests import tiny
 
 from .mhla_models import WINDOWS, default_options, mhla_model, unsettle
 from .test_generation import check_greedy, generate, prompt, recompute, speculations
+from .test_tensor_parallel import SPLITS_MHLA
 from .tiny_models import CACHE, inputs, softmax_model
 
 
@@ -213,10 +213,16 @@ def test_mistakes(name, layers, message):
     assert not any("mhla" in key for key in model.state_dict())
 
 
-def test_who_cannot_refuses(tmp_path):
+@pytest.mark.skipif(not SPLITS_MHLA, reason="this version of transformers does not split MHLA layers")
+def test_a_layer_with_groups_is_not_split():
+    from mhla_hf.integrations.transformers.tensor_parallel import _check_heads
+
     layer = mixed("llama").model.layers[0].self_attn.mhla
     with pytest.raises(ValueError, match="some heads stay softmax cannot be split over processes"):
         _check_heads("model.layers.0.self_attn.mhla", layer, 2)
+
+
+def test_who_cannot_refuses(tmp_path):
     with pytest.raises(ValueError, match="only language models can have groups of heads as MHLA"):
         mhla_hf.convert(tiny.wan_pipeline().transformer, {"blocks": [1, 2, 2], "layers": ["0.1"]})
     assert MHLAConfig(layers="1, 0.10,0.2").layers == ("0.2", "0.10", 1)
