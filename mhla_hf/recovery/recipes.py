@@ -48,6 +48,7 @@ MOST_IN_BATCH = 2**16
 _MHLA_RATE = "Peak learning rate of the parameters that MHLA adds. Default: the same."
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _MOST_BYTES = 1 << 16
+LEAST_RECORDS = 8  # Batches that samples without noise are recorded in at least, so that an eighth can be held out.
 _TEXTS = ("family", "layers", "text_field")  # Even where YAML reads them as something else.
 VARIANTS = ("fast", "paper")
 """Names of other recipes for many families; `fast` is changes to the default recipe."""
@@ -252,6 +253,8 @@ class Recipe:
             stage = STAGES[name]
             if stage.part in sizes and stage.memory and getattr(options, "cache", "") != "none":
                 samples = RECOVERED[self.family].call_samples if from_calls else options.batch_size
+                if self.family in (*TEXT, "vision"):
+                    samples = max(1, min(samples, self.data.samples // LEAST_RECORDS))
                 batches = min(options.batches, options.steps + options.held_out)
                 kept[stage.part] += round(sizes[stage.part] * samples * batches)
         return kept["layer"], kept["block"]

@@ -49,6 +49,7 @@ from .lookup import recall, recall_texts
 from .own_weights import WARMUP_STEPS
 from .recipes import (
     FORMER,
+    LEAST_RECORDS,
     STAGES,
     BlockwiseOptions,
     CalibrateOptions,
@@ -67,8 +68,8 @@ _LEAST_SHARE = 0.25
 _TRIAL_BATCHES, _TRIAL_BATCH_SIZE = 4, 4
 # As in matching: the runs are short.
 _SECOND_BETA = 0.99
-# Batches that there are at least where there are enough samples, and how often steps of matching go through them.
-_LEAST_RECORDS, _MOST_PASSES = 8, 8
+# How often steps of matching go through their batches at most, on average over the layers.
+_MOST_PASSES = 8
 _BATCH_SIZE = 16
 _BAR = "{desc}: {percentage:3.0f}% of the run |{bar}| [{elapsed}<{remaining}{postfix}]"
 # Tokens of a batch beyond which the logits of a large vocabulary fill the memory.
@@ -231,7 +232,7 @@ def fitted_to(data: BatchSource, options: Part) -> Part:
     """
     if isinstance(data, Latents):
         return options
-    size = 1 if isinstance(data, RecordedCalls) else max(1, min(options.batch_size, len(data) // _LEAST_RECORDS))
+    size = 1 if isinstance(data, RecordedCalls) else max(1, min(options.batch_size, len(data) // LEAST_RECORDS))
     batches = min(options.batches, len(data) // size)
     return replace(options, batch_size=size, batches=batches, steps=min(options.steps, _MOST_PASSES * batches))
 
