@@ -25,8 +25,8 @@ import math
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from benchmarks.packaged_models import make
 from benchmarks.programs import names
 from mhla_hf.layers.mhla import MHLA
 from mhla_hf.recovery.lookup import BETWEEN, PASSAGE, lookup_scores, recall
+from mhla_hf.training.layers import swapped_parameters
 from mhla_hf.utils.files import read_json, write_json
 from mhla_hf.utils.machine import machine_facts
 
@@ -101,40 +102,44 @@ class Texts:
 
     def __init__(self, tokenizer: Any, folder: Path) -> None:
         self.tokenizer = tokenizer
-        self.chapters = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
-        library = Path(sysconfig.get_path("stdlib"))
-        self.code = {use: [(library / name).read_text(encoding="utf-8") for name in CODE[use]] for use in CODE}
+        chapters, library = sorted(folder.glob("*.txt")), Path(sysconfig.get_path("stdlib"))
+        prose = {"calibration": chapters[::2], "held out": chapters[1::2]}
+        code = {use: [library / name for name in modules] for use, modules in CODE.items()}
+        self.streams = {
+            (kind, use): self._tokens(files)
+            for kind, of_kind in (("prose", prose), ("code", code))
+            for use, files in of_kind.items()
+        }
 
-    def tokens(self, text: str) -> list[int]:
-        """Tokens of a text, without special ones."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _tokens(self, files: Sequence[Path]) -> list[int]:
+        """Tokens of files, one after the other, without special ones."""
+        texts = [file.read_text(encoding="utf-8") for file in files]
+        return [token for text in texts for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def calibration(self, seed: int) -> torch.Tensor:
-        """Rows of even chapters and of source, in turns, `[N, ROW]`."""
-        kinds = {"prose": self.chapters[::2], "code": self.code["calibration"]}
-        rows = [self._rows(kinds[kind], count, ROW, seed) for kind, count in CALIBRATION_ROWS.items()]
+        """Rows of even chapters and of source in an order of the seed, `[N, ROW]`."""
+        rows = [self._rows((kind, "calibration"), count, ROW, seed) for kind, count in CALIBRATION_ROWS.items()]
         order = torch.Generator().manual_seed(seed)
         found = torch.cat(rows)
         return found[torch.randperm(len(found), generator=order)]
 
     def held_out(self) -> dict[str, torch.Tensor]:
         """Rows of odd chapters and of other source, short ones and long ones."""
-        kinds = {"prose": self.chapters[1::2], "code": self.code["held out"]}
         return {
-            f"{kind}_{length}": self._rows(texts, count, length, 0)
-            for kind, texts in kinds.items()
+            f"{kind}_{length}": self._rows((kind, "held out"), count, length, 0)
+            for kind in CALIBRATION_ROWS
             for count, length in ((4, ROW), (2, LONG))
         }
 
     def passages(self, count: int = 3) -> torch.Tensor:
         """A passage, others, and the passage again, `[count, 2 · PASSAGE + BETWEEN]`."""
-        rows = self._rows(self.chapters[1::2], 2 * count, max(PASSAGE, BETWEEN), 1)
+        rows = self._rows(("prose", "held out"), 2 * count, max(PASSAGE, BETWEEN), 1)
         first, between = rows[:count, :PASSAGE], rows[count:, :BETWEEN]
         return torch.cat([first, between, first], dim=1)
 
-    def _rows(self, texts: Sequence[str], count: int, length: int, seed: int) -> torch.Tensor:
-        """Rows from as many places of the texts, spread over them evenly, `[count, length]`."""
-        stream = [token for text in texts for token in self.tokens(text)]
+    def _rows(self, of: tuple[str, str], count: int, length: int, seed: int) -> torch.Tensor:
+        """Rows from as many places of a stream, spread over it evenly, `[count, length]`."""
+        stream = self.streams[of]
         room = len(stream) - length
         starts = [(room * (2 * row + 1) // (2 * count) + 977 * seed) % room for row in range(count)]
         return torch.tensor([stream[start : start + length] for start in starts])
@@ -172,20 +177,10 @@ def _go_on(model: Any, texts: Texts) -> str:
     return texts.tokenizer.decode(tokens[0, 128:])
 
 
-@contextmanager
-def without_mhla(model: nn.Module) -> Iterator[None]:
+def without_mhla(model: nn.Module) -> AbstractContextManager[None]:
     """Has the windows of a model stand alone."""
     biases = [module.window_bias for module in model.modules() if isinstance(module, MHLA)]
-    before = [bias.detach().clone() for bias in biases if bias is not None]
-    with torch.no_grad():
-        for bias in biases:
-            bias.fill_(-math.inf)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for bias, value in zip(biases, before, strict=True):
-                bias.copy_(value)
+    return swapped_parameters({bias: torch.full_like(bias, -math.inf) for bias in biases if bias is not None})
 
 
 def _by_lookup(model: nn.Module, batches: list[dict[str, torch.Tensor]], kept: float) -> list[int | str]:
@@ -205,7 +200,6 @@ def run_case(name: str, variant: str, seed: int, work: Path, decode: bool) -> di
     """Converts, calibrates and measures one variant of a model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(1)
     torch.manual_seed(seed)
     directory = make(name, work)
     texts = Texts(AutoTokenizer.from_pretrained(directory), make("prose", work))
@@ -245,7 +239,8 @@ def measure_all(
     decode: bool,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measures what the report in `file` does not have yet, and writes it after each case."""
+    """Measures what the report in `file` does not have yet, on one thread, and writes it after each case."""
+    torch.set_num_threads(1)
     report: dict[str, Any] = {"benchmark": "real_models", "machine": {}, "cases": {}}
     if file.is_file():
         report = read_json(file, "the report")

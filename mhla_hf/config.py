@@ -20,6 +20,7 @@ from .utils.options import Options, option
 
 MIXING_INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 WINDOWS = ("block", "adjacent", "cross")
+WINDOW_OPTIONS = ("window", "window_size", "window_share", "sink_tokens")
 TEXTS = ("softmax", "block")
 MEASURES = ("lookup", "error")
 """By what layers are chosen to stay softmax: look-up of repeated text, or the error that MHLA leaves."""

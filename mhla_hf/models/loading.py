@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ..config import WINDOW_OPTIONS
 from ..layers.mixing import reference_blocks
 from ..layers.weight_record import STATE_KEY, record_weights
 from ..utils.compat.diffusers import load_weights, without_quantized
@@ -145,11 +146,7 @@ def _check_overrides(name: Any, model: Any) -> None:
                 f"options ask for {getattr(wanted, field)!r}."
             )
     # A window that was not there has a warning of its own, about its fresh bias.
-    fields = (
-        TRAINED_WITH
-        if stored.window is None
-        else (*TRAINED_WITH, "window", "window_size", "window_share", "sink_tokens")
-    )
+    fields = TRAINED_WITH if stored.window is None else (*TRAINED_WITH, *WINDOW_OPTIONS)
     changed = [field for field in fields if getattr(stored, field) != getattr(wanted, field)]
     if changed:
         changes = ", ".join(f"{field}={getattr(stored, field)!r}" for field in changed)

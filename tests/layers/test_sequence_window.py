@@ -13,7 +13,18 @@ from mhla_hf.layers.state import DecodingState, TokenSequence
 
 from ..ops.triton_checks import DEVICES
 from .test_joint import assert_equal_with_gradients
-from .test_window import HEADS, SHARED, VALID, WIDTH, biases, dense_mask, dense_window, make_layer, make_tokens
+from .test_window import (
+    HEADS,
+    SHARED,
+    VALID,
+    WIDTH,
+    assert_spoils_its_document_alone,
+    biases,
+    dense_mask,
+    dense_window,
+    make_layer,
+    make_tokens,
+)
 
 
 BLOCK = 4
@@ -125,16 +136,8 @@ def test_tokens_before_a_grid_are_left_out_of_mhla(window, sinks, rope):
 @pytest.mark.parametrize("place", [1, 2], ids=["key", "value"])
 @pytest.mark.parametrize("causal", [False, True], ids=["encoder", "causal"])
 def test_a_bad_sink_spoils_its_document_alone(causal, place):
-    layer, tokens = sink_layer(size=3, causal=causal), list(make_tokens(21))
-    sequence = TokenSequence(causal, None, DOCUMENTS, 3)
-    clean = layer(*tokens, sequence=sequence)
-    tokens[place] = tokens[place].detach().clone()
-    tokens[place][0, 10, 0, 1] = float("nan")
-    output = layer(*tokens, sequence=sequence)
-    spoilt = torch.zeros(2, 21, HEADS, dtype=torch.bool)
-    spoilt[0, 10 if causal else 9 :, : HEADS // SHARED] = True
-    assert torch.equal(output.isnan().all(dim=-1), spoilt)
-    torch.testing.assert_close(output[~spoilt], clean[~spoilt])
+    layer = sink_layer(size=3, causal=causal)
+    assert_spoils_its_document_alone(layer, TokenSequence(causal, None, DOCUMENTS, 3), place, 10)
 
 
 @torch.no_grad()

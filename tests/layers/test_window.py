@@ -251,21 +251,26 @@ def test_documents_do_not_see_each_other(causal, padding):
     assert_same_with_gradients(layer, make_tokens(21), *masks, sequence=TokenSequence(causal, valid, documents, 3))
 
 
+def assert_spoils_its_document_alone(layer, sequence, place, token):
+    """A bad number in the document from token 9 on, whose earlier tokens do not see it where it is causal."""
+    tokens = list(make_tokens(21))
+    clean = layer(*tokens, sequence=sequence)
+    tokens[place] = tokens[place].detach().clone()
+    tokens[place][0, token, 0, 1] = float("nan")
+    output = layer(*tokens, sequence=sequence)
+    spoilt = torch.zeros(2, 21, HEADS, dtype=torch.bool)
+    spoilt[0, token if sequence.causal else 9 :, : HEADS // SHARED] = True
+    assert torch.equal(output.isnan().all(dim=-1), spoilt)
+    torch.testing.assert_close(output[~spoilt], clean[~spoilt])
+
+
 @pytest.mark.parametrize("place", [1, 2], ids=["key", "value"])
 @pytest.mark.parametrize("window", ["block", "adjacent"])
 @pytest.mark.parametrize("causal", [False, True], ids=["encoder", "causal"])
 def test_a_bad_token_stays_in_its_document(causal, window, place):
     documents = torch.tensor([[0] * 7 + [1] * 2 + [2] * 12, [0] * 10 + [1] * 11])
     layer = make_layer(block_size=4, grid=24, causal=causal, resize="extend", window=window, window_size=3)
-    sequence, tokens = TokenSequence(causal, None, documents, 3), list(make_tokens(21))
-    clean = layer(*tokens, sequence=sequence)
-    tokens[place] = tokens[place].detach().clone()
-    tokens[place][0, 11, 0, 1] = float("nan")
-    output = layer(*tokens, sequence=sequence)
-    spoilt = torch.zeros(2, 21, HEADS, dtype=torch.bool)
-    spoilt[0, 11 if causal else 9 :, : HEADS // SHARED] = True
-    assert torch.equal(output.isnan().all(dim=-1), spoilt)
-    torch.testing.assert_close(output[~spoilt], clean[~spoilt])
+    assert_spoils_its_document_alone(layer, TokenSequence(causal, None, documents, 3), place, 11)
 
 
 def test_the_bias_is_a_number_for_each_head_of_a_window():

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ...config import MHLAConfig
+from ...config import WINDOW_OPTIONS, MHLAConfig, with_overrides
 from ...layers.mixing import resolve_blocks, with_window_size
 from ...ops.definitions import SEQUENCE_NORMALIZERS
 from ...utils.options import check_names
@@ -35,7 +35,7 @@ _ADDED_OPTIONS = {
 # Options that leave the shapes of the weights alone and change what they compute.
 _TRAINED_WITH = (
     "feature_map", "feature_map_eps", "normalizer", "rope", "block_size", "mixing_constraint", "mixing_tail", "layers",
-    "window", "window_size", "window_share", "sink_tokens",
+    *WINDOW_OPTIONS,
 )  # fmt: skip
 _NULLABLE = ("layers", "mixing_range", "lepe_kernel", "window", "window_size")
 
@@ -49,7 +49,7 @@ def warn_of_changes(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None
     """Warn of options that change the meaning of stored weights."""
     stored = {**_ADDED_OPTIONS, **stored}
     # A window that was not there has a warning of its own, about its fresh bias.
-    added = {"window", "window_size", "window_share", "sink_tokens"} if stored["window"] is None else set()
+    added = WINDOW_OPTIONS if stored["window"] is None else ()
     changed = [name for name in _TRAINED_WITH if name in given and name not in added and given[name] != stored[name]]
     if changed:
         made_with = ", ".join(f"{name}={stored[name]!r}" for name in changed)
@@ -137,9 +137,8 @@ def resolve_sequence(given: Any, *, causal: bool, head_dim: int, positions: int 
                 f"{direction}: allowed is {' or '.join(map(repr, values[1:]))}."
             )
     # Every option of a sequence has a default but these, whose None means something.
-    merged = {**defaults, **{name: value for name, value in options.items() if value is not None or name in _NULLABLE}}
-    if merged.get("window") is None and "sink_tokens" not in options:
-        merged.pop("sink_tokens", None)
+    known = {name: value for name, value in options.items() if value is not None or name in _NULLABLE}
+    merged = with_overrides(defaults, known)
     if merged.get("mixing_init") == "uniform" and "mixing_range" not in options:
         merged["mixing_range"] = None
     block = MHLAConfig.from_dict({"block_size": merged["block_size"]}).block_size
